@@ -1,0 +1,102 @@
+"""Writes the tables of README from `examples/results/*.json`, so that no figure is typed by hand.
+
+    python examples/readme_tables.py            # prints what would be written; exit 1 if README differs
+    python examples/readme_tables.py --write
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.presets.compose import describe, preset_files
+from lightning_solo.units import GiB
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table; every column but the first and the last is right-aligned."""
+    rule = ["---", *["---:"] * (len(headers) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [headers, rule, *rows]) + "\n"
+
+
+def presets_table(result: dict[str, Any]) -> str:
+    """Return the ladder: peak memory, change, time per batch, change, loss after the same number of batches."""
+    base = next(row for row in result["rows"] if row["preset"] == "baseline")
+    rows = []
+    for row in result["rows"]:
+        if "not_run" in row or "failed" in row:
+            rows.append([f"`{row['preset']}`", "not run here", "", "", "", ""])
+            continue
+        rows.append(
+            [
+                f"`{row['preset']}`",
+                f"{row['peak_bytes'] / GiB:.2f} GiB",
+                f"{row['peak_bytes'] / base['peak_bytes'] - 1:+.0%}",
+                f"{row['batch_seconds'] * 1000:.0f} ms",
+                f"{row['batch_seconds'] / base['batch_seconds'] - 1:+.0%}",
+                f"{row['loss']:.3f}",
+            ]
+        )
+    model = result["model"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = (
+        f"\n{result['hardware']}; {versions}. Byte GPT, width {model['width']}, depth {model['depth']}, context "
+        f"{model['context']}, batch {model['batch_size']}, {result['steps']} optimizer steps, median of "
+        f"{result['runs']} runs, each in a fresh process. Memory: {result['memory']}. Command: `{result['command']}`\n"
+    )
+    headers = ["preset", "peak memory", "change", "time per batch", "change", f"loss after {result['steps']} steps"]
+    return table(headers, rows) + note
+
+
+def callbacks_table(result: dict[str, Any]) -> str:
+    """Return what each callback costs per hook and per step."""
+    rows = [
+        [f"`{row['callback']}`", f"{row['microseconds_per_hook']:.1f} µs", f"{row['share_of_10_ms_step']:.2%}"]
+        for row in result["rows"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = f"\n{result['hardware']}; {versions}. Command: `{result['command']}`\n"
+    return table(["callback", "slowest hook", "of a 10 ms step"], rows) + note
+
+
+def catalogue(_: object = None) -> str:
+    """Return the presets with the first line of each file."""
+    rows = []
+    for name, path in sorted(preset_files().items()):
+        purpose, _, device = describe(path).partition(" Runs on: ")
+        rows.append([f"`{name}`", purpose, device.rstrip(".")])
+    return "| preset | what it is for | runs on |\n| --- | --- | --- |\n" + "".join(
+        "| " + " | ".join(row) + " |\n" for row in rows
+    )
+
+
+TABLES = {"presets_cpu.json": presets_table, "presets_gpu.json": presets_table, "callbacks_cpu.json": callbacks_table}
+
+
+def render(text: str) -> str:
+    """Return README's text with every marked table made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name == "presets":
+            return match[1] + catalogue() + match[3]
+        result = json.loads((ROOT / "examples" / "results" / name).read_text(encoding="utf-8"))
+        return match[1] + TABLES[name](result) + match[3]
+
+    return MARK.sub(fill, text)
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = render(before)
+    if "--write" in sys.argv:
+        readme.write_text(after, encoding="utf-8")
+    elif before != after:
+        sys.exit("README's tables differ from examples/results; write: python examples/readme_tables.py --write")

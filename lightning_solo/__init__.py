@@ -1,0 +1,91 @@
+"""lightning-solo: the largest model, at the best speed, on the one GPU you have.
+
+```python
+import lightning as L
+import lightning_solo as solo
+
+trainer = L.Trainer(**solo.trainer_kwargs("checkpointing"), max_steps=1000)
+trainer.fit(module, datamodule)
+```
+
+Importing this package imports neither torch nor Lightning; each public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import lightning_solo.callbacks
+
+if TYPE_CHECKING:
+    from lightning_solo.attach import list_presets, show, trainer_kwargs
+    from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
+    from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_solo.callbacks.memory_logger import MemoryLogger
+    from lightning_solo.callbacks.throughput import Throughput
+    from lightning_solo.errors import (
+        CapabilityError,
+        CheckpointError,
+        ConflictError,
+        NothingToDoError,
+        PresetError,
+        SoloError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulationSchedule",
+    "ActivationCheckpointing",
+    "CapabilityError",
+    "CheckpointError",
+    "ConflictError",
+    "MemoryLogger",
+    "NothingToDoError",
+    "PresetError",
+    "SoloError",
+    "Throughput",
+    "callbacks",
+    "list_presets",
+    "show",
+    "trainer_kwargs",
+]
+
+_HOME = {
+    "trainer_kwargs": "lightning_solo.attach",
+    "list_presets": "lightning_solo.attach",
+    "show": "lightning_solo.attach",
+    "AccumulationSchedule": "lightning_solo.callbacks",
+    "ActivationCheckpointing": "lightning_solo.callbacks",
+    "MemoryLogger": "lightning_solo.callbacks",
+    "Throughput": "lightning_solo.callbacks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME.get(name, "lightning_solo.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Callbacks(ModuleType):
+    """`lightning_solo.callbacks` is a room and a function: the word is right for both, so the module can be called."""
+
+    def __call__(
+        self, preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
+    ) -> list[Any]:
+        """See `lightning_solo.attach.callbacks`."""
+        from lightning_solo import attach
+
+        return attach.callbacks(preset, overrides, allow=allow)
+
+
+sys.modules["lightning_solo.callbacks"].__class__ = _Callbacks

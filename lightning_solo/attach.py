@@ -1,0 +1,88 @@
+"""The three calls that attach a preset: `trainer_kwargs`, `callbacks`, and to look at one first, `show`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_solo.build import check_machine, make_callbacks, trainer_arguments
+from lightning_solo.presets.compose import compose, compose_mapping, describe, preset_files
+
+
+def trainer_kwargs(
+    preset: str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: Sequence[Any] = (),
+    allow: Sequence[str] = (),
+    lightning: str = "lightning.pytorch",
+) -> dict[str, Any]:
+    """Return the arguments with which a Trainer trains under a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
+
+    Only the arguments that the preset needs are in it, and always ``devices=1``. Where the Trainer is given one of
+    them a second time, Python refuses; where a merged mapping replaces one, the run is refused at its start.
+
+    Args:
+        preset: a name of `list_presets`, or the fields themselves (a Hydra application's ``cfg.solo``).
+        overrides: Hydra overrides without a prefix: ``["precision=32-true", "+callback=throughput"]``.
+        callbacks: your own, appended behind the preset's.
+        allow: prefixes of the ``_target_`` entries that you trust, such as ``["my_project"]``.
+        lightning: the home of your Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+
+    Raises:
+        PresetError: an unknown preset, field or argument, or an impossible value.
+        ConflictError: two choices that cannot be combined.
+        CapabilityError: this machine lacks what the preset needs.
+    """
+    config = compose(preset, overrides, allow=allow)
+    return trainer_arguments(config, callbacks=callbacks, allow=allow, lightning=lightning)
+
+
+def callbacks(
+    preset: str | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    allow: Sequence[str] = (),
+) -> list[Any]:
+    """Return a preset's callbacks for a Trainer that exists: ``trainer.callbacks += callbacks("checkpointing")``.
+
+    Warns about what a callback can't carry, precision and strategy among it: a Trainer takes those when it is made.
+
+    Raises:
+        PresetError, ConflictError, CapabilityError: as `trainer_kwargs`.
+    """
+    config = compose(preset, overrides, allow=allow)
+    check_machine(config)
+    carried = {"precision": config.precision, "accumulate_grad_batches": config.accumulate_grad_batches}
+    lost = [f"{name}={value!r}" for name, value in carried.items() if value is not None]
+    if config.strategy is not None:
+        lost.append(f"strategy={config.strategy.get('name', 'yours')!r}")
+    if lost:
+        warnings.warn(
+            f"preset {_name(preset)}: callbacks can't carry {', '.join(lost)}; a Trainer takes those when it is made, "
+            f"as in L.Trainer(**trainer_kwargs({_name(preset)}))",
+            stacklevel=2,
+        )
+    return make_callbacks(config, allow)
+
+
+def list_presets() -> list[str]:
+    """Return the names of all presets: ours, and the user's own from ``./conf/solo/``."""
+    return sorted(preset_files())
+
+
+def show(preset: str, overrides: Sequence[str] = ()) -> str:
+    """Return a preset as composed, in YAML, under the line that says what it is for.
+
+    Raises:
+        PresetError: unknown preset or override.
+    """
+    composed = {key: value for key, value in compose_mapping(preset, overrides).items() if value not in (None, {})}
+    return f"# {describe(preset_files()[preset])}\n{OmegaConf.to_yaml(OmegaConf.create(composed))}"
+
+
+def _name(preset: str | Mapping[str, Any]) -> str:
+    return repr(preset) if isinstance(preset, str) else "given"

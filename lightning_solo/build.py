@@ -1,0 +1,207 @@
+"""From a checked configuration to objects and Trainer arguments; first asks whether this machine can do it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from lightning_solo.errors import CapabilityError, ConflictError, PresetError
+from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.registry import is_allowed, target_of, targets
+from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.signature import check_arguments, parameters_of_class
+
+HOMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def trainer_arguments(
+    config: SoloConfig,
+    *,
+    callbacks: Sequence[Any] = (),
+    allow: Sequence[str] = (),
+    lightning: str = "lightning.pytorch",
+) -> dict[str, Any]:
+    """Return the arguments for ``Trainer(**...)`` of the given home: only those the preset needs, and one device.
+
+    Args:
+        config: checked by `presets.compose`.
+        callbacks: the user's own, appended behind the preset's.
+        allow: prefixes of ``_target_`` that the user trusts.
+        lightning: the package whose Trainer will take the arguments, one of `HOMES`.
+
+    Raises:
+        CapabilityError: this machine lacks what the preset needs.
+        ConflictError: a callback of the preset is also among ``callbacks``.
+        PresetError: ``lightning`` is not one of its two homes, or a target is not what it seems.
+    """
+    if lightning not in HOMES:
+        raise PresetError(f"lightning={lightning!r}: must be one of {', '.join(map(repr, HOMES))}")
+    check_machine(config)
+    from lightning_solo.guard import PresetGuard
+
+    arguments: dict[str, Any] = {"devices": 1}
+    if config.precision is not None:
+        arguments["precision"] = config.precision
+    if config.accumulate_grad_batches is not None:
+        arguments["accumulate_grad_batches"] = config.accumulate_grad_batches
+    if needs_cuda(config):
+        arguments["accelerator"] = "cuda"
+    if config.strategy is not None:
+        arguments["strategy"] = make("strategy", config.strategy, allow=allow, lightning=lightning)
+    built = make_callbacks(config, allow)
+    _refuse_twice(built, callbacks)
+    arguments["callbacks"] = [PresetGuard(arguments), *built, *callbacks]
+    return arguments
+
+
+def make_callbacks(config: SoloConfig, allow: Sequence[str] = ()) -> list[Any]:
+    """Return the callbacks of a checked configuration, in the order in which they are listed."""
+    return [make("callback", node, allow=allow, option=f"callback.{key}") for key, node in config.callback.items()]
+
+
+def check_machine(config: SoloConfig) -> None:
+    """Refuse what this machine can't do, before Lightning is imported.
+
+    Raises:
+        CapabilityError: a dependency too old or known as malicious, no CUDA device, no native bf16, no DeepSpeed.
+    """
+    check_versions()
+    reason = needs_cuda(config)
+    deepspeed = (config.strategy or {}).get("name") == "zero_offload"
+    if deepspeed and not _is_installed("deepspeed"):
+        raise CapabilityError("strategy=zero_offload needs the package deepspeed; write: pip install deepspeed")
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if reason and not cuda:
+        raise CapabilityError(f"no CUDA device on this machine: {reason}")
+    if cuda and config.precision in ("bf16-mixed", "bf16-true"):
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name()
+            raise CapabilityError(
+                f"precision={config.precision}: {name} has no native bf16 (Ampere or newer has); use the preset 'fp16'"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a None in sys.modules
+        return False
+
+
+def check_versions() -> None:
+    """Refuse dependencies outside the ranges that this package declares; some outside them were malware.
+
+    Raises:
+        CapabilityError: names the package, its version, the range and the command.
+    """
+    try:
+        declared = importlib.metadata.requires("lightning-solo") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return
+    for requirement in map(Requirement, declared):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:  # its absence is said where it is needed
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            raise CapabilityError(
+                f"{requirement.name} {version} is installed, lightning-solo needs {requirement.specifier}; "
+                f'write: pip install "{requirement.name}{requirement.specifier}"'
+            )
+
+
+def make(
+    kind: str,
+    node: Mapping[str, Any],
+    *,
+    allow: Sequence[str] = (),
+    lightning: str = "lightning.pytorch",
+    option: str | None = None,
+    partial: bool = False,
+) -> Any:
+    """Return the object that a checked node describes: a registered ``name``, or an allowed ``_target_``.
+
+    Args:
+        kind: ``"callback"``, ``"strategy"``, ``"model"``, ``"data"`` or ``"optimizer"``.
+        node: the arguments beside ``name`` or ``_target_``; plain containers.
+        allow: prefixes that the user trusts.
+        lightning: the home of Lightning for which a strategy is made.
+        option: the path that messages name; the kind by default.
+        partial: return a function that still takes positional arguments (an optimizer's parameters).
+
+    Raises:
+        PresetError: an argument the class does not take, or a target defined outside the allowed prefixes.
+    """
+    option = option or kind
+    if "_target_" in node:
+        return _instantiate(node, option, allow)
+    module, _, name = target_of(kind, node["name"], f"{option}.name").partition(":")
+    home = importlib.import_module(module)
+    cls = getattr(home, f"{node['name']}_class")(lightning) if kind == "strategy" else getattr(home, name)
+    arguments = {key: value for key, value in node.items() if key != "name"}
+    accepted = parameters_of_class(cls)
+    if accepted is not None:
+        check_arguments({**arguments, "params": ()} if partial else arguments, accepted, option)
+    return (lambda params: cls(params, **arguments)) if partial else cls(**arguments)
+
+
+def _instantiate(node: Mapping[str, Any], option: str, allow: Sequence[str]) -> Any:
+    for path, target in targets(node, option):
+        _refuse_alias(str(target), path, allow)
+    from hydra.utils import instantiate
+
+    arguments = {key: value for key, value in node.items() if not key.startswith("_")}
+    accepted = parameters_of_class(_locate(str(node["_target_"]), option))
+    if accepted is not None and "_args_" not in node and not node.get("_partial_"):
+        check_arguments(arguments, accepted, option)
+    return instantiate(dict(node), _convert_="all")
+
+
+def _refuse_alias(target: str, option: str, allow: Sequence[str]) -> None:
+    """Refuse ``my_project.os.system``: below an allowed prefix by name, but defined elsewhere."""
+    found = _locate(target, option)
+    home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
+    if not callable(found) or not is_allowed(home, allow):
+        raise PresetError(
+            f"{option}._target_={target!r} is {home}, which lies outside the allowed {', '.join(allow)}; "
+            f"name it where it is defined, and allow that if you trust it"
+        )
+
+
+def _locate(target: str, option: str) -> Any:
+    parts = target.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:depth])
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
+                raise  # the user's module is there, but something that it imports is not
+            continue
+        for name in parts[depth:]:
+            if not hasattr(found, name):
+                raise PresetError(f"{option}._target_={target!r}: {module} has no {name!r}")
+            found = getattr(found, name)
+        return found
+    raise PresetError(
+        f"{option}._target_={target!r}: no module {parts[0]!r} to be found; is it installed, or in this folder?"
+    )
+
+
+def _refuse_twice(built: Sequence[Any], callbacks: Sequence[Any]) -> None:
+    for ours in built:
+        if any(type(theirs) is type(ours) for theirs in callbacks):
+            name = type(ours).__name__
+            raise ConflictError(
+                f"callbacks=[{name}(...)] and the preset's own {name}: keep one; "
+                f"the preset's is removed by the override ~callback.<its name>"
+            )

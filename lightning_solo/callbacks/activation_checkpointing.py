@@ -1,0 +1,148 @@
+"""Activation checkpointing: keep a block's inputs instead of its activations and compute those again in backward.
+
+Saves:      all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside
+Costs:      one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1)
+Numerics:   bit-exact; random numbers, autocast, default dtype and BatchNorm statistics are as in the first forward
+Conflicts:  the model's own gradient checkpointing; blocks whose forward keeps state or can't be repeated (refused)
+Reference:  Chen et al. 2016, https://arxiv.org/abs/1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
+from lightning_solo.nn.recomputation import checkpoint_blocks, has_run, restore_blocks
+
+AUTO = "auto"
+
+
+def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
+    """Return name -> every ``every_k``-th block of ``module``: the repeated ones, or those of the classes named.
+
+    Raises:
+        NothingToDoError: There is no such block; the message lists what there is.
+        ConflictError: The module checkpoints its activations itself already.
+    """
+    for name, part in module.named_modules():
+        for switch in ("gradient_checkpointing", "grad_checkpointing"):  # Hugging Face's and timm's
+            if getattr(part, switch, False) is True:
+                raise ConflictError(
+                    f"activation checkpointing: {type(part).__name__} at {name or 'the root'!r} has {switch}=True and "
+                    "recomputes by itself; write model.gradient_checkpointing_disable() (timm: "
+                    "set_grad_checkpointing(False)), or leave this callback out"
+                )
+    names = [blocks] if isinstance(blocks, str) else blocks
+    found = repeated_blocks(module) if blocks == AUTO else blocks_of_class(module, names)
+    return dict(list(found.items())[::every_k])
+
+
+class ActivationCheckpointing(Callback):
+    """Wraps the model's blocks for the length of a fit, so that backward computes their activations again.
+
+    The blocks are chosen after ``configure_model`` and before the optimizer, wherever they were built. Validation,
+    test and prediction run as without.
+
+    Args:
+        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
+            of what is to be one block, such as ``[GPT2Block]``.
+        every_k: Wrap blocks 0, k, 2k, ...; 2 keeps half of the activations and costs half of the recomputation.
+        verify_recomputation: In each fit compare each block's first recomputation with its forward, and raise
+            ``ConflictError`` where they differ. Torch compares shapes only: without this, a block that can't be
+            repeated would silently train with wrong gradients.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    def __init__(self, blocks: str | Sequence[str] = AUTO, every_k: int = 1, verify_recomputation: bool = True) -> None:
+        names = [blocks] if isinstance(blocks, str) else blocks
+        if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n.strip() for n in names):
+            raise PresetError(
+                f"activation_checkpointing.blocks={blocks!r}: write 'auto' or class names, as [GPT2Block]"
+            )
+        if isinstance(blocks, Sequence) and not isinstance(blocks, str) and AUTO in blocks:
+            raise PresetError(f"activation_checkpointing.blocks={blocks!r}: write 'auto' alone, or class names only")
+        if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
+            raise PresetError(f"activation_checkpointing.every_k={every_k!r}: write a whole number of at least 1")
+        if not isinstance(verify_recomputation, bool):
+            raise PresetError(
+                f"activation_checkpointing.verify_recomputation={verify_recomputation!r}: write true or false"
+            )
+        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
+        self.every_k = every_k
+        self.verify_recomputation = verify_recomputation
+        self._wrapped: dict[str, nn.Module] = {}
+        self._undo = ExitStack()
+
+    def __repr__(self) -> str:
+        return (
+            f"ActivationCheckpointing(blocks={self.blocks!r}, every_k={self.every_k!r}, "
+            f"verify_recomputation={self.verify_recomputation!r})"
+        )
+
+    @property
+    def wrapped(self) -> tuple[str, ...]:
+        """Qualified names of the blocks that are wrapped now; empty outside a fit."""
+        return tuple(self._wrapped)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.undo()
+            self._wrap_before(trainer.strategy, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 0 and self._wrapped and not has_run(self._wrapped.values()):
+            rank_zero_warn(
+                f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran "
+                "forward with gradients; name the classes of those that do, blocks: [ClassName]"
+            )
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Leave the module and the Trainer as they were; a second call does nothing."""
+        self._undo.close()
+
+    def _wrap_before(self, strategy: Any, module: nn.Module) -> None:
+        """Have the blocks wrapped when Lightning calls ``strategy.setup``, once.
+
+        That is after ``configure_model`` and before the optimizer, for which there is no hook. Patching
+        ``configure_model`` instead would make weight averaging call and copy it, before ``LightningModule.setup``.
+        """
+        original = strategy.setup
+        before = strategy.__dict__.get("setup")
+
+        def restore() -> None:
+            strategy.__dict__.pop("setup", None)
+            if before is not None:
+                strategy.setup = before
+
+        def setup(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            self.wrap(module)
+            return original(*args, **kwargs)
+
+        strategy.setup = setup
+        self._undo.callback(lambda: restore() if strategy.__dict__.get("setup") is setup else None)
+
+    def wrap(self, module: nn.Module) -> None:
+        """Wrap the blocks of ``module`` until ``undo``."""
+        self._wrapped = checkpoint_blocks(choose_blocks(module, self.blocks, self.every_k), self.verify_recomputation)
+        self._undo.callback(self._wrapped.clear)
+        self._undo.callback(restore_blocks, list(self._wrapped.values()))
+        kinds = Counter(type(block).__name__ for block in self._wrapped.values())
+        listing = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        rank_zero_info(f"activation checkpointing: backward recomputes {listing}")

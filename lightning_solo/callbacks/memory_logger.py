@@ -1,0 +1,338 @@
+"""What memory a run takes, step by step: to every logger, to a CSV, and as a table at the end.
+
+Saves:      nothing; it observes
+Costs:      one reading every ``every_n_steps`` optimizer steps; ``per_phase`` one at each phase, measured by
+            examples/measure_callbacks.py; never synchronises, never empties the cache
+Numerics:   bit-exact
+Conflicts:  none; ``per_phase`` resets the CUDA peak counters, which others in the process may read
+Reference:  https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torchmetrics import MaxMetric, MeanMetric
+
+from lightning_solo.errors import PresetError
+from lightning_solo.memory.reading import Reading, read, resident_bytes
+from lightning_solo.units import GiB, format_bytes
+
+PHASES = ("forward", "backward", "optimizer_step")
+COLUMNS = (
+    *("fit", "stage", "device", "epoch", "step"),
+    *(f"{field.name}_bytes".replace("retries_bytes", "retries") for field in fields(Reading)),
+    *(f"{phase}_bytes" for phase in PHASES),
+)
+_numbers = itertools.count(1)
+
+
+def metrics_of(reading: Reading) -> dict[str, float]:
+    """Return the few figures worth a curve, by logged key.
+
+    >>> metrics_of(Reading(resident=GiB, peak_resident=3 * GiB))
+    {'memory/resident_gib': 1.0, 'memory/peak_resident_gib': 3.0}
+    """
+    found = {
+        "memory/allocated_gib": reading.allocated,
+        "memory/peak_allocated_gib": reading.peak_allocated,
+        "memory/reserved_gib": reading.reserved,
+        "memory/resident_gib": reading.resident,
+        "memory/peak_resident_gib": reading.peak_resident,
+    }
+    metrics = {key: count / GiB for key, count in found.items() if count is not None}
+    if reading.alloc_retries is not None:
+        metrics["memory/alloc_retries"] = float(reading.alloc_retries)
+    return metrics
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Append rows of `COLUMNS` to a CSV, which gets a header when it is new.
+
+    Raises:
+        OSError: it cannot be written, or there is a file with another header.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="", encoding="utf-8") as file:
+        file.seek(0)
+        header = file.readline()
+        if header and header.strip() != ",".join(COLUMNS):
+            raise OSError("it holds a table with other columns")
+        writer = csv.DictWriter(file, COLUMNS)
+        if not header:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def path_below(root: str, file: str) -> Path:
+    """Return where ``file`` lies below ``root``, symbolic links followed.
+
+    Raises:
+        PresetError: it leads outside.
+    """
+    base = Path(root).resolve()
+    path = (base / file).resolve()
+    if not path.is_relative_to(base):
+        raise PresetError(f"memory_logger.file={file!r}: leads outside the log directory {base}, to {path}; {_FILE}")
+    return path
+
+
+class MemoryLogger(Callback):
+    """Logs memory every so many optimizer steps, and sums it up at the end, also of a run that failed.
+
+    On a GPU the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
+    allocator's counters were last reset; this callback resets them only with ``per_phase``.
+
+    Args:
+        every_n_steps: optimizer steps (``global_step``) between two readings.
+        per_phase: also log the peak of forward, backward and optimizer step (on a CPU: the bytes resident at the end
+            of each). Resets the CUDA peak counters between phases, so ``torch.cuda.max_memory_allocated()`` then
+            tells the last phase only, to everyone in this process; the peaks reported here stay those of the whole run.
+        file: CSV, relative to the first logger's directory, else to ``default_root_dir``; rows are appended, and
+            column ``fit`` tells runs apart.
+        table: print a table at the end.
+
+    Raises:
+        PresetError: an argument is out of range, or ``file`` does not stay inside the directory.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 50, per_phase: bool = False, file: str = "memory.csv", table: bool = True
+    ) -> None:
+        super().__init__()
+        self.every_n_steps = _checked_steps(every_n_steps)
+        self.per_phase = _checked_bool("per_phase", per_phase)
+        self.file = _checked_file(file)
+        self.table = _checked_bool("table", table)
+        self._start("")
+
+    def __repr__(self) -> str:
+        """The call that builds this callback again."""
+        return (
+            f"{type(self).__name__}(every_n_steps={self.every_n_steps}, per_phase={self.per_phase}, "
+            f"file={self.file!r}, table={self.table})"
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest allocated (GPU) or resident (CPU) bytes seen in the last run; 0 before the first."""
+        return int(self._max["peak"].compute()) if "peak" in self._max else 0
+
+    def _start(self, stage: str) -> None:
+        self._fit = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}" if stage else ""
+        self._stage = stage
+        self._device = torch.device("cpu")
+        self._path: Path | None = None
+        self._step = 0  # of the last row
+        self._phase: str | None = None
+        self._peaks = dict.fromkeys(PHASES, 0)  # since the last row
+        self._peak = self._peak_reserved = 0  # CUDA peaks that a reset by ``per_phase`` would have lost
+        self._max: dict[str, MaxMetric] = {}
+        self._mean: dict[str, MeanMetric] = {}
+
+    # --- when: Lightning's hooks ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start afresh for this run."""
+        self._start(stage)
+        self._device = trainer.strategy.root_device
+        self._path = path_below(trainer.log_dir or trainer.default_root_dir, self.file)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what weights and whatever was there before take."""
+        self._step = trainer.global_step
+        self._row(trainer, {})
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Forward begins."""
+        if self.per_phase:
+            self._enter("forward")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Backward begins."""
+        if self.per_phase:
+            self._enter("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Backward is over."""
+        if self.per_phase:
+            self._enter(None)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """The optimizer step begins."""
+        if self.per_phase:
+            self._enter("optimizer_step")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, where an optimizer step was made and it is its turn."""
+        if self.per_phase:
+            self._enter(None)
+        step = trainer.global_step
+        if step != self._step and step % self.every_n_steps == 0:
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the last steps, while the model is still on its device."""
+        if trainer.global_step != self._step:
+            self._log(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log a validation run of its own, not one inside a fit."""
+        if self._stage == "validate":
+            self._log(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log a test run."""
+        self._log(trainer)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log a prediction run."""
+        self._log(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Show the table."""
+        self._finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
+        if self._fit:
+            self._enter(None) if self.per_phase else None
+            self._log(trainer)
+        self._finish()
+
+    # --- what ---
+
+    def _enter(self, phase: str | None) -> None:
+        """Note the peak of the phase that ends, and begin another."""
+        ended, self._phase = self._phase, phase
+        if self._device.type == "cuda":
+            reading = read(self._device)
+            peak = reading.peak_allocated or 0
+            self._peak = max(self._peak, peak)
+            self._peak_reserved = max(self._peak_reserved, reading.peak_reserved or 0)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif ended is not None:
+            peak = resident_bytes()
+        if ended is not None:
+            self._peaks[ended] = max(self._peaks[ended], peak)
+
+    def _log(self, trainer: Trainer) -> None:
+        phases = {phase: peak for phase, peak in self._peaks.items() if peak}
+        self._peaks = dict.fromkeys(PHASES, 0)
+        self._step = trainer.global_step
+        metrics = self._row(trainer, phases)
+        suffix = "peak_allocated_gib" if self._device.type == "cuda" else "resident_gib"
+        metrics |= {f"memory/{phase}_{suffix}": peak / GiB for phase, peak in phases.items()}
+        for logger in trainer.loggers:
+            # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _row(self, trainer: Trainer, phases: Mapping[str, int]) -> dict[str, float]:
+        reading = self._whole_run(read(self._device))
+        for name, count in (*asdict(reading).items(), *phases.items()):
+            if count is not None and name != "alloc_retries":
+                self._update(name, count)
+        self._update("peak", reading.peak_allocated if reading.resident is None else reading.resident)
+        row: dict[str, object] = {
+            "fit": self._fit,
+            "stage": self._stage,
+            "device": str(self._device),
+            "epoch": trainer.current_epoch,
+            "step": self._step,
+            **{column: count for column, count in zip(COLUMNS[5:], asdict(reading).values(), strict=False)},
+            **{f"{phase}_bytes": peak for phase, peak in phases.items()},
+        }
+        self._write(row)
+        return metrics_of(reading)
+
+    def _whole_run(self, reading: Reading) -> Reading:
+        """Return the reading with the peaks that our own resets hid."""
+        if reading.peak_allocated is None or reading.peak_reserved is None:
+            return reading
+        peaks = {
+            "peak_allocated": max(reading.peak_allocated, self._peak),
+            "peak_reserved": max(reading.peak_reserved, self._peak_reserved),
+        }
+        return Reading(**{**asdict(reading), **peaks})
+
+    def _update(self, name: str, count: int | None) -> None:
+        if name not in self._max:
+            # float64 holds every byte count exactly up to 2**53; the default float32 only up to 16 MiB
+            self._max[name] = MaxMetric().set_dtype(torch.float64)
+            self._mean[name] = MeanMetric().set_dtype(torch.float64)
+        self._max[name].update(count or 0)
+        self._mean[name].update(count or 0)
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        if self._path is None:
+            return
+        try:
+            append_rows(self._path, [row])
+        except OSError as error:
+            warnings.warn(
+                f"MemoryLogger: {self._path} cannot be written ({error}); this run goes on without it", stacklevel=2
+            )
+            self._path = None
+
+    def _finish(self) -> None:
+        if self._fit and self.table and self._max:
+            print_table(self._rows(), f"Memory, {self._stage} on {self._device}")
+        self._fit = ""
+
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        """Return the mean and the largest bytes of what was read, by name."""
+        return {
+            name.replace("_", " "): (int(self._mean[name].compute()), int(metric.compute()))
+            for name, metric in self._max.items()
+            if name != "peak"
+        }
+
+
+def print_table(rows: Mapping[str, tuple[int, int]], title: str) -> None:
+    """Print the mean and the largest bytes of each row as a table."""
+    table = Table(title=title)
+    for heading in ("", "mean", "largest"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, (mean, largest) in rows.items():
+        table.add_row(name, format_bytes(mean), format_bytes(largest))
+    Console().print(table)
+
+
+_FILE = "allowed is a relative path without '..', such as 'memory.csv' or 'memory/run.csv'"
+
+
+def _checked_steps(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PresetError(f"memory_logger.every_n_steps={value!r}: allowed is an integer >= 1")
+    return value
+
+
+def _checked_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise PresetError(f"memory_logger.{name}={value!r}: allowed are true and false")
+    return value
+
+
+def _checked_file(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable() or value.endswith(("/", "\\")):
+        raise PresetError(f"memory_logger.file={value!r}: {_FILE}")
+    path = PurePath(value)
+    if path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\")) or len(value) > 255:
+        raise PresetError(f"memory_logger.file={value!r}: {_FILE}")
+    return value

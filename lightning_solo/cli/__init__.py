@@ -1,0 +1,47 @@
+"""The command `lightning-solo`: one file per sub-command, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lightning_solo.errors import SoloError, nearest
+
+COMMANDS = {
+    "train": "train a model under a preset (a Hydra application: key=value overrides, -m sweeps)",
+    "presets": "list the presets: what each is for and which device it needs",
+    "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
+    "doctor": "what this machine has, and what each preset lacks here",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the sub-command named first on the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name = given.pop(0) if given else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_usage())
+        raise SystemExit(0)
+    if name == "--version":
+        import lightning_solo
+
+        print(lightning_solo.__version__)
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        _refuse(f"no command {name!r}{nearest(name, COMMANDS)}there are {', '.join(COMMANDS)}")
+    try:
+        code = importlib.import_module(f"lightning_solo.cli.{name}").run(given)
+    except SoloError as error:
+        _refuse(str(error))
+    raise SystemExit(code)
+
+
+def _usage() -> str:
+    lines = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
+    return f"lightning-solo: the largest model, at the best speed, on the one GPU you have\n\n{lines}"
+
+
+def _refuse(message: str) -> None:
+    print(f"lightning-solo: {message}", file=sys.stderr)
+    raise SystemExit(2)

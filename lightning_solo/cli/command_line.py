@@ -1,0 +1,277 @@
+"""Checks the overrides of `lightning-solo train` before torch is imported: names, types, targets, and sweeps by count."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_solo.errors import ConflictError, PresetError, nearest
+from lightning_solo.presets.compose import (
+    VERSION_BASE,
+    compose,
+    conf_folder,
+    hydra_of_our_own,
+    preset_files,
+    to_plain,
+    user_conf_folder,
+)
+from lightning_solo.presets.schema import FIELDS, SoloConfig, check_object, from_mapping
+from lightning_solo.presets.signature import check_arguments, parameters
+
+MOST_JOBS = 10_000
+RESUME = ("never", "auto", "override")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+GROUPS = ("solo", "model", "data", "optimizer", "experiment")
+FLAGS_WITH_VALUE = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path", "-p", "--package", "-c", "--cfg")
+TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", "data", "optimizer", "solo")
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """The parts of the application's configuration as plain containers, checked."""
+
+    solo: SoloConfig
+    model: dict[str, Any]
+    data: dict[str, Any]
+    optimizer: dict[str, Any]
+    trainer: dict[str, Any]
+    allow: list[str]
+
+
+def search_path_override() -> list[str]:
+    """Return the override that adds the user's `./conf`, where it holds presets, to the search path."""
+    own = user_conf_folder()
+    return [f"hydra.searchpath=[file://{own}]"] if own is not None else []
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """Refuse what the command line alone shows to be wrong.
+
+    Raises:
+        PresetError: an unknown preset, field or argument, a wrong value, an empty or endless sweep, a bad run name.
+        ConflictError: two choices that cannot be combined.
+    """
+    flags, overrides = _split(arguments)
+    if any(flag.startswith("--experimental-rerun") for flag in flags):
+        raise PresetError("--experimental-rerun unpickles a file, which could run any code; give the overrides again")
+    if any(flag in ("-h", "--help", "--hydra-help", "--version") for flag in flags):
+        return
+    parsed = [_parse(text) for text in overrides]
+    choices = [_choices(override) for override in parsed]
+    sweeping = any(flag in ("-m", "--multirun") for flag in flags)
+    if not sweeping and any(len(texts) > 1 for texts in choices):
+        swept = next(o.input_line for o, texts in zip(parsed, choices, strict=True) if len(texts) > 1)
+        raise PresetError(f"{swept!r} names several values; write -m for a sweep over them")
+    _refuse_count(math.prod(len(texts) for texts in choices))
+    first = [texts[0] for texts in choices]
+    for index, texts in enumerate(choices):  # each value once, beside the first value of every other override
+        for text in texts if index == 0 else texts[1:]:
+            _check_job([*first[:index], text, *first[index + 1 :]])
+    if not choices:
+        _check_job([])
+
+
+def check_config(cfg: DictConfig) -> CheckedConfig:
+    """Return the checked parts of a composed application.
+
+    Raises:
+        PresetError: an unknown key, name or argument, a wrong value, a target not allowed, a bad run name.
+        ConflictError: two choices that cannot be combined; a Trainer argument that the preset sets.
+    """
+    for key in cfg:
+        if key not in TOP:
+            raise PresetError(f"{key}: no such key{nearest(str(key), TOP)}there are {', '.join(TOP)}")
+    plain = to_plain(cfg)
+    allow = plain["allow"]
+    if not isinstance(allow, list) or not all(isinstance(prefix, str) and prefix for prefix in allow):
+        raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=[my_project]")
+    if plain["resume"] not in RESUME:
+        raise PresetError(f"resume={plain['resume']!r}{nearest(str(plain['resume']), RESUME)}one of {', '.join(RESUME)}")
+    check_run_name(plain["run"])
+    for kind in ("model", "data"):
+        check_object(kind, plain[kind], allow)
+    check_object("optimizer", plain["optimizer"], allow, given=["params"])
+    solo = compose(plain["solo"], allow=allow)
+    check_arguments(plain["trainer"], parameters("lightning.pytorch.trainer.trainer:Trainer"), "trainer")
+    _refuse_set_twice(solo, plain["trainer"])
+    return CheckedConfig(
+        solo=solo,
+        model=plain["model"] or {},
+        data=plain["data"] or {},
+        optimizer=plain["optimizer"] or {},
+        trainer=plain["trainer"],
+        allow=allow,
+    )
+
+
+def check_run_name(name: object) -> None:
+    """Refuse a run name that is not a plain file name: the run's folder stays below its root.
+
+    Raises:
+        PresetError: the name is empty, too long, starts with ``-`` or ``.``, or holds other characters.
+    """
+    if not isinstance(name, (str, int)) or not RUN_NAME.fullmatch(str(name)):
+        raise PresetError(
+            f"run={name!r}: must be 1 to 100 letters, digits, '.', '_' or '-', the first a letter or digit, "
+            f"such as run=first"
+        )
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    flags, overrides = [], []
+    waiting = False
+    for argument in arguments:
+        if waiting or argument.startswith("-"):
+            waiting = not waiting and argument in FLAGS_WITH_VALUE
+            flags.append(argument)
+        else:
+            overrides.append(argument)
+    return flags, overrides
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise PresetError(f"{text!r}: not of the form key=value ({error})") from error
+
+
+def _choices(override: Override) -> list[str]:
+    """Return the overrides of single values that one override of a sweep stands for; up to a bound."""
+    text = str(override.input_line)
+    if not override.is_sweep_override():
+        return [text]
+    if override.is_discrete_sweep():
+        values = list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
+        if not values:
+            raise PresetError(f"{text!r}: an empty range, 0 jobs; write for example range(1,5)")
+        return [f"{override.get_key_element()}={value}" for value in values]
+    return [text]
+
+
+def _refuse_count(jobs: int) -> None:
+    if jobs > MOST_JOBS:
+        raise PresetError(f"this sweep has {jobs:,} jobs or more, the most is {MOST_JOBS:,}; sweep over fewer values")
+
+
+def _check_job(overrides: Sequence[str]) -> None:
+    for text in overrides:
+        override = _parse(text)
+        if override.key_or_group in GROUPS and not override.is_delete():
+            _check_choice(override.key_or_group, override.value())
+        if override.key_or_group == "run":
+            check_run_name(override.value())
+    try:
+        cfg = compose_application(overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        _explain(overrides)
+        raise PresetError(f"{error}") from error
+    check_config(cfg)
+    check_root(Path(str(cfg.root)) / str(cfg.run))
+
+
+def _check_choice(group: str, choice: object) -> None:
+    folders = [conf_folder() / "app" / group, (user_conf_folder() or Path()) / group]
+    there = preset_files() if group == "solo" else [path.stem for f in folders for path in sorted(f.glob("*.yaml"))]
+    if choice is None and group == "experiment":
+        return
+    if not isinstance(choice, str) or choice not in there:
+        what = "preset" if group == "solo" else group
+        raise PresetError(
+            f"{group}={choice}: no {what} of that name{nearest(str(choice), there)}there are {', '.join(there)}"
+        )
+
+
+def check_root(folder: Path) -> None:
+    """Refuse a run folder that can't be written, before anything is trained.
+
+    Raises:
+        PresetError: a part of the path is a file, or nothing can be created in its first existing part.
+    """
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not there.is_dir():
+        raise PresetError(f"root={folder.parent}: {there} is a file, a folder is needed; write root=<folder>")
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise PresetError(
+            f"root={folder.parent}: nothing can be written to {there} ({error.strerror}); write root=<folder>"
+        ) from error
+
+
+def compose_application(overrides: Sequence[str]) -> DictConfig:
+    """Return the application's configuration as Hydra composes it, `hydra.*` left out."""
+    with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), **VERSION_BASE):
+        return hydra_compose(config_name="train", overrides=[*search_path_override(), *overrides])
+
+
+def _explain(overrides: Sequence[str]) -> None:
+    """Find the override that Hydra refused and raise our message for it, with the nearest name."""
+    parsed = [_parse(text) for text in overrides]
+    groups = [o for o in parsed if o.key_or_group in GROUPS]
+    try:
+        base = compose_application([str(o.input_line) for o in groups])
+    except (HydraException, OmegaConfBaseException):
+        return
+    allow = next((o.value() for o in parsed if o.key_or_group == "allow"), [])
+    for override in parsed:
+        if override in groups or override.key_or_group.startswith("hydra"):
+            continue
+        field, _, rest = override.key_or_group.partition(".")
+        if field == "solo" and rest:
+            mark = "~" if override.is_delete() else "+" if override.is_add() else ""
+            text = str(override.input_line).lstrip("+~").removeprefix("solo.")
+            compose(to_plain(base.solo), [f"{mark}{text}"], allow=allow)
+        elif field in FIELDS:
+            raise PresetError(f"{override.input_line!r}: a preset's field; write solo.{override.input_line}")
+        elif not override.is_add():
+            _refuse_unknown(base, override)
+
+
+def _refuse_unknown(base: DictConfig, override: Override) -> None:
+    node: Any = OmegaConf.to_container(base, resolve=False)
+    path = override.key_or_group.split(".")
+    for depth, key in enumerate(path):
+        if key in ("devices", "num_nodes"):
+            from_mapping({key: override.value()})
+        if not isinstance(node, Mapping) or key not in node:
+            there = [str(name) for name in node] if isinstance(node, Mapping) else []
+            where = ".".join(path[:depth])
+            hint = f"; a new argument is added by +{override.input_line}" if where in ("trainer", "model", "data") else ""
+            raise PresetError(
+                f"{override.input_line}: no {key!r} in {where or 'the application'}{nearest(key, there)}"
+                f"there are {', '.join(there) or 'none'}{hint}"
+            )
+        node = node[key]
+
+
+def _refuse_set_twice(solo: SoloConfig, trainer: Mapping[str, Any]) -> None:
+    promised = {
+        "devices": 1,
+        "precision": solo.precision,
+        "strategy": solo.strategy and solo.strategy.get("name"),
+        "accumulate_grad_batches": solo.accumulate_grad_batches,
+    }
+    for name, value in promised.items():
+        if value is not None and name in trainer and trainer[name] != value:
+            if name == "devices":
+                raise ConflictError(f"trainer.devices={trainer[name]}: lightning-solo trains on one device")
+            raise ConflictError(
+                f"trainer.{name}={trainer[name]!r} and the preset's {name}={value!r}: "
+                f"write solo.{name}={trainer[name]} and drop trainer.{name}"
+            )

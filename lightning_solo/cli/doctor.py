@@ -1,0 +1,117 @@
+"""`lightning-solo doctor`: what this machine has, and what each preset lacks here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_solo.build import check_machine
+from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.presets.compose import compose, preset_files
+from lightning_solo.units import format_bytes
+
+PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print what this machine has, then a line per preset; exit 0 also where presets lack something."""
+    if arguments:
+        raise PresetError(f"doctor takes no arguments, got {' '.join(arguments)!r}")
+    console = Console()
+    machine = Table(box=None, pad_edge=False, show_header=False)
+    machine.add_column(style="bold", no_wrap=True)
+    machine.add_column()
+    for name, value in {**versions(), **hardware(), **tools()}.items():
+        machine.add_row(name, value)
+    console.print(machine)
+    presets = Table(title="presets", box=None, pad_edge=False, title_justify="left")
+    presets.add_column("preset", style="bold", no_wrap=True)
+    presets.add_column("here")
+    for name in sorted(preset_files()):
+        presets.add_row(name, lacks(name) or "ready")
+    console.print()
+    console.print(presets)
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Return package -> version of what the library stands on, and Python's."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def hardware() -> dict[str, str]:
+    """Return processor, memory, disk and CUDA device in words."""
+    import torch
+
+    total, available = host_memory()
+    disk = shutil.disk_usage(Path.cwd())
+    found = {
+        "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
+        "host memory": f"{format_bytes(available)} available of {format_bytes(total)}",
+        "disk here": f"{format_bytes(disk.free)} free of {format_bytes(disk.total)}",
+    }
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        return {**found, "gpu": f"none ({built})"}
+    properties = torch.cuda.get_device_properties(0)
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    return {
+        **found,
+        "gpu": f"{properties.name}, {format_bytes(properties.total_memory)}, sm_{properties.major}{properties.minor}",
+        "driver": _driver(),
+        "CUDA of torch": str(torch.version.cuda),
+        "native bf16": "yes" if native else "no: use fp16",
+    }
+
+
+def host_memory() -> tuple[int, int]:
+    """Return (total, available) bytes of the host, the limit of the control group included."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    total = available = pages * size
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+        available = int(line.split()[1]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, available = min(total, int(text)), min(available, int(text) - used)
+    return total, available
+
+
+def tools() -> dict[str, str]:
+    """Return the compiler and ninja that DeepSpeed's CPU optimizers and torch.compile build with."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    beside_python = shutil.which("ninja", path=str(Path(sys.executable).parent))
+    return {
+        "C++ compiler": compiler or "none: torch.compile and DeepSpeed's CPU optimizers need one",
+        "ninja": shutil.which("ninja") or beside_python or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
+    }
+
+
+def lacks(preset: str) -> str | None:
+    """Return what keeps this machine from running a preset, or None."""
+    try:
+        check_machine(compose(preset))
+    except SoloError as error:
+        return str(error)
+    return None
+
+
+def _driver() -> str:
+    version = Path("/proc/driver/nvidia/version")
+    return version.read_text().splitlines()[0].split("Module")[-1].split()[0] if version.is_file() else "unknown"

@@ -1,0 +1,26 @@
+"""`lightning-solo presets`: every preset by name, what it is for and which device it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_solo.errors import PresetError
+from lightning_solo.presets.compose import describe, preset_files, user_conf_folder
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the table of presets."""
+    if arguments:
+        raise PresetError(f"presets takes no arguments, got {' '.join(arguments)!r}; for one preset write: show <name>")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("preset", style="bold", no_wrap=True)
+    table.add_column("what it is for, and where it runs")
+    own = user_conf_folder()
+    for name, path in sorted(preset_files().items()):
+        yours = " (yours)" if own is not None and own in path.parents else ""
+        table.add_row(name + yours, describe(path))
+    Console().print(table)
+    return 0

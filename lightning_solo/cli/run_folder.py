@@ -1,0 +1,87 @@
+"""The folder of one run: what is in it, and whether a command may start in it or go on from it."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+
+FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
+
+
+class RunFolder:
+    """``config.yaml``, ``checkpoints/last.ckpt`` and the logs of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = path / "checkpoints" / "last.ckpt"
+        self.config = path / "config.yaml"
+
+    def open(self, cfg: DictConfig) -> str | None:
+        """Write the configuration and return the checkpoint to go on from, or None to start.
+
+        Raises:
+            PresetError: the folder can't be written.
+            CheckpointError: a run is there already and ``resume=never``, or its last checkpoint is damaged.
+            ConflictError: the run to go on with was configured otherwise; lists every difference.
+        """
+        checkpoint = self._checkpoint(cfg)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")  # unresolved: no secret is written out
+        except OSError as error:
+            raise PresetError(f"root={cfg.root}: {self.path} can't be written: {error.strerror}") from error
+        return checkpoint
+
+    def _checkpoint(self, cfg: DictConfig) -> str | None:
+        if not (self.last.exists() or self.last.is_symlink()):
+            if cfg.resume != "never":
+                print(f"nothing to go on from in {self.path}: starting at step 0")
+            return None
+        if cfg.resume == "never":
+            raise CheckpointError(
+                f"{self.path} holds a run already; write resume=auto to go on with it, or another name: run=..."
+            )
+        if cfg.resume == "auto":
+            self._refuse_changes(cfg)
+        self._refuse_damaged()
+        return str(self.last)
+
+    def _refuse_changes(self, cfg: DictConfig) -> None:
+        if not self.config.exists():
+            return
+        before, now = (_flat(OmegaConf.to_container(c, resolve=False)) for c in (OmegaConf.load(self.config), cfg))
+        changed = [
+            f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
+        ]
+        if changed:
+            raise ConflictError(
+                f"resume=auto: {self.path} was configured otherwise ({'; '.join(changed)}); "
+                f"give the former values, or write resume=override to go on with the new ones"
+            )
+
+    def _refuse_damaged(self) -> None:
+        if self.last.is_dir():  # DeepSpeed's layout; its engine checks it
+            return
+        try:
+            with zipfile.ZipFile(self.last) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, OSError) as error:
+            damaged = str(error)
+        if damaged:
+            others = sorted(p for p in self.last.parent.glob("*.ckpt") if p != self.last)
+            there = f"; beside it there is {', '.join(p.name for p in others)}" if others else ""
+            raise CheckpointError(f"{self.last} is damaged ({damaged}){there}; replace it, or start another run: run=...")
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    pairs = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in node.items()]
+    return {key: value for pair in pairs for key, value in pair.items()}

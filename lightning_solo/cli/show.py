@@ -1,0 +1,19 @@
+"""`lightning-solo show NAME [override ...]`: a preset as composed, in YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_solo.attach import show
+from lightning_solo.errors import PresetError
+from lightning_solo.presets.compose import compose, preset_files
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the preset, checked as a run would check it."""
+    if not arguments:
+        raise PresetError(f"show which preset? there are {', '.join(sorted(preset_files()))}")
+    name, *overrides = arguments
+    compose(name, overrides)
+    print(show(name, overrides), end="")
+    return 0

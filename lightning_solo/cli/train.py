@@ -1,0 +1,165 @@
+"""`lightning-solo train`: a Hydra application that trains a module under a preset and says what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from lightning_solo.build import make, trainer_arguments
+from lightning_solo.cli.command_line import CheckedConfig, check_command_line, check_config, search_path_override
+from lightning_solo.cli.run_folder import RunFolder
+from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.presets.compose import VERSION_BASE, conf_folder
+from lightning_solo.presets.conflicts import has_callback
+from lightning_solo.units import GiB
+
+INTERRUPTED = 130
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Check the command line, then hand it to Hydra, which calls `train` once, or once per job of a sweep."""
+    sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
+    check_command_line(arguments)
+    sys.argv = ["lightning-solo train", *arguments, *search_path_override()]
+    hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
+    return 0
+
+
+def _job(cfg: DictConfig) -> float | None:
+    try:
+        return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+    except SoloError as error:  # Hydra prints this kind without a stack trace, and a sweep goes on
+        raise CompactHydraException(str(error)) from None
+
+
+def train(cfg: DictConfig, folder: Path) -> float | None:
+    """Train as configured inside ``folder`` and return the last validation loss, or None without validation.
+
+    Raises:
+        SoloError: any refusal: of a choice, of this machine, of a run to go on with.
+        SystemExit: 130 after Ctrl-C, with the last checkpoint saved.
+    """
+    checked = check_config(cfg)
+    run_folder = RunFolder(folder)
+    checkpoint = run_folder.open(cfg)
+    watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput"}]
+    callbacks = [*(make("callback", node) for node in watch), checkpoint_callback(cfg, checked, folder)]
+    kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
+    import lightning as L
+
+    L.seed_everything(int(cfg.seed), workers=True, verbose=False)
+    model, data = build_parts(checked)
+    trainer = L.Trainer(**{**own_arguments(folder), **checked.trainer, **kwargs})
+    started = time.monotonic()
+    try:
+        trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+    except SystemExit:
+        _say_interrupted(trainer, run_folder)
+        raise SystemExit(INTERRUPTED) from None
+    print_summary(trainer, data, folder, time.monotonic() - started)
+    loss = trainer.callback_metrics.get("validation/loss")
+    return None if loss is None else float(loss)
+
+
+def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
+    """Return (module, data module); the data module is None where the module brings its own loaders."""
+    arguments = dict(checked.model)
+    if "name" in arguments and "optimizer" in arguments:
+        optimizer = checked.optimizer
+        arguments["optimizer"] = make("optimizer", optimizer, allow=checked.allow, partial=True) if optimizer else None
+    if not arguments:
+        raise PresetError("model: none chosen; write model=byte_gpt_tiny, or model=custom model._target_=...")
+    model = make("model", arguments, allow=checked.allow)
+    data = make("data", checked.data, allow=checked.allow) if checked.data else None
+    return model, data
+
+
+def own_arguments(folder: Path) -> dict[str, Any]:
+    """Return the Trainer arguments of the command line itself: where it logs and what it keeps."""
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    return {
+        "default_root_dir": str(folder),
+        "logger": [
+            CSVLogger(str(folder), name="", version="csv"),
+            TensorBoardLogger(str(folder), name="", version="tensorboard"),
+        ],
+    }
+
+
+def checkpoint_callback(cfg: DictConfig, checked: CheckedConfig, folder: Path) -> Any:
+    """Return the callback that keeps the best checkpoint and the last one, the last also on Ctrl-C and errors."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    embedded = checked.model.get("name") == "byte_gpt"
+    monitor = ("validation/loss" if embedded else None) if cfg.monitor == "auto" else cfg.monitor
+    return ModelCheckpoint(
+        dirpath=str(folder / "checkpoints"),
+        filename="best-{step}",
+        monitor=monitor,
+        save_last=True,
+        save_on_exception=True,
+        enable_version_counter=False,
+    )
+
+
+def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
+    console = Console(stderr=True)
+    saved = run_folder.last
+    if not saved.exists():
+        console.print(f"interrupted before the first step; nothing to save in {run_folder.path}")
+        return
+    console.print(f"interrupted at step {trainer.global_step}; saved {saved}")
+    console.print(f"go on with: lightning-solo train run={run_folder.path.name} resume=auto", style="bold")
+
+
+def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None:
+    """Print the final table: what was reached, at what cost, and where everything was written."""
+    from lightning_solo.memory.reading import read
+
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    table = Table(title=f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in sorted(metrics.items()):
+        table.add_row(name, f"{value:.4f}")
+    unigram = getattr(data, "unigram_perplexity", None)
+    if unigram is not None:
+        table.add_row("perplexity of byte frequencies alone", f"{unigram:.4f}")
+    reading = read(trainer.strategy.root_device)
+    table.add_row(f"peak memory ({reading.device})", f"{reading.peak / GiB:.3f} GiB")
+    for name, value in _throughput(trainer).items():
+        table.add_row(name, f"{value:,.2f}")
+    console = Console()
+    console.print(table)
+    for what, path in written(trainer, folder).items():
+        console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
+
+
+def written(trainer: Any, folder: Path) -> dict[str, Path]:
+    """Return what was written, in words, and where."""
+    callback = trainer.checkpoint_callback
+    paths = {
+        "best checkpoint": Path(callback.best_model_path) if callback and callback.best_model_path else None,
+        "last checkpoint": folder / "checkpoints" / "last.ckpt",
+        "metrics": folder / "csv" / "metrics.csv",
+        "TensorBoard": folder / "tensorboard",
+        "memory": folder / "csv" / "memory.csv",
+        "configuration": folder / "config.yaml",
+    }
+    return {what: path for what, path in paths.items() if path is not None and path.exists()}
+
+
+def _throughput(trainer: Any) -> dict[str, float]:
+    callback = next(c for c in trainer.callbacks if type(c).__name__ == "Throughput")
+    return dict(callback.latest)

@@ -1,0 +1,50 @@
+"""One exception class per kind of failure; every message says what was given, what is allowed and what to write.
+
+```
+SoloError
+├── PresetError       (ValueError)    unknown or ill-formed preset or field
+├── ConflictError     (ValueError)    two choices that cannot be combined
+├── NothingToDoError  (ValueError)    a technique that matched nothing in this module
+├── CapabilityError   (RuntimeError)  this machine lacks CUDA, bf16, a compiler or a package
+└── CheckpointError   (RuntimeError)  no valid checkpoint, or a run that is not the one it continues
+```
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SoloError(Exception):
+    """Any failure that this library explains itself."""
+
+
+class PresetError(SoloError, ValueError):
+    """An unknown or ill-formed preset, field or value."""
+
+
+class ConflictError(SoloError, ValueError):
+    """Two choices that cannot be combined; the message names both and what to write instead."""
+
+
+class NothingToDoError(SoloError, ValueError):
+    """A technique that matched nothing in this module; the message lists what there is."""
+
+
+class CapabilityError(SoloError, RuntimeError):
+    """Something this machine lacks; the message names the remedy."""
+
+
+class CheckpointError(SoloError, RuntimeError):
+    """No valid checkpoint, or a run that is not the one it should continue."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return what joins a wrong name and the list of right ones: the closest name as a question, if one is close.
+
+    >>> f"no preset 'bf61'{nearest('bf61', ['bf16', 'baseline'])}there are bf16, baseline"
+    "no preset 'bf61'; did you mean 'bf16'? there are bf16, baseline"
+    """
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}? " if close else "; "

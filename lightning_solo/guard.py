@@ -1,0 +1,46 @@
+"""Sees to it that what a preset promised is what the Trainer does: nothing of a preset is lost in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_solo.errors import CapabilityError, ConflictError
+
+
+class PresetGuard(Callback):
+    """Compares the Trainer with the preset's arguments when a run starts.
+
+    Python itself refuses ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``: an argument given twice. This
+    callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``.
+    """
+
+    def __init__(self, promised: Mapping[str, Any]) -> None:
+        self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a Trainer that is not as the preset promised.
+
+        Raises:
+            ConflictError: the Trainer was given another value; names both and what to write.
+            CapabilityError: the preset needs a CUDA device and the Trainer runs on another.
+        """
+        found: dict[str, Any] = {
+            "devices": trainer.num_devices * trainer.num_nodes,
+            "precision": trainer.precision,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "strategy": trainer.strategy,
+        }
+        for name, value in self.promised.items():
+            if name in found and found[name] is not value and found[name] != value:
+                if name == "devices":
+                    raise ConflictError(f"Trainer(devices={found[name]}): lightning-solo is for one device, devices=1")
+                raise ConflictError(
+                    f"the preset sets {name}={value!r}, but the Trainer was given {found[name]!r}; drop {name} from "
+                    f"the Trainer's arguments, or give it to the preset: overrides=['{name}={found[name]}']"
+                )
+        device = trainer.strategy.root_device.type
+        if self.promised.get("accelerator") == "cuda" and device != "cuda":
+            raise CapabilityError(f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator=")

@@ -1,0 +1,1 @@
+"""Looking at memory: one reading of a device, and a ledger of live storages by category."""

@@ -1,0 +1,206 @@
+"""The repeated blocks of a module, found by how they are built and never by what they are called.
+
+A transformer's layers, a ResNet's bottlenecks: the modules that techniques such as activation checkpointing act on as
+one. ``repeated_blocks`` finds them in any module; ``blocks_of_class`` takes the class names that a user wrote down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
+
+from torch import nn
+
+from lightning_solo.errors import NothingToDoError, nearest
+
+Build = frozenset[tuple[str, int]]  # (parameter name below the module, dimensions): how a module is built
+
+# Containers by trade: two of them need not have anything in common.
+_GENERIC = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return qualified name -> block of all repeated blocks, outermost only, in module order.
+
+    Direct children of one module that are equally built are repeated; they need not be adjacent, so alternating
+    kinds are all found, and one module that is listed twice repeats itself. Children that hold repeated blocks
+    themselves (stages of a hierarchical network, student and teacher) are replaced by those if these make up nearly
+    all of them; see ``_made_of``. Modules elsewhere that are built like a block found are blocks too. Where nothing
+    repeats, the members of module lists are taken: one layer that is called many times (ALBERT), a stack of one.
+
+    Raises:
+        NothingToDoError: Nothing repeats; the message lists what there is.
+    """
+    found = _search(module) or _listed(module)
+    if not found:
+        raise NothingToDoError(
+            f"no repeated blocks in {type(module).__name__}; there are {_listing(module)}; "
+            "write the class names of what is to be one block: blocks: [ClassName]"
+        )
+    return _like(module, found)
+
+
+def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return qualified name -> block of the outermost modules whose class has one of ``names``, in module order.
+
+    ``module`` itself never matches.
+
+    Raises:
+        NothingToDoError: One of the names matched nothing; the message lists the classes there are.
+    """
+    classes = {type(child).__name__: None for child in module.modules() if child is not module}
+    for name in names:
+        if name not in classes:
+            raise NothingToDoError(
+                f"no module of class {name!r} in {type(module).__name__}{nearest(name, classes)}; "
+                f"there are {', '.join(classes) or 'no modules'}"
+            )
+    return _outermost(module, lambda m: type(m).__name__ in names)
+
+
+def _search(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks found below ``module``, without those that are only built like them elsewhere."""
+    children = _composites(module)
+    groups = _groups(children)
+    found: list[nn.Module] = []
+    for group in groups:
+        members = list({id(member): member for member in group}.values())
+        inner = [block for member in members for block in _search(member)]
+        inner = [block for member in members for block in _like(member, inner).values()]
+        callable_ = all(_is_callable(member) for member in members)
+        found += inner if inner and (not callable_ or _made_of(members, inner)) else members * callable_
+    grouped = {id(member) for group in groups for member in group}
+    for child in {id(child): child for child in children if id(child) not in grouped}.values():
+        found += _search(child)
+    return found
+
+
+def _listed(module: nn.Module) -> list[nn.Module]:
+    """Return the innermost members of module lists that have parts and can be called."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    members = [child for part in lists for child in _composites(part) if _is_callable(child)]
+    return [member for member in members if not _listed(member)]
+
+
+def _like(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return qualified name -> outermost modules below ``module`` that are ``blocks`` or built as one of them is."""
+    classes = {type(block) for block in blocks if type(block) not in _GENERIC}
+    builds = {_build(block) for block in blocks}
+    return _outermost(module, lambda m: _is_composite(m) and (type(m) in classes or _build(m) in builds))
+
+
+def _composites(module: nn.Module) -> list[nn.Module]:
+    """Return the direct children that could be blocks or hold some, a child listed twice also twice."""
+    return [child for child in module._modules.values() if child is not None and _is_composite(child)]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Return whether a module has parts: parameters in children, or at least two of its own that aren't all vectors.
+
+    A childless layer of ``torch.nn`` (linear, convolution, LSTM) has none, nor does a normalisation written by hand.
+    """
+    if module._modules and any(True for child in module.children() for _ in child.parameters()):
+        return True
+    if any(cls.__module__.startswith("torch.nn.") for cls in type(module).__mro__ if cls is not nn.Module):
+        return False
+    own = list(module.parameters(recurse=False))
+    return len(own) >= 2 and any(parameter.ndim >= 2 for parameter in own)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Return whether the module has a forward of its own, which a list of modules has not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _build(module: nn.Module) -> Build:
+    return frozenset((name, p.ndim) for name, p in module.named_parameters(remove_duplicate=False))
+
+
+def _groups(children: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the groups of at least two equally built modules, in order; the relation is closed transitively."""
+    builds = [_build(child) for child in children]
+    label = list(range(len(children)))
+    for a, b in combinations(range(len(children)), 2):
+        if label[a] != label[b] and _equally_built(children[a], children[b], builds[a], builds[b]):
+            label = [label[a] if entry == label[b] else entry for entry in label]
+    groups = ([child for child, entry in zip(children, label, strict=True) if entry == own] for own in sorted({*label}))
+    return [group for group in groups if len(group) >= 2]
+
+
+def _equally_built(a: nn.Module, b: nn.Module, build_a: Build, build_b: Build) -> bool:
+    """Return whether two modules have the same class, or the same parameters up to a few that only one has.
+
+    The few are a ResNet's shortcut or T5's position bias, which only the first block of a stage or stack has. They
+    must be fewer than the common ones. In numbered containers, where names say nothing, all must agree.
+    """
+    if build_a == build_b or (type(a) is type(b) and type(a) not in _GENERIC):
+        return True
+    small, large = sorted((build_a, build_b), key=len)
+    numbered = any(name.isdigit() for module in (a, b) for name in module._modules)
+    return not numbered and small < large and 2 * len(small) > len(large)
+
+
+def _made_of(members: Sequence[nn.Module], inner: Sequence[nn.Module]) -> bool:
+    """Return whether ``inner`` blocks make up nearly all of the ``members`` they lie in.
+
+    They must hold more than 2/3 of the parameters (embedding tables aside) and more than half of the kinds of
+    parameterised modules, normalisations among them where there are any: the experts of a mixture-of-experts layer
+    hold nearly all of its parameters but not its norms, so the layer stays one block. A convolution with its
+    normalisation is too little for a block: one of them at least must hold two matrices.
+    """
+    weights_in, kinds_in = _content(inner)
+    weights_all, kinds_all = _content(members)
+    norms = {kind for kind in kinds_all if all(ndim == 1 for _, ndim in kind)}
+    return (
+        3 * weights_in > 2 * weights_all
+        and 2 * len(kinds_in) > len(kinds_all)
+        and (not norms or bool(norms & kinds_in))
+        and any(sum(ndim >= 2 for _, ndim in _build(block)) >= 2 for block in inner)
+    )
+
+
+def _content(modules: Iterable[nn.Module]) -> tuple[int, set[Build]]:
+    """Return the parameters outside embedding tables, each counted once, and the kinds of parameterised modules."""
+    sizes: dict[int, int] = {}
+    kinds: set[Build] = set()
+    for part in (part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding)):
+        own = dict(part.named_parameters(recurse=False))
+        sizes.update({id(parameter): parameter.numel() for parameter in own.values()})
+        if own:
+            kinds.add(frozenset((name, parameter.ndim) for name, parameter in own.items()))
+    return sum(sizes.values()), kinds
+
+
+def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Return qualified name -> module of all matches below ``module`` that lie in no other match."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if _is_callable(child) and matches(child):
+                yield prefix + name, child
+            else:
+                yield from visit(child, f"{prefix}{name}.")
+
+    found.update(visit(module, ""))
+    return found
+
+
+def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the named children with parameters, below wrappers that have only one."""
+    parts = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(parts) == 1 and (inner := _parts(parts[0][1])):
+        return [(f"{parts[0][0]}.{name}", child) for name, child in inner]
+    return parts
+
+
+def _listing(module: nn.Module) -> str:
+    rows = [
+        f"{name}: {type(child).__name__} ({sum(p.numel() for p in child.parameters()):,} parameters)"
+        for name, child in _parts(module)
+    ]
+    return ", ".join(rows) or "no parameters in children"

@@ -1,0 +1,236 @@
+"""Run a block's forward again in backward instead of keeping its activations: the same numbers, or a refusal."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from lightning_solo.errors import ConflictError
+
+_WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
+_SAMPLE = 1024  # elements of each output that the first recomputation is compared by
+
+
+@dataclass
+class _Wrap:
+    """What a wrapped block needs to run; lives on the block, so that a deep copy gets its own."""
+
+    name: str
+    own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
+    verify: bool  # whether the next recomputation is to be compared with its forward
+    python_random: bool = True  # whether it may draw from Python's generator, which torch doesn't replay
+    ran: bool = False
+
+
+def checkpoint_blocks(blocks: Mapping[str, nn.Module], verify: bool = True) -> dict[str, nn.Module]:
+    """Make each block recompute its activations in backward; return those that were not wrapped before.
+
+    Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are, and
+    so does every forward without gradients. ``restore_blocks`` undoes it.
+
+    Args:
+        blocks: Name to block; the names are for messages.
+        verify: Compare each block's first recomputation with its forward and raise ``ConflictError`` in backward
+            where they differ. Torch compares shapes, dtypes and devices only: a block that takes another branch of
+            the same shapes, or updates what it reads, silently gets wrong gradients.
+    """
+    fresh = {name: block for name, block in blocks.items() if _WRAP not in block.__dict__}
+    for name, block in fresh.items():
+        setattr(block, _WRAP, _Wrap(name, block.__dict__.get("forward"), verify))
+        block.forward = MethodType(forward, block)
+    return fresh
+
+
+def restore_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Give the blocks back the forward they had; a block that isn't wrapped is left alone."""
+    for block in blocks:
+        wrap = block.__dict__.pop(_WRAP, None)
+        if wrap is not None and getattr(block.__dict__.get("forward"), "__func__", None) is forward:
+            del block.forward
+            if wrap.own_forward is not None:
+                block.forward = wrap.own_forward
+
+
+def has_run(blocks: Iterable[nn.Module]) -> bool:
+    """Return whether any of the blocks, since it was wrapped, ran a forward that backward can repeat."""
+    return any(block.__dict__[_WRAP].ran for block in blocks)
+
+
+def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a wrapped block's forward, under ``torch.utils.checkpoint`` where gradients are enabled.
+
+    A function of the module, bound to the block, so that ``deepcopy`` binds it to the copy; called ``forward``, since
+    ``pickle`` stores a bound method by its name, and an unpickled block then has its class's forward.
+    """
+    wrap: _Wrap | None = block.__dict__.get(_WRAP)
+    original = (wrap and wrap.own_forward) or MethodType(type(block).forward, block)
+    if wrap is None or not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    wrap.ran = True
+    args, kwargs = _without_cache(block, wrap.name, args, kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+    call = _Call(block, wrap, original, args, kwargs)
+    return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)
+
+
+class _Call:
+    """One forward of a block, called a second time for its recomputation.
+
+    Tensors are handed to ``checkpoint`` by position, however deep they lie in the arguments: only those it guards
+    against in-place changes, and only their devices' random number generators it replays. The first call gets the
+    caller's own containers, so that a list that a block appends to is the caller's; the recomputation gets copies.
+    """
+
+    def __init__(self, block: nn.Module, wrap: _Wrap, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.block, self.wrap, self.original = block, wrap, original
+        self.verify, wrap.verify = wrap.verify, False
+        self.inputs: tuple[Any, Any] | None = (args, kwargs)
+        leaves, self.spec = tree_flatten(self.inputs)
+        # The empty tensor names the block's device where the arguments hold no tensor that torch could see.
+        device = next((p.device for p in block.parameters()), torch.device("cpu"))
+        self.tensors = [torch.empty(0, device=device), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        self.dtype = torch.get_default_dtype()
+        self.random: Any = None
+
+    def take_tensors(self) -> list[Tensor]:
+        """Return the tensors for ``checkpoint`` and let go of them: it decides how long they live."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def __call__(self, _: Tensor, *tensors: Tensor) -> Any:
+        if self.inputs is None:
+            return self.recompute(tensors)
+        (args, kwargs), self.inputs = self.inputs, None
+        before = random.getstate() if self.wrap.python_random else None
+        versions = [_version(tensor) for tensor in tensors] if self.verify else []
+        output = self.original(*args, **kwargs)
+        self.random = before if before is not None and before != random.getstate() else None
+        if self.verify:
+            if versions != [_version(tensor) for tensor in tensors]:
+                raise self.conflict("changes its input in place, so it can't be computed again")
+            self.wrap.python_random = self.random is not None
+            self.samples = _samples(output)
+            self.low_precision = any(torch.is_autocast_enabled(t.device.type) for t in self.samples)
+        return output
+
+    def recompute(self, tensors: Iterable[Tensor]) -> Any:
+        """Run the block again as it ran before and, where asked, compare."""
+        tensor, other = iter(tensors), iter(self.others)
+        args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
+        with _settings(self.dtype, self.random), _statistics_kept(self.block) as kept:
+            if not self.verify:
+                return self.original(*args, **kwargs)
+            buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
+            try:
+                output = self.original(*args, **kwargs)
+            except CheckpointError as error:
+                raise self.conflict("saves other tensors when it is computed again") from error
+            for module, name, buffer, before in buffers:
+                if not _same(before, module._buffers.get(name, buffer)):
+                    raise self.conflict(f"updates {type(module).__name__}.{name} in forward, which would happen twice")
+        new = _samples(output)
+        tolerance = 2e-2 if self.low_precision or any(t.dtype.itemsize < 4 for t in new) else 1e-3
+        if len(new) != len(self.samples) or not all(map(_same, self.samples, new, [tolerance] * len(new))):
+            raise self.conflict("gives another output when it is computed again")
+        return output
+
+    def conflict(self, what: str) -> ConflictError:
+        kind = type(self.block).__name__
+        return ConflictError(
+            f"activation checkpointing: block {self.wrap.name!r} ({kind}) {what}; its gradients would be wrong. "
+            f"Write blocks: [...] with classes that don't contain it, not {kind}"
+        )
+
+
+def _without_cache(block: nn.Module, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments without Hugging Face key-value caches, to which a recomputation would append again.
+
+    Their own gradient checkpointing does the same; a training forward starts with an empty cache, which isn't read.
+    """
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    if cache_utils is None or getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    found = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
+    layers = {getattr(m, "layer_idx", None) for m in block.modules()} - {None} if found else set()
+    if any(int(cache.get_seq_length(layer)) for cache in found for layer in layers):
+        raise ConflictError(
+            f"activation checkpointing: block {name!r} gets a key-value cache that already holds keys; "
+            "write use_cache=False, or set callback.activation_checkpointing aside for this model"
+        )
+    keep = [None if any(value is cache for cache in found) else value for value in args]
+    kept = {key: None if any(value is cache for cache in found) else value for key, value in kwargs.items()}
+    if kept.get("use_cache") is True and hasattr(block, "gradient_checkpointing"):  # a Hugging Face layer
+        kept["use_cache"] = False
+    return keep, kept
+
+
+@contextmanager
+def _settings(dtype: torch.dtype, python_random: Any) -> Iterator[None]:
+    """Set the default dtype (``bf16-true`` sets it for the step, not for backward) and Python's random state."""
+    dtype_before, random_before = torch.get_default_dtype(), random.getstate() if python_random else None
+    torch.set_default_dtype(dtype)
+    if python_random is not None:
+        random.setstate(python_random)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype_before)
+        if random_before is not None:
+            random.setstate(random_before)
+
+
+@contextmanager
+def _statistics_kept(block: nn.Module) -> Iterator[set[nn.Module]]:
+    """Let BatchNorm and its kin update copies of their statistics, which the first forward has updated already."""
+    norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
+    originals = [dict(norm._buffers) for norm in norms]
+    try:
+        for norm in norms:
+            norm._buffers.update({name: b if b is None else b.clone() for name, b in norm._buffers.items()})
+        yield set(norms)
+    finally:
+        for norm, buffers in zip(norms, originals, strict=True):
+            norm._buffers.update(buffers)
+
+
+def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [(m, name, b) for m in block.modules() for name, b in m._buffers.items() if b is not None]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _samples(output: Any) -> list[Tensor]:
+    """Return up to 1024 evenly spaced elements of each tensor in ``output``."""
+    tensors = [t.detach() for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided]
+    return [t.reshape(-1)[:: max(1, -(-t.numel() // _SAMPLE))].clone() for t in tensors if not t.is_nested]
+
+
+def _same(first: Tensor, second: Tensor | None, tolerance: float = 0.0) -> bool:
+    """Return whether two tensors agree up to ``tolerance`` times the largest element (kernels may add in any order)."""
+    if second is None or first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if torch.equal(first, second) or not first.numel():
+        return True
+    if first.is_complex():
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
+    if not first.is_floating_point():
+        return False
+    first, second = first.float(), second.float()
+    scale = first.nan_to_num(0, 0, 0).abs().max().item()
+    return torch.allclose(first, second, rtol=0.0, atol=tolerance * scale, equal_nan=True)

@@ -1,0 +1,1 @@
+"""Presets as plain configuration: their schema, composition, conflicts and the names that become objects."""

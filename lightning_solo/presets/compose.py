@@ -1,0 +1,262 @@
+"""From a preset's name, or a user's `cfg.solo`, and overrides to a checked `SoloConfig`; Hydra composes.
+
+An override is Hydra's, with field names as Lightning's and without a prefix: `precision=32-true`,
+`callback.memory_logger.every_n_steps=10`, `+callback=throughput` (adds one), `~callback.memory_logger` (removes one).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import __version__ as hydra_version
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.conflicts import check_conflicts
+from lightning_solo.presets.schema import FIELDS, SoloConfig, from_mapping
+
+GROUPS = ("callback", "strategy")
+VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}  # 1.4 has none
+_GIVEN = "_given_"
+
+
+def conf_folder() -> Path:
+    """Return the folder of our configurations: inside an installed wheel, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def user_conf_folder() -> Path | None:
+    """Return `./conf` of the folder the user stands in, if it holds presets (`conf/solo/*.yaml`)."""
+    folder = Path.cwd() / "conf"
+    return folder if (folder / "solo").is_dir() else None
+
+
+def register_schema() -> None:
+    """Let presets inherit the typed schema: `- /solo/schema@_here_: solo` in their defaults list."""
+    ConfigStore.instance().store(group="solo/schema", name="solo", node=SoloConfig, provider="lightning-solo")
+
+
+def preset_files() -> dict[str, Path]:
+    """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) comes before ours, as in Hydra."""
+    files = {path.stem: path for path in sorted((conf_folder() / "library" / "solo").glob("*.yaml"))}
+    own = user_conf_folder()
+    if own is not None:
+        files.update({path.stem: path for path in sorted((own / "solo").glob("*.yaml"))})
+    return files
+
+
+def describe(path: Path) -> str:
+    """Return the first line of a preset's file: what it is for and which device it needs."""
+    first = path.read_text(encoding="utf-8-sig").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def compose(
+    preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
+) -> SoloConfig:
+    """Return the checked configuration of a preset.
+
+    Args:
+        preset: a name, or the fields themselves (a user's ``cfg.solo``).
+        overrides: Hydra overrides without a prefix, such as ``"precision=32-true"``.
+        allow: prefixes of ``_target_`` that the user trusts.
+
+    Raises:
+        PresetError: unknown preset, field, argument or target; a value of a wrong type.
+        ConflictError: two choices that cannot be combined.
+    """
+    if isinstance(overrides, str):
+        raise PresetError(f"overrides={overrides!r}: must be a list of strings; write overrides=[{overrides!r}]")
+    if isinstance(allow, str):
+        raise PresetError(f"allow={allow!r}: must be a list of prefixes; write allow=[{allow!r}]")
+    given = compose_mapping(preset, overrides, allow=allow)
+    config = from_mapping(given, allow)
+    check_conflicts(config)
+    return config
+
+
+def compose_mapping(
+    preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what Hydra makes of a preset and overrides as plain containers, not yet checked field by field.
+
+    Raises:
+        PresetError: unknown preset, ill-formed file, override that does not apply.
+    """
+    parsed = _parse(overrides)
+    with _preset_in_store(preset, allow) as name:
+        groups = [_with_prefix(o) for o in parsed if o.key_or_group in GROUPS]
+        values = [_with_prefix(o) for o in parsed if o.key_or_group not in GROUPS]
+        try:
+            return _run_hydra([f"+solo={name}", *groups, *values])
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            _explain(name, groups, [o for o in parsed if o.key_or_group not in GROUPS], allow)
+            raise PresetError(_in_our_words(error, preset)) from error
+
+
+def _run_hydra(overrides: Sequence[str]) -> dict[str, Any]:
+    with hydra_of_our_own():
+        folder = str(user_conf_folder() or conf_folder() / "library")
+        with initialize_config_dir(folder, **VERSION_BASE):
+            composed = hydra_compose(config_name=None, overrides=list(overrides))
+    return to_plain(composed.solo)
+
+
+@contextmanager
+def hydra_of_our_own() -> Iterator[None]:
+    """Set aside the Hydra of a running application, and the version it asked for, and bring both back afterwards."""
+    ours = ("GlobalHydra", "VersionBase")
+    aside = {cls: Singleton._instances.pop(cls) for cls in list(Singleton._instances) if cls.__name__ in ours}
+    try:
+        yield
+    finally:
+        for cls in [cls for cls in Singleton._instances if cls.__name__ in ours]:
+            del Singleton._instances[cls]
+        Singleton._instances.update(aside)
+
+
+def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration node as plain dicts and lists, with interpolations resolved.
+
+    Raises:
+        PresetError: a mandatory value (`???`) is missing, or an interpolation leads nowhere; names the key.
+    """
+    if not isinstance(node, DictConfig):
+        node = OmegaConf.create(dict(node))
+    try:
+        plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}") from error
+    if not isinstance(plain, dict):
+        raise PresetError(f"a preset must be a mapping, got {node!r}")
+    return {str(key): value for key, value in plain.items()}
+
+
+@contextmanager
+def _preset_in_store(preset: str | Mapping[str, Any], allow: Sequence[str]) -> Iterator[str]:
+    """Yield the name under which Hydra finds the preset; fields given as a mapping are put into its store meanwhile."""
+    if isinstance(preset, str):
+        _check_file(preset)
+        yield preset
+    elif isinstance(preset, Mapping):
+        store = ConfigStore.instance()
+        fields = asdict(from_mapping(to_plain(preset), allow))
+        store.store(group="solo", name=_GIVEN, node=fields, provider="lightning-solo")
+        try:
+            yield _GIVEN
+        finally:
+            del store.repo["solo"][f"{_GIVEN}.yaml"]
+    else:
+        raise PresetError(f"preset={preset!r}: must be a name or a mapping of fields (a Hydra application's cfg.solo)")
+
+
+def _check_file(name: str) -> None:
+    files = preset_files()
+    if name not in files:
+        raise PresetError(f"no preset {name!r}{nearest(name, files)}there are {', '.join(files)}")
+    path = files[name]
+    try:
+        node = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise PresetError(f"preset {name!r} can't be read: {path}: {error}") from error
+    if not isinstance(node, DictConfig) or not node:
+        raise PresetError(f"preset {name!r}: {path}, line 1: must hold a mapping of fields such as `precision: bf16-mixed`")
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    parsed = []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except (HydraException, AttributeError, TypeError) as error:
+            raise PresetError(f"override {text!r}: not of the form field=value ({error})") from error
+        if override.is_sweep_override():
+            raise PresetError(f"override {text!r}: one value at a time; sweeps are for the command line's -m")
+        field = override.key_or_group.split(".")[0]
+        if field not in FIELDS:
+            from_mapping({field: None if override.is_delete() else override.value()})  # raises, with the nearest name
+        if field in GROUPS and "." not in override.key_or_group and not override.is_delete():
+            _check_choice(field, override.value())
+        parsed.append(override)
+    keys = [o.key_or_group for o in parsed if not (o.key_or_group in GROUPS and o.is_add())]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice:
+        lines = " and ".join(repr(o.input_line) for o in parsed if o.key_or_group == twice)
+        raise PresetError(f"{twice} is set twice, by {lines}; keep one")
+    return parsed
+
+
+def _check_choice(group: str, value: object) -> None:
+    folders = [conf_folder() / "library" / "solo" / group, (user_conf_folder() or Path()) / "solo" / group]
+    choices = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    for name in value if isinstance(value, list) else [value]:
+        if name is not None and name not in choices:
+            there = ", ".join(choices)
+            raise PresetError(f"{group}={name!r}: no {group} of that name{nearest(str(name), choices)}there are {there}")
+
+
+def _with_prefix(override: Override) -> str:
+    """Return an override as Hydra needs it: the field below `solo`, a choice of a group as the group `solo/...`."""
+    line = str(override.input_line)
+    mark = line[: len(line) - len(line.lstrip("+~"))]
+    separator = "/" if override.key_or_group in GROUPS else "."
+    return f"{mark}solo{separator}{line[len(mark) :]}"
+
+
+def _explain(name: str, groups: Sequence[str], values: Sequence[Override], allow: Sequence[str]) -> None:
+    """Find the override that Hydra refused by placing each one alone, and raise our own message for it."""
+    try:
+        base = _run_hydra([f"+solo={name}", *groups])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+        return
+    for override in values:
+        path = override.key_or_group.split(".")
+        candidate = copy.deepcopy(base)
+        if override.is_delete():
+            _refuse_missing(candidate, path)
+        else:
+            _place(candidate, path, override.value())
+            from_mapping(candidate, allow)
+
+
+def _refuse_missing(node: Any, path: Sequence[str]) -> None:
+    for depth, key in enumerate(path):
+        if not isinstance(node, Mapping) or key not in node:
+            there = list(node) if isinstance(node, Mapping) else []
+            where = ".".join(path[:depth]) or "the preset"
+            raise PresetError(
+                f"~{'.'.join(path)}: nothing of that name in {where}{nearest(key, there)}there is "
+                f"{', '.join(map(str, there)) or 'nothing'}"
+            )
+        node = node[key]
+
+
+def _place(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for key in path[:-1]:
+        child = node.get(key)
+        node[key] = child if isinstance(child, dict) else {}
+        node = node[key]
+    node[path[-1]] = value
+
+
+def _in_our_words(error: Exception, preset: object) -> str:
+    text = str(error).replace("solo/", "").replace("solo.", "")
+    name = f"preset {preset!r}: " if isinstance(preset, str) else ""
+    cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+    return f"{name}{text}{cause}"

@@ -1,0 +1,81 @@
+"""What two techniques must know of each other: rules over the configuration alone, before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_solo.errors import ConflictError
+from lightning_solo.presets.schema import SoloConfig
+
+CUDA_PRECISIONS = ("16-mixed", "16-true", "transformer-engine", "transformer-engine-float16")
+MULTIPLE_ACCUMULATION = (
+    "callback.accumulation_schedule sets the factor itself, and accumulate_grad_batches={factor} sets it too; "
+    "write the factor as a milestone, callback.accumulation_schedule.milestones=[[0, {factor}]], "
+    "and drop accumulate_grad_batches"
+)
+
+
+def check_conflicts(config: SoloConfig) -> None:
+    """Refuse a configuration that holds two choices which cannot be combined.
+
+    Raises:
+        ConflictError: names both choices and what to write instead.
+    """
+    for rule in RULES:
+        message = rule(config)
+        if message:
+            raise ConflictError(message)
+
+
+def needs_cuda(config: SoloConfig) -> str | None:
+    """Return the choice that needs a CUDA device and what to write without one, or None if all of it runs anywhere."""
+    if config.precision in CUDA_PRECISIONS:
+        return f"precision={config.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
+    strategy = config.strategy or {}
+    if strategy.get("name") == "zero_offload" and not strategy.get("allow_cpu"):
+        return (
+            "strategy=zero_offload needs a CUDA device: it moves optimizer states from it to the host; "
+            "without one use the preset 'checkpointing', or strategy.allow_cpu=true to try the engine out"
+        )
+    return None
+
+
+def has_callback(config: SoloConfig, name: str) -> bool:
+    """Tell whether a registered callback is in the configuration, under whatever key."""
+    return any(node.get("name") == name for node in config.callback.values())
+
+
+def _schedule_and_fixed_factor(config: SoloConfig) -> str | None:
+    factor = config.accumulate_grad_batches
+    if has_callback(config, "accumulation_schedule") and factor not in (None, 1):
+        return MULTIPLE_ACCUMULATION.format(factor=factor)
+    return None
+
+
+def _schedule_under_deepspeed(config: SoloConfig) -> str | None:
+    if has_callback(config, "accumulation_schedule") and (config.strategy or {}).get("name") == "zero_offload":
+        return (
+            "strategy=zero_offload and callback.accumulation_schedule: DeepSpeed reads the factor once, at its start; "
+            "write a fixed accumulate_grad_batches=... and remove the schedule with ~callback.accumulation_schedule"
+        )
+    return None
+
+
+def _double_precision_under_deepspeed(config: SoloConfig) -> str | None:
+    if config.precision == "64-true" and (config.strategy or {}).get("name") == "zero_offload":
+        return "strategy=zero_offload and precision=64-true: DeepSpeed has no 64-bit mode; write precision=32-true"
+    return None
+
+
+def _one_callback_twice(config: SoloConfig) -> str | None:
+    names = [node["name"] for node in config.callback.values() if "name" in node]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    return f"callback {twice!r} is there twice; remove one with ~callback.<key>" if twice else None
+
+
+RULES: tuple[Callable[[SoloConfig], str | None], ...] = (
+    _schedule_and_fixed_factor,
+    _schedule_under_deepspeed,
+    _double_precision_under_deepspeed,
+    _one_callback_twice,
+)

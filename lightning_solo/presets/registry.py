@@ -1,0 +1,87 @@
+"""The names that a configuration may turn into objects; everything else is refused.
+
+A node of a configuration becomes an object by ``name: <a name below>``, or by ``_target_: some.path`` where the user
+allowed that path's prefix. Adding a technique is adding its line here (and its four other places).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_solo.errors import PresetError, nearest
+
+NAMES: dict[str, dict[str, str]] = {
+    "callback": {
+        "accumulation_schedule": "lightning_solo.callbacks.accumulation_schedule:AccumulationSchedule",
+        "activation_checkpointing": "lightning_solo.callbacks.activation_checkpointing:ActivationCheckpointing",
+        "memory_logger": "lightning_solo.callbacks.memory_logger:MemoryLogger",
+        "throughput": "lightning_solo.callbacks.throughput:Throughput",
+    },
+    "strategy": {
+        "zero_offload": "lightning_solo.strategies.zero_offload:ZeroOffload",
+    },
+    "model": {
+        "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",
+    },
+    "data": {
+        "stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText",
+    },
+    "optimizer": {
+        "adamw": "torch.optim.adamw:AdamW",
+        "sgd": "torch.optim.sgd:SGD",
+    },
+}
+
+
+def target_of(kind: str, name: object, option: str) -> str:
+    """Return the ``"module:Class"`` behind a registered name.
+
+    Raises:
+        PresetError: ``name`` is not registered for this kind; ``option`` is the path the message names.
+    """
+    names = NAMES[kind]
+    if not isinstance(name, str) or name not in names:
+        raise PresetError(
+            f"{option}={name!r}: no {kind} of that name{nearest(str(name), names)}there are {', '.join(names)}. "
+            f"For a {kind} of your own write `_target_: your_package.YourClass` and allow=['your_package']"
+        )
+    return names[name]
+
+
+def is_allowed(path: str, allow: Sequence[str]) -> bool:
+    """Tell whether ``path`` is one of the prefixes in ``allow`` or lies below one.
+
+    >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
+    (True, False)
+    """
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
+
+
+def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
+    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, at any depth, lists included."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == "_target_":
+                yield option, value
+            else:
+                yield from targets(value, f"{option}.{key}")
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from targets(value, f"{option}[{index}]")
+
+
+def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
+    """Refuse every ``_target_`` outside the prefixes in ``allow``, before anything is imported.
+
+    Raises:
+        PresetError: a target is not a string or lies outside ``allow``.
+    """
+    for path, target in targets(node, option):
+        if not isinstance(target, str) or not is_allowed(target, allow):
+            allowed = ", ".join(allow) if allow else "nothing"
+            root = str(target).split(".")[0]
+            raise PresetError(
+                f"{path}._target_={target!r}: only registered names and allowed prefixes become objects; "
+                f"allowed is {allowed}. If you trust it, write allow=[{root!r}] (command line: allow=[{root}])"
+            )

@@ -1,0 +1,140 @@
+"""The closed set of fields of a preset, and the check of a composed preset against it, before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
+
+from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.registry import refuse_foreign_targets, target_of
+from lightning_solo.presets.signature import check_arguments, parameters
+
+PRECISIONS = {
+    "32-true": "32-true",
+    "32": "32-true",
+    "16-mixed": "16-mixed",
+    "16": "16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "16-true": "16-true",
+    "bf16-true": "bf16-true",
+    "64-true": "64-true",
+    "64": "64-true",
+    "transformer-engine": "transformer-engine",
+    "transformer-engine-float16": "transformer-engine-float16",
+}
+"""What Lightning accepts -> the long form of it."""
+
+
+@dataclass
+class SoloConfig:
+    """A composed preset. Only what is not None reaches the Trainer; the names are Lightning's."""
+
+    precision: Optional[str] = None  # noqa: UP045
+    accumulate_grad_batches: Optional[int] = None  # noqa: UP045
+    strategy: Optional[Dict[str, Any]] = None  # noqa: UP006, UP045
+    callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+
+
+FIELDS = tuple(f.name for f in fields(SoloConfig))
+
+
+def from_mapping(given: Mapping[str, Any], allow: Sequence[str] = ()) -> SoloConfig:
+    """Return the checked configuration behind a plain mapping.
+
+    Args:
+        given: the fields of a preset, plain containers only (no interpolations left).
+        allow: prefixes of ``_target_`` that the user trusts.
+
+    Raises:
+        PresetError: an unknown field, argument or name, a wrong type, an impossible value, a target not allowed.
+    """
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise PresetError(_unknown_field(str(name), value))
+    config = SoloConfig(
+        precision=_precision(given.get("precision")),
+        accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
+        strategy=_object(given.get("strategy"), "strategy", allow),
+        callback=_callbacks(given.get("callback"), allow),
+    )
+    return config
+
+
+def _unknown_field(name: str, value: object) -> str:
+    if name in ("devices", "num_nodes"):
+        return (
+            f"{name}={value!r}: lightning-solo trains on one device, devices=1; "
+            f"for more than one use Lightning's own strategies ('ddp', 'fsdp') without a preset"
+        )
+    return (
+        f"{name}={value!r}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}, "
+        f"every other argument goes to the Trainer itself: L.Trainer(**trainer_kwargs(...), {name}=...)"
+    )
+
+
+def _precision(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or str(value) not in PRECISIONS:
+        allowed = ", ".join(dict.fromkeys(PRECISIONS.values()))
+        raise PresetError(f"precision={value!r}: not a precision{nearest(str(value), PRECISIONS)}there are {allowed}")
+    return PRECISIONS[str(value)]
+
+
+def _factor(value: object) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
+        raise PresetError(f"accumulate_grad_batches={value!r}: must be an integer of at least 1, such as 4")
+    return value
+
+
+def _callbacks(given: object, allow: Sequence[str]) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise PresetError(f"callback={given!r}: must map a name to its arguments, such as callback.memory_logger")
+    checked = {}
+    for key, arguments in given.items():
+        if arguments is None:  # `callback.memory_logger=null` switches it off
+            continue
+        option = f"callback.{key}"
+        if isinstance(arguments, Mapping) and "_target_" not in arguments and "name" not in arguments:
+            target_of("callback", key, option)
+            checked[str(key)] = _object({"name": key, **arguments}, option, allow)
+        else:
+            checked[str(key)] = _object(arguments, option, allow)
+    return checked
+
+
+def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequence[str] = ()) -> None:
+    """Check a ``model``, ``data`` or ``optimizer`` node as a callback is checked; None and ``{}`` stand for none.
+
+    Args:
+        kind: the group; messages name options below it.
+        node: plain containers with ``name`` or ``_target_``.
+        allow: prefixes of ``_target_`` that the user trusts.
+        given: arguments that come from elsewhere, such as an optimizer's ``params``.
+
+    Raises:
+        PresetError: as `from_mapping`.
+    """
+    if node:
+        _object({**node, **dict.fromkeys(given)} if isinstance(node, Mapping) else node, kind, allow)
+
+
+def _object(node: object, option: str, allow: Sequence[str]) -> dict[str, Any] | None:
+    if node is None:
+        return None
+    kind = option.split(".")[0]
+    if not isinstance(node, Mapping):
+        raise PresetError(f"{option}={node!r}: must be a mapping of arguments, such as {option}.<argument>=...")
+    refuse_foreign_targets(node, option, allow)
+    if "_target_" not in node:
+        if "name" not in node:
+            raise PresetError(f"{option}: no `name`; write {kind}=<name> to choose one")
+        arguments = {key: value for key, value in node.items() if key != "name"}
+        check_arguments(arguments, parameters(target_of(kind, node["name"], f"{option}.name")), option)
+    return {str(key): value for key, value in node.items()}

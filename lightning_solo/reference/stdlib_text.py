@@ -1,0 +1,173 @@
+"""The source text of the Python standard library: a few megabytes of real text that every machine already has."""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+import zlib
+from functools import cache
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+# Not of the library itself, or there on one machine and missing on the next
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+def library_files() -> list[tuple[str, Path]]:
+    """Return (relative path, file) of each module of the standard library, sorted by relative path.
+
+    Raises:
+        FileNotFoundError: This Python comes without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative = [path.relative_to(root) for path in root.rglob("*.py")]
+    files = sorted((path.as_posix(), root / path) for path in relative if LEFT_OUT.isdisjoint(path.parts))
+    if not files:
+        raise FileNotFoundError(f"no *.py in {root}: this Python has no sources of its standard library to learn from")
+    return files
+
+
+def is_validation(name: str) -> bool:
+    """Return whether a file belongs to the validation split: about one in ten, the same ones on every machine.
+
+    >>> [name for name in ("ast.py", "json/decoder.py", "os.py", "copy.py", "io.py") if is_validation(name)]
+    []
+    """
+    return zlib.crc32(name.encode()) % 10 == 0
+
+
+def split_files(max_bytes: int | None) -> tuple[list[Path], list[Path]]:
+    """Return the files of the two splits; ``max_bytes`` leaves a mixture of at most 9 and 1 tenths of that size."""
+    files = library_files()
+    train = [(name, path) for name, path in files if not is_validation(name)]
+    validation = [(name, path) for name, path in files if is_validation(name)]
+    if max_bytes is not None:
+        train, validation = up_to(max_bytes * 9 // 10, train), up_to(max_bytes // 10, validation)
+    return [path for _, path in train], [path for _, path in validation]
+
+
+def up_to(max_bytes: int, files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Return files that fit into ``max_bytes``, taken in the order of a hash: the first names would be one package."""
+    kept, left = [], max_bytes
+    for name, path in sorted(files, key=lambda file: zlib.crc32(file[0][::-1].encode())):
+        size = path.stat().st_size
+        if size <= left:
+            kept.append((name, path))
+            left -= size
+    return sorted(kept)
+
+
+@cache
+def read_splits(max_bytes: int | None) -> tuple[Tensor, Tensor]:
+    """Return the text of both splits as two uint8 tensors."""
+    train, validation = (b"".join(path.read_bytes() for path in files) for files in split_files(max_bytes))
+    return tuple(torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8) for text in (train, validation))  # type: ignore[return-value]
+
+
+def windows(text: Tensor, context: int) -> Tensor:
+    """Return a view (windows, context + 1) in which each byte but the first, and a rest, is a target exactly once.
+
+    >>> windows(torch.arange(8), 3).tolist()
+    [[0, 1, 2, 3], [3, 4, 5, 6]]
+    """
+    return text.unfold(0, context + 1, context)
+
+
+def spread(rows: Tensor, count: int) -> Tensor:
+    """Return ``count`` rows at even distances, or all of them where there are fewer."""
+    if count >= len(rows):
+        return rows
+    return rows[torch.arange(count) * len(rows) // count]
+
+
+def unigram_perplexity(train: Tensor, targets: Tensor) -> float:
+    """Return the perplexity of ``targets`` under the byte frequencies of ``train``, each count plus one."""
+    counts = torch.bincount(train, minlength=256).double() + 1
+    cross_entropy = -(counts / counts.sum()).log() @ torch.bincount(targets.flatten(), minlength=256).double()
+    return math.exp(cross_entropy.item() / targets.numel())
+
+
+class StdlibText(L.LightningDataModule):
+    """Windows of the Python standard library's source; a batch is a uint8 tensor (batch, context + 1).
+
+    Args:
+        context: Bytes that a model reads at once.
+        batch_size: Windows in a batch.
+        max_bytes: Use only about this much text, both splits together; None for all of it.
+        validation_batches: Validate on this many batches, spread evenly over the split; None for all of it.
+        num_workers: Processes that load batches; the text is in memory, so none is usually fastest.
+        seed: Of the order in which training windows come.
+    """
+
+    def __init__(
+        self,
+        context: int = 128,
+        batch_size: int = 16,
+        max_bytes: int | None = None,
+        validation_batches: int | None = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.batch_size = batch_size
+        self.max_bytes = max_bytes
+        self.validation_batches = validation_batches
+        self.num_workers = num_workers
+        self.seed = seed
+
+    @property
+    def train_bytes(self) -> int:
+        """Bytes of text to train on."""
+        return len(read_splits(self.max_bytes)[0])
+
+    @property
+    def validation_bytes(self) -> int:
+        """Bytes of text held back, whole files; ``validation_batches`` may use fewer."""
+        return len(read_splits(self.max_bytes)[1])
+
+    @property
+    def train_windows(self) -> Tensor:
+        """All training windows, a view (windows, context + 1)."""
+        return self._windows(0, "train")
+
+    @property
+    def validation_windows(self) -> Tensor:
+        """The windows that validation uses: (windows, context + 1)."""
+        rows = self._windows(1, "validation")
+        return rows if self.validation_batches is None else spread(rows, self.validation_batches * self.batch_size)
+
+    @property
+    def unigram_perplexity(self) -> float:
+        """Perplexity of the validation targets for a model that knows byte frequencies only: what is to be beaten."""
+        return unigram_perplexity(read_splits(self.max_bytes)[0], self.validation_windows[:, 1:])
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return self._loader(self.train_windows, shuffle=True, drop_last=True, generator=generator)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(self.validation_windows)
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(self.validation_windows)
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(self.validation_windows)
+
+    def _windows(self, split: int, name: str) -> Tensor:
+        text = read_splits(self.max_bytes)[split]
+        if len(text) <= self.context:
+            raise ValueError(
+                f"context={self.context} needs more than {len(text)} bytes of {name} text;"
+                f" give a smaller context or, instead of max_bytes={self.max_bytes}, more text"
+            )
+        return windows(text, self.context)
+
+    def _loader(self, rows: Tensor, **arguments: object) -> DataLoader[Tensor]:
+        # A tensor is a dataset: it has a length and rows.
+        return DataLoader(rows, self.batch_size, num_workers=self.num_workers, **arguments)  # type: ignore[arg-type]

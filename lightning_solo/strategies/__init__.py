@@ -1,0 +1,1 @@
+"""How model states are laid out: one strategy per file."""

@@ -1,0 +1,810 @@
+"""Activation checkpointing acts, changes no number, saves the bytes it claims and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+import lightning.pytorch as lightning_pytorch
+from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing, choose_blocks
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
+from lightning_solo.memory.ledger import Ledger, saved_for_backward
+from lightning_solo.nn import recomputation
+from lightning_solo.nn.recomputation import checkpoint_blocks, has_run, restore_blocks
+from tests.modules import Block, Stack, loader, regression
+
+
+
+def wrap(module: nn.Module, verify: bool = False, **kwargs: Any) -> nn.Module:
+    checkpoint_blocks(choose_blocks(module, **kwargs), verify=verify)
+    return module
+
+
+def gradients(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return the gradients of the sum of the module's output, with the same random numbers each time."""
+    module.zero_grad()
+    torch.manual_seed(3)
+    random.seed(3)
+    module(*args, **kwargs).float().sum().backward()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def equal(first: Any, second: Any) -> bool:
+    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
+
+
+def fitted(home: ModuleType, make_trainer: Any, make: Callable[[], Any], callbacks: Any = (), **kwargs: Any) -> Any:
+    """Return a module made and fitted with the same seeds, and the weights it began with."""
+    torch.manual_seed(0)
+    module = make()
+    data = kwargs.pop("data", None) or loader()
+    trainer = make_trainer(home, callbacks=list(callbacks), **{"max_steps": 5, **kwargs})
+    torch.manual_seed(1)
+    random.seed(1)
+    trainer.fit(module, data)
+    return module
+
+
+def same_weights(home: ModuleType, make_trainer: Any, make: Callable[[], Any], names: int, **kwargs: Any) -> None:
+    """Assert that fits with and without end with the same tensors, that both trained, and that blocks were wrapped."""
+    torch.manual_seed(0)
+    module = make()
+    start = {} if not list(module.parameters()) else copy.deepcopy(module.state_dict())
+    plain = fitted(home, make_trainer, make, **kwargs).state_dict()
+    seen = Seen(ActivationCheckpointing())
+    acted = fitted(home, make_trainer, make, seen.callbacks(), **kwargs).state_dict()
+    assert len(seen.wrapped) == names
+    assert seen.ran
+    assert list(plain) == list(acted)
+    assert all(torch.equal(plain[key], acted[key]) for key in plain)
+    assert any(not torch.equal(start[key], plain[key]) for key in start if start[key].is_floating_point()) or not start
+
+
+class Seen(lightning_pytorch.Callback):
+    """Notes during the fit what a callback had wrapped."""
+
+    def __init__(self, callback: ActivationCheckpointing) -> None:
+        self.callback, self.wrapped, self.ran = callback, (), False
+
+    def callbacks(self) -> list[Any]:
+        return [self.callback, self]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.wrapped = self.callback.wrapped
+        self.ran = has_run(dict(pl_module.named_modules())[name] for name in self.wrapped)
+
+
+class Matmuls(torch.utils._python_dispatch.TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+# Acted
+
+
+def matmuls_in_backward(module: nn.Module) -> int:
+    loss = module(torch.randn(4, 8)).sum()
+    with Matmuls() as matmuls:
+        loss.backward()
+    return matmuls.count
+
+
+class Trunk(nn.Module):
+    """Three equal blocks of three linear layers and a linear layer after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_backward_runs_the_blocks_again_and_stops_early():
+    stem = nn.Linear(8, 8)
+    plain = nn.Sequential(stem, Trunk(), nn.Linear(8, 1))
+    # each linear layer has two matmuls in backward, for input and weight; the stem has no input to differentiate:
+    # stem 1 + blocks 3 x 2 x 2 + head 2 = 15
+    assert matmuls_in_backward(plain) == 1 + 3 * 2 * 2 + 2
+    # again the first matmul of each block, not the second: nothing that comes after it is saved (early stop)
+    assert matmuls_in_backward(wrap(plain)) == 15 + 3 * 1
+    restore_blocks(plain.modules())
+    # the forward that is verified runs to its end: 3 x 2
+    assert matmuls_in_backward(wrap(plain, verify=True)) == 15 + 3 * 2
+    assert matmuls_in_backward(plain) == 15 + 3 * 1
+
+
+@pytest.mark.parametrize(("every_k", "again"), [(1, 3), (2, 2), (3, 1), (4, 1)])
+def test_every_kth_block_is_wrapped(every_k, again):
+    module = nn.Sequential(nn.Linear(8, 8), Trunk(), nn.Linear(8, 1))
+    assert list(choose_blocks(module, every_k=every_k)) == [f"1.blocks.{i}" for i in range(0, 3, every_k)]
+    assert matmuls_in_backward(wrap(module, every_k=every_k)) == 15 + again
+
+
+def test_at_most_a_third_more_flops():
+    def flops(module: nn.Module) -> int:
+        x = torch.randn(4, 8, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            module(x).sum().backward()
+        return counter.get_total_flops()
+
+    trunk = Trunk()
+    plain = flops(trunk)
+    assert plain == 3 * 3 * 2 * (2 * 4 * 8 * 32)  # (forward 1 + backward 2) x 3 blocks x 2 layers, multiply and add
+    assert plain < flops(wrap(trunk)) <= plain * 4 / 3
+    restore_blocks(trunk.modules())
+    assert flops(wrap(trunk, verify=True)) == plain * 4 // 3  # the whole forward again
+
+
+def test_the_callback_wraps_in_either_home(home, make_trainer):
+    seen = Seen(ActivationCheckpointing())
+    fitted(home, make_trainer, lambda: regression(home), seen.callbacks())
+    assert seen.wrapped == ("net.blocks.0", "net.blocks.1", "net.blocks.2")
+    assert seen.ran
+
+
+def test_named_classes_are_wrapped(home, make_trainer):
+    seen = Seen(ActivationCheckpointing(blocks=["LayerNorm"]))
+    fitted(home, make_trainer, lambda: regression(home), seen.callbacks())
+    assert seen.wrapped == tuple(f"net.blocks.{i}.norm" for i in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing")
+def test_blocks_that_never_run_are_reported(home, make_trainer):
+    class Around(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block.down(block.up(x))
+            return self.head(x)
+
+    with pytest.warns(UserWarning, match=r"none of net.blocks.0, .* ran forward with gradients"):
+        fitted(home, make_trainer, lambda: regression(home, Around()), [ActivationCheckpointing()])
+
+
+def test_fault_28_a_name_that_matches_nothing_lists_close_names(home, make_trainer):
+    with pytest.raises(NothingToDoError, match=r"no module of class 'Blok'.*did you mean 'Block'.*LayerNorm"):
+        fitted(home, make_trainer, lambda: regression(home), [ActivationCheckpointing(blocks="Blok")])
+
+
+def test_nothing_repeated_lists_what_there_is(home, make_trainer):
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    with pytest.raises(NothingToDoError, match=r"net\.0: Linear \(72 parameters\).*blocks: \[ClassName\]"):
+        fitted(home, make_trainer, lambda: regression(home, net), [ActivationCheckpointing()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_k": 0}, "every_k=0"),
+        ({"every_k": True}, "every_k=True"),
+        ({"every_k": 1.5}, r"every_k=1\.5"),
+        ({"blocks": []}, r"blocks=\[\]"),
+        ({"blocks": [1]}, r"blocks=\[1\]"),
+        ({"blocks": {"A": 1}}, "blocks="),
+        ({"blocks": ""}, "blocks=''"),
+        ({"blocks": ["auto", "Block"]}, "'auto' alone"),
+        ({"verify_recomputation": "yes"}, "verify_recomputation='yes'"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_constructed(arguments, message):
+    with pytest.raises(PresetError, match=message):
+        ActivationCheckpointing(**arguments)
+
+
+def test_repr_builds_it_again_and_the_callers_list_is_not_kept():
+    names = ["Block"]
+    callback = ActivationCheckpointing(blocks=names, every_k=2, verify_recomputation=False)
+    names.append("Linear")
+    assert callback.blocks == ["Block"]
+    assert vars(eval(repr(callback))) | {"_undo": 0} == vars(callback) | {"_undo": 0}
+
+
+def test_yaml_has_every_argument_with_its_default():
+    path = Path(__file__).parents[2] / "conf/library/solo/callback/activation_checkpointing.yaml"
+    text = path.read_text()
+    assert text.startswith("# ")
+    default = ActivationCheckpointing()
+    assert yaml.safe_load(text) == {
+        "activation_checkpointing": {
+            "blocks": default.blocks,
+            "every_k": default.every_k,
+            "verify_recomputation": default.verify_recomputation,
+        }
+    }
+
+
+# Parity: fault 77
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_dropout_gives_the_same_weights(home, make_trainer, precision):
+    same_weights(home, make_trainer, lambda: regression(home, Stack(dropout=0.5)), 3, precision=precision)
+
+
+def test_accumulation_and_clipping_give_the_same_weights(home, make_trainer):
+    extra = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    same_weights(home, make_trainer, lambda: regression(home, Stack(dropout=0.5)), 3, **extra)
+
+
+class MakesTensors(Block):
+    """Creates tensors without a dtype, as positions and masks often are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.linspace(0.5, 1.5, x.shape[-1]) + torch.rand(1)
+
+
+def test_bf16_true_with_tensors_made_without_a_dtype(home, make_trainer):
+    def make() -> Any:
+        net = Stack()
+        net.blocks = nn.Sequential(*[MakesTensors(8) for _ in range(3)])
+        return regression(home, net)
+
+    same_weights(home, make_trainer, make, 3, precision="bf16-true")
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d, **kwargs: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = norm(8, **kwargs)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(torch.relu(self.norm(self.linear(x))))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_statistics_are_updated_once(home, make_trainer, momentum):
+    def make() -> Any:
+        return regression(home, nn.Sequential(*[Normed(momentum=momentum) for _ in range(3)], nn.Linear(8, 1)))
+
+    same_weights(home, make_trainer, make, 3)
+    seen = Seen(ActivationCheckpointing())
+    module = fitted(home, make_trainer, make, seen.callbacks())
+    assert [block.norm.num_batches_tracked.item() for block in list(module.net)[:3]] == [5, 5, 5]
+
+
+def test_batch_norm_in_evaluation_mode_and_originals_after_an_exception():
+    class Fails(Normed):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            out = super().forward(x)
+            if self.calls == 2:
+                raise RuntimeError("in the recomputation")
+            return out
+
+    block = Fails()
+    buffers = [id(b) for b in block.buffers()]
+    checkpoint_blocks({"b": block}, verify=True)
+    dtype = torch.get_default_dtype()
+    with pytest.raises(RuntimeError, match="in the recomputation"):
+        block(torch.randn(4, 8)).sum().backward()
+    assert [id(b) for b in block.buffers()] == buffers
+    assert torch.get_default_dtype() == dtype
+    assert block.norm.num_batches_tracked == 1
+
+
+class Nested(nn.Module):
+    """A block that takes its tensors in a tuple, in a dict and by keyword, and hands one of them on in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+
+    def forward(self, pair: tuple[Tensor, Tensor], *, options: dict[str, Any], collected: list[Tensor]) -> Any:
+        x, y = pair
+        h = nn.functional.dropout(torch.tanh(self.layers["a"](x) * options["scale"]), options["p"])
+        collected.append(h)
+        return x + self.layers["b"](h), {"y": y + h}
+
+
+class NestedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Nested() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        for block in self.blocks:
+            x, rest = block((x, y), options={"scale": scale, "p": 0.5}, collected=collected)
+            y = rest["y"]
+        assert len(collected) == 3
+        return x + y + sum(collected)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_nested_and_keyword_arguments_and_containers_that_grow(verify):
+    module = NestedStack()
+    x, y, scale = (torch.randn(4, 8, requires_grad=True) for _ in range(3))
+    plain = gradients(module, x, y, scale)
+    inputs = [t.grad.clone() for t in (x, y, scale)]
+    for t in (x, y, scale):
+        t.grad = None
+    assert equal(plain, gradients(wrap(module, verify), x, y, scale))
+    assert equal(inputs, [t.grad for t in (x, y, scale)])
+
+
+def test_python_random_numbers_are_replayed():
+    class LayerDrop(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * random.random() + torch.tanh(super().forward(x) * random.random())
+
+    for verify in (True, False):
+        module = nn.Sequential(*[LayerDrop(8) for _ in range(3)])
+        plain = gradients(module, x := torch.randn(4, 8))
+        after = random.getstate()
+        assert equal(plain, gradients(wrap(module, verify), x))
+        assert random.getstate() == after
+        assert equal(plain, gradients(module, x))
+
+
+def test_tied_weights_frozen_blocks_and_inputs_without_gradient():
+    module = nn.Sequential(*[Block(8, 0.5) for _ in range(4)])
+    module[2].up.weight = module[0].up.weight
+    module[1].requires_grad_(False)
+    module[0].norm.requires_grad_(False)
+    plain = gradients(module, x := torch.randn(4, 8))
+    assert equal(plain, gradients(wrap(module, verify=True), x))
+    assert module[2].up.weight is module[0].up.weight
+
+
+def test_one_block_called_many_times():
+    block = Block(8, 0.5)
+    module = nn.Sequential(*[block] * 4)
+    plain = gradients(module, x := torch.randn(4, 8))
+    assert list(choose_blocks(module)) == ["0"]
+    assert equal(plain, gradients(wrap(module, verify=True), x))
+
+
+def test_a_graph_kept_for_a_second_backward():
+    module = nn.Sequential(*[Block(8, 0.5) for _ in range(3)])
+    results = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        loss = module(torch.ones(2, 8)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad.clone() for p in module.parameters()])
+        module.zero_grad()
+        wrap(module, verify=True)
+    assert equal(*results)
+
+
+def test_the_models_forward_hooks_stay_outside():
+    module = nn.Sequential(*[Block(8) for _ in range(2)])
+    calls: list[str] = []
+    module[0].register_forward_hook(lambda *_: calls.append("block"))
+    gradients(wrap(module), torch.randn(2, 8))
+    assert calls == ["block"]
+
+
+@pytest.mark.parametrize("place", ["setup", "configure_model"])
+def test_modules_built_late(home, make_trainer, place):
+    def make() -> Any:
+        module = regression(home, nn.Identity())
+
+        def build(self: Any, **_: Any) -> None:
+            if isinstance(self.net, nn.Identity):
+                self.net = Stack(dropout=0.5)
+
+        setattr(type(module), place, build)
+        return module
+
+    same_weights(home, make_trainer, make, 3)
+
+
+class Updates(Block):
+    """Keeps state in a buffer that its output doesn't show."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x)
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1.0))
+
+
+class Branches(Block):
+    """Takes another way, of the same shapes, at every second call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x if self.calls % 2 else -x)
+
+
+class SavesMore(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = super().forward(x)
+        return out if self.calls % 2 else out.exp().exp().log().log()
+
+
+class Spectral(Block):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        nn.utils.parametrizations.spectral_norm(self.up)
+
+
+@pytest.mark.parametrize("kind", [Updates, InPlace, Branches, SavesMore, Spectral])
+def test_fault_77_a_block_that_cannot_be_repeated_is_refused_by_name(home, make_trainer, kind):
+    def make() -> Any:
+        return regression(home, nn.Sequential(nn.Linear(8, 8), *[kind(8) for _ in range(3)], nn.Linear(8, 1)))
+
+    with pytest.raises(ConflictError, match=rf"block 'net\.\d' \({kind.__name__}\).*blocks: \[\.\.\.\]"):
+        fitted(home, make_trainer, make, [ActivationCheckpointing()])
+
+
+def test_without_verification_wrong_gradients_would_be_silent():
+    module = nn.Sequential(*[Branches(8) for _ in range(2)])
+    plain = gradients(module, x := torch.randn(4, 8))
+    for block in module:
+        block.calls = 0
+    assert not equal(plain, gradients(wrap(module, verify=False), x))
+
+
+def test_nondeterminism_within_rounding_is_not_refused():
+    class Noisy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 1e-5 * random.SystemRandom().random())
+
+    gradients(wrap(nn.Sequential(Noisy(8), Noisy(8)), verify=True), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_under_compile_the_gradients_are_the_same(backend):
+    module = nn.Sequential(*[Block(8) for _ in range(2)])
+    plain = gradients(module, x := torch.randn(4, 8))
+    compiled = torch.compile(wrap(module, verify=True), backend=backend)
+    assert equal(plain, gradients(compiled, x))
+
+
+# Parity of models that others wrote
+
+
+def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor], int]:
+    """Return a tiny random model, a batch with labels, and how many blocks it has."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+    text = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 32, (8, 6), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=16, **text)
+        return transformers.GPT2LMHeadModel(config), batch, 3
+    if name == "llama":
+        config = transformers.LlamaConfig(**sizes, **text, num_key_value_heads=1, attention_dropout=0.1)
+        return transformers.LlamaForCausalLM(config), batch, 3
+    if name == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **text)), batch, 3
+    if name == "t5":
+        config = transformers.T5Config(
+            d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, decoder_start_token_id=0, **text
+        )
+        return transformers.T5ForConditionalGeneration(config), batch, 4
+    if name == "albert":
+        config = transformers.AlbertConfig(**sizes, **text, embedding_size=8, hidden_dropout_prob=0.1)
+        return transformers.AlbertForMaskedLM(config), batch, 1
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0.1)
+    pixels = torch.randn(8, 3, 8, 8, generator=generator)
+    return transformers.ViTForImageClassification(config), {"pixel_values": pixels, "labels": ids[:, 0] % 3}, 3
+
+
+def fine_tuning(home: ModuleType, name: str) -> Any:
+    class FineTuning(home.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, _, _ = hugging_face(name)
+            self.model.train()
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return FineTuning()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "albert"])
+def test_hugging_face_models_with_their_defaults(home, make_trainer, name):
+    _, batch, blocks = hugging_face(name)
+    rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    data = DataLoader(rows, batch_size=4)
+    same_weights(home, make_trainer, lambda: fine_tuning(home, name), blocks, data=data, max_steps=3, max_epochs=2)
+
+
+def test_a_cache_that_already_holds_keys_is_refused():
+    transformers = pytest.importorskip("transformers")
+    model, batch, _ = hugging_face("gpt2")
+    cache = model(batch["input_ids"], use_cache=True).past_key_values
+    assert isinstance(cache, transformers.Cache)
+    wrap(model, verify=True)
+    with pytest.raises(ConflictError, match=r"'transformer\.h\.0' gets a key-value cache that already holds keys"):
+        model(batch["input_ids"], past_key_values=cache)
+
+
+def test_the_models_own_checkpointing_is_refused(home, make_trainer):
+    def make() -> Any:
+        module = fine_tuning(home, "gpt2")
+        module.model.gradient_checkpointing_enable()
+        return module
+
+    with pytest.raises(ConflictError, match=r"gradient_checkpointing=True.*gradient_checkpointing_disable"):
+        fitted(home, make_trainer, make, [ActivationCheckpointing()])
+
+
+# Memory
+
+
+def test_bytes_saved_for_backward_are_the_blocks_inputs():
+    trunk = Trunk()
+    x = torch.randn(4, 8, requires_grad=True)
+    _, plain = saved_for_backward(trunk, x)
+    # A block of width 8 on 4 rows saves, in 4-byte floats:
+    # norm output 4 x 8 + norm mean and inverse deviation 2 x 4 + relu output 4 x 32, and 4 x 8 of block output, which
+    # the next block's norm saves as its input (or which is the output); dropout with p = 0 in training saves nothing
+    assert plain == 3 * 4 * (4 * 8 + 2 * 4 + 4 * 32 + 4 * 8)
+    _, wrapped = saved_for_backward(wrap(trunk), x)
+    # only the block outputs are left: inputs of blocks 1 and 2, and the output; x itself lived before
+    assert wrapped == 3 * 4 * (4 * 8)
+
+
+def test_inputs_passed_by_keyword_and_nested_are_counted_and_freed():
+    module = NestedStack()
+    x, y, scale = (torch.randn(4, 8, requires_grad=True) for _ in range(3))
+    _, plain = saved_for_backward(module, x, y, scale)
+    with Ledger() as ledger:
+        loss = wrap(module)(x, y, scale).sum()
+        assert ledger.live()["activations"] < plain
+        loss.backward()
+        del loss
+        # the gradients of x, y and scale were born in backward: nothing that a forward made is left
+        assert ledger.live()["activations"] == 0
+
+
+def test_the_peak_of_a_step_is_lower_with_than_without():
+    def peak(module: nn.Module) -> int:
+        with Ledger(module) as ledger:
+            module(torch.randn(64, 8)).sum().backward()
+            return ledger.peak_bytes
+
+    trunk = nn.Sequential(nn.Linear(8, 8), *[Block(8) for _ in range(8)])
+    plain = peak(trunk)
+    trunk.zero_grad()
+    assert peak(wrap(trunk)) < 0.5 * plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keyword", [False, True])
+def test_bf16_and_dropout_on_a_gpu_are_bit_exact_and_the_peak_is_lower(keyword):
+    class Keyword(Block):
+        def forward(self, x: Tensor | None = None, *, hidden: Tensor | None = None) -> Tensor:
+            return super().forward(x if hidden is None else hidden)
+
+    class Calls(Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(hidden=x) if keyword else block(x)
+            return x
+
+    module = Calls()
+    module.blocks = nn.ModuleList(Keyword(512, 0.1) for _ in range(8))
+    module.cuda()
+    x = torch.randn(2048, 512, device="cuda")
+    results, peaks = [], []
+    for verify in (None, True, False):
+        if verify is not None:
+            restore_blocks(module.modules())
+            wrap(module, verify)
+        with torch.autocast("cuda", torch.bfloat16):
+            gradients(module, x)  # kernels' workspaces are taken once
+            if verify:
+                restore_blocks(module.modules())
+                wrap(module, verify)
+            module.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            results.append(gradients(module, x))
+        peaks.append(torch.cuda.max_memory_allocated() - start)
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+    assert peaks[2] < 0.6 * peaks[0]
+
+
+@pytest.mark.gpu
+def test_a_fit_on_a_gpu_returns_its_memory_and_the_same_weights(home, make_trainer):
+    extra = {"accelerator": "gpu", "precision": "bf16-mixed"}
+    same_weights(home, make_trainer, lambda: regression(home, Stack(dropout=0.5)), 3, **extra)
+
+
+# Trace
+
+
+def trace(module: nn.Module) -> Any:
+    return (
+        [(name, type(part), sorted(part.__dict__)) for name, part in module.named_modules() if name],
+        list(module.state_dict()),
+        [name for name, _ in module.named_parameters()],
+    )
+
+
+def test_the_module_is_as_before_after_each_of_several_fits(home, make_trainer):
+    module, callback = regression(home), ActivationCheckpointing()
+    before = trace(module)
+    for _ in range(2):
+        seen = Seen(callback)
+        trainer = make_trainer(home, callbacks=seen.callbacks(), max_steps=2)
+        trainer.fit(module, loader())
+        assert len(seen.wrapped) == 3
+        assert callback.wrapped == ()
+        assert trace(module) == before
+        assert "setup" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("moment", ["setup", "training_step", "on_after_backward"])
+def test_the_module_is_as_before_after_a_failing_fit(home, make_trainer, moment):
+    module, callback = regression(home), ActivationCheckpointing()
+    before = trace(module)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    setattr(type(module), moment, fail)
+    trainer = make_trainer(home, callbacks=[callback], max_steps=2)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(module, loader())
+    assert callback.wrapped == ()
+    assert trace(module) == before
+    assert "setup" not in vars(trainer.strategy)
+    callback.undo()
+    assert trace(module) == before
+
+
+def test_names_types_and_parameters_during_a_fit_are_the_plain_ones(home, make_trainer):
+    module = regression(home)
+    plain = trace(module)
+
+    class Look(lightning_pytorch.Callback):
+        looked = False
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            assert trace(pl_module)[1:] == plain[1:]
+            assert [row[:2] for row in trace(pl_module)[0]] == [row[:2] for row in plain[0]]
+            self.looked = True
+
+    look = Look()
+    make_trainer(home, callbacks=[ActivationCheckpointing(), look], max_steps=1).fit(module, loader())
+    assert look.looked
+
+
+def test_a_forward_that_the_block_had_is_called_and_restored():
+    block = Block(8)
+    block.forward = lambda x: Block.forward(block, x) * 2
+    own = block.forward
+    plain = gradients(block, x := torch.randn(2, 8))
+    checkpoint_blocks({"b": block})
+    checkpoint_blocks({"b": block})
+    assert equal(plain, gradients(block, x))
+    restore_blocks([block, block])
+    assert block.forward is own
+
+
+def test_validate_test_and_predict_are_untouched(home, make_trainer):
+    module = regression(home)
+    trainer = make_trainer(home, callbacks=[ActivationCheckpointing()], max_steps=2)
+    trainer.validate(module, loader(), verbose=False)
+    trainer.fit(module, loader(), loader())
+    trainer.test(module, loader(), verbose=False)
+    assert len(trainer.predict(module, loader(2))) == 2
+    plain = make_trainer(home, max_steps=2)
+    torch.manual_seed(0)
+    assert trace(module) == trace(regression(home))
+    assert plain.predict(module, loader(2))[0].shape == (4, 1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_resume_with_and_without_equals_the_undisturbed_run(home, make_trainer, tmp_path, first):
+    def fit(acted: bool, steps: int, resume: str | None = None) -> Any:
+        torch.manual_seed(0)
+        module = regression(home)
+        callbacks = [ActivationCheckpointing()] if acted else []
+        trainer = make_trainer(home, callbacks=callbacks, max_steps=steps, max_epochs=2)
+        trainer.fit(module, loader(3), ckpt_path=resume)
+        return trainer, module
+
+    trainer, _ = fit(first, 3)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = fit(not first, 6, str(tmp_path / "half.ckpt"))
+    _, undisturbed = fit(False, 6)
+    assert equal(list(resumed.parameters()), list(undisturbed.parameters()))
+
+
+def test_deepcopy_and_pickle_of_a_wrapped_module_use_their_own_weights():
+    module = wrap(nn.Sequential(*[Block(8) for _ in range(2)]))
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    x = torch.randn(2, 8)
+    assert torch.equal(twin(x), x)
+    assert not torch.equal(module(x), x)
+    assert twin[0].forward.__self__ is twin[0]
+    gradients(twin, x)
+    assert has_run(twin)
+    restore_blocks(twin)
+    assert all("forward" in vars(block) for block in module)
+    loaded = pickle.loads(pickle.dumps(module))
+    assert torch.equal(loaded(x), module(x))
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+@pytest.mark.parametrize("kind", ["swa", "weight_averaging"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_weight_averaging_gives_the_same_weights(make_trainer, kind, order):
+    home = lightning_pytorch
+
+    def averaged(*callbacks: Any) -> Any:
+        averaging = StochasticWeightAveraging(swa_lrs=1e-2) if kind == "swa" else WeightAveraging()
+        both = [*callbacks, averaging][::order]
+        extra = {"max_epochs": 4, "max_steps": -1, "limit_train_batches": 3}
+        return fitted(home, make_trainer, lambda: regression(home), both, **extra)
+
+    plain, seen = averaged(), Seen(ActivationCheckpointing())
+    acted = averaged(*seen.callbacks())
+    assert len(seen.wrapped) == 3
+    assert equal(list(plain.parameters()), list(acted.parameters()))
+    assert not equal(list(plain.parameters()), list(fitted(home, make_trainer, lambda: regression(home)).parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_batch_size_finder_measures_wrapped_blocks(make_trainer, monkeypatch):
+    home, calls = lightning_pytorch, []
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    checkpoint = recomputation.checkpoint
+
+    def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args[1].shape[0])
+        return checkpoint(function, *args, **kwargs)
+
+    monkeypatch.setattr(recomputation, "checkpoint", counted)
+    module = regression(home, batch_size=2)
+    type(module).train_dataloader = lambda self: DataLoader(data, batch_size=self.batch_size)
+    type(module).val_dataloader = type(module).train_dataloader
+    finder = BatchSizeFinder(mode="power", steps_per_trial=1, init_val=2, max_trials=2)
+    make_trainer(home, callbacks=[ActivationCheckpointing(), finder], max_steps=1).fit(module)
+    assert set(calls) == {2, 4, module.batch_size}

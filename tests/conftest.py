@@ -1,0 +1,58 @@
+"""Fixtures that every test may use: a quiet Trainer of either home of Lightning, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch  # both homes first: importing them sets environment variables
+import pytest
+import pytorch_lightning
+import torch
+
+HOMES = (lightning.pytorch.__name__, pytorch_lightning.__name__)
+
+
+@pytest.fixture(params=HOMES)
+def home(request: pytest.FixtureRequest) -> ModuleType:
+    """Each of the two packages whose Trainer people use; their classes are not the same."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that makes a quiet CPU Trainer: ``make_trainer(home, max_epochs=2, ...)``."""
+
+    def make(home: ModuleType, **kwargs: Any) -> Any:
+        quiet = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": str(tmp_path),
+            "max_epochs": 1,
+        }
+        return home.Trainer(**{**quiet, **kwargs})
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves environment variables, the default dtype or a working directory changed."""
+    before = (dict(os.environ), torch.get_default_dtype(), os.getcwd(), torch.is_grad_enabled())
+    torch.manual_seed(0)
+    yield
+    allowed = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
+    after = {key: value for key, value in os.environ.items() if key not in allowed}
+    expected = {key: value for key, value in before[0].items() if key not in allowed}
+    changed = {key for key in {*after, *expected} if after.get(key) != expected.get(key)}
+    assert not changed, f"the test changed environment variables: {sorted(changed)}"
+    assert (torch.get_default_dtype(), os.getcwd(), torch.is_grad_enabled()) == before[1:]

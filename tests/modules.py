@@ -1,0 +1,76 @@
+"""Small LightningModules that tests share, made for either home of Lightning."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Block(nn.Module):
+    """A residual block of two linear layers: (batch, width) -> (batch, width)."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.drop = nn.Dropout(dropout)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.relu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """A head and ``blocks`` equal blocks."""
+
+    def __init__(self, blocks: int = 3, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(width, dropout) for _ in range(blocks)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def regression(home: ModuleType, net: nn.Module | None = None, lr: float = 1e-2, **attributes: Any) -> Any:
+    """Return a LightningModule of ``home`` that fits ``net`` to targets by mean squared error with AdamW."""
+
+    class Regression(home.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Stack() if net is None else net
+
+        def step(self, batch: Any) -> Tensor:
+            x, y = batch
+            return nn.functional.mse_loss(self.net(x).float(), y.float())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.step(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validation/loss", self.step(batch))
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test/loss", self.step(batch))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=lr)
+
+    module = Regression()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1) -> DataLoader[Any]:
+    """Return an unshuffled loader of ``batches`` batches of x: (batch, width), y: (batch, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batches * batch_size, width, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)

@@ -1,0 +1,293 @@
+"""From names and overrides to a checked configuration; the rows of the fault matrix that a configuration shows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+import lightning_solo as solo
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.presets.compose import compose, compose_mapping, describe, preset_files
+from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.schema import FIELDS, PRECISIONS
+
+PRESETS = ("accumulation", "baseline", "bf16", "bf16_true", "checkpointing", "fp16", "zero_offload")
+
+
+def refused(preset: Any, *overrides: str, allow: tuple[str, ...] = (), error: type[Exception] = PresetError) -> str:
+    with pytest.raises(error) as caught:
+        compose(preset, overrides, allow=allow)
+    return str(caught.value)
+
+
+def test_every_preset_is_listed_and_composes() -> None:
+    assert tuple(solo.list_presets()) == PRESETS
+    for name in PRESETS:
+        assert compose(name).precision in PRECISIONS.values()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_first_line_says_what_for_and_where(name: str) -> None:
+    purpose, found, device = describe(preset_files()[name]).partition(" Runs on: ")
+    assert found
+    assert len(purpose) > 20
+    assert device == ("CUDA." if needs_cuda(compose(name)) else "any device.")
+
+
+def test_overrides_take_lightnings_names() -> None:
+    config = compose("checkpointing", ["precision=32", "accumulate_grad_batches=4", "callback.memory_logger.table=false"])
+    assert (config.precision, config.accumulate_grad_batches) == ("32-true", 4)
+    assert config.callback["memory_logger"]["table"] is False
+
+
+def test_add_and_remove_a_callback() -> None:
+    assert list(compose("bf16", ["+callback=throughput"]).callback) == ["throughput"]
+    both = compose("bf16", ["+callback=[throughput,memory_logger]"])
+    assert list(both.callback) == ["throughput", "memory_logger"]
+    added = compose("checkpointing", ["+callback=throughput"])
+    assert list(added.callback) == ["activation_checkpointing", "memory_logger", "throughput"]
+    for gone in ("~callback.memory_logger", "callback.memory_logger=null"):
+        assert list(compose("checkpointing", [gone]).callback) == ["activation_checkpointing"]
+
+
+def test_mapping_is_checked_like_a_name() -> None:
+    config = compose({"precision": "bf16", "callback": {"memory_logger": {}}}, ["accumulate_grad_batches=2"])
+    assert (config.precision, config.accumulate_grad_batches) == ("bf16-mixed", 2)
+    assert refused({"precison": "bf16"}).startswith("precison='bf16': no such field; did you mean 'precision'?")
+    assert "every_n_stepz" in refused({"callback": {"memory_logger": {"every_n_stepz": 1}}})
+
+
+def test_callers_mapping_stays_as_it_was() -> None:
+    given_ = {"precision": "bf16", "callback": {"memory_logger": {"table": True}}}
+    compose(given_, ["callback.memory_logger.table=false"])
+    assert given_ == {"precision": "bf16", "callback": {"memory_logger": {"table": True}}}
+
+
+class TestFaultMatrix:
+    def test_row_1_unknown_preset(self) -> None:
+        message = refused("bf61")
+        assert message == f"no preset 'bf61'; did you mean 'bf16'? there are {', '.join(PRESETS)}"
+
+    @pytest.mark.parametrize("mark", ["", "+", "++"])
+    def test_rows_2_and_3_misspelt_field(self, mark: str) -> None:
+        message = refused("bf16", f"{mark}accumulat=4")
+        assert message.startswith("accumulat=4: no such field; did you mean 'accumulate_grad_batches'?")
+
+    @pytest.mark.parametrize("mark", ["", "+", "++"])
+    def test_rows_2_and_3_inside_a_callback(self, mark: str) -> None:
+        message = refused("checkpointing", f"{mark}callback.memory_logger.every_n_stepz=4")
+        assert "callback.memory_logger.every_n_stepz=4" in message
+        assert "did you mean 'every_n_steps'?" in message
+
+    def test_rows_2_and_3_misspelt_callback(self) -> None:
+        for override in ("callback.memory_loger.table=true", "+callback=memory_loger", "+callback.memory_loger.table=true"):
+            assert "did you mean 'memory_logger'?" in refused("checkpointing", override)
+        assert "did you mean 'memory_logger'?" in refused("checkpointing", "~callback.memory_loger")
+
+    @pytest.mark.parametrize("value", ["abc", "4.7", "true", "1e3", "0", "-1", "[2]", "2.5"])
+    def test_rows_4_to_7_accumulation(self, value: str) -> None:
+        message = refused("bf16", f"accumulate_grad_batches={value}")
+        assert message.startswith("accumulate_grad_batches=")
+        assert "an integer of at least 1" in message
+
+    @pytest.mark.parametrize("value", ["abc", "2.5", "true", "null", "[1]"])
+    def test_row_4_wrong_type_in_a_callback(self, value: str) -> None:
+        message = refused("checkpointing", f"callback.memory_logger.every_n_steps={value}")
+        assert message.startswith("callback.memory_logger.every_n_steps=")
+        assert "expected an integer" in message
+
+    def test_row_9_number_for_a_name(self) -> None:
+        assert "precision='123': not a precision" in refused("bf16", "precision=123")
+
+    def test_row_10_mandatory_value(self, user_presets: Path) -> None:
+        (user_presets / "open.yaml").write_text("precision: ???\n")
+        assert "precision" in refused("open")
+        assert "precision" in refused({"precision": "???"})
+
+    @pytest.mark.parametrize(
+        ("text", "where"),
+        [
+            ("precision: bf16\nprecision: fp16\n", "line 2"),
+            ("callback:\n\tmemory_logger: {}\n", "line 2"),
+            ("", "line 1"),
+            ("- precision\n", "line 1"),
+            ("precision: [bf16\n", "line 2"),
+        ],
+    )
+    def test_row_11_ill_formed_file(self, user_presets: Path, text: str, where: str) -> None:
+        path = user_presets / "mine.yaml"
+        path.write_text(text)
+        message = refused("mine")
+        assert str(path) in message
+        assert where in message
+
+    def test_row_11_byte_order_mark_is_read(self, user_presets: Path) -> None:
+        (user_presets / "mine.yaml").write_bytes(b"\xef\xbb\xbf# mine. Runs on: any device.\nprecision: bf16\n")
+        assert compose("mine").precision == "bf16-mixed"
+        assert describe(preset_files()["mine"]) == "mine. Runs on: any device."
+
+    @pytest.mark.parametrize("line", ["accumulate_grad_batches: yes", "accumulate_grad_batches: 12:30", "precision: yes"])
+    def test_row_12_yaml_surprises(self, user_presets: Path, line: str) -> None:
+        (user_presets / "mine.yaml").write_text(f"precision: bf16\n{line}\n".replace("precision: bf16\npre", "pre"))
+        if line.endswith("12:30"):  # YAML 1.1 reads 750 sexagesimal; documented in README, and shown by `show`
+            assert compose("mine").accumulate_grad_batches == 750
+        else:
+            assert line.split(":")[0] in refused("mine")
+
+    def test_row_13_one_option_set_twice(self) -> None:
+        message = refused("bf16", "precision=16-true", "precision=32-true")
+        assert "'precision=16-true' and 'precision=32-true'" in message
+
+    def test_row_17_schedule_under_deepspeed(self) -> None:
+        message = refused("zero_offload", "+callback=accumulation_schedule", error=ConflictError)
+        assert "zero_offload" in message
+        assert "accumulation_schedule" in message
+        assert "accumulate_grad_batches=" in message
+
+    def test_row_18_schedule_and_fixed_factor(self) -> None:
+        message = refused("accumulation", "accumulate_grad_batches=4", error=ConflictError)
+        assert "milestones=[[0, 4]]" in message
+        compose("accumulation", ["accumulate_grad_batches=1"])
+
+    @pytest.mark.parametrize("override", ["devices=2", "+devices=2", "num_nodes=2"])
+    def test_row_23_one_device(self, override: str) -> None:
+        assert "one device" in refused("bf16", override)
+
+    def test_row_27_bad_precision(self) -> None:
+        message = refused("bf16", "precision=bf61")
+        assert "did you mean 'bf16'?" in message
+        assert "32-true, 16-mixed, bf16-mixed" in message
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ("+callback.x._target_=os.system",),
+            ("+callback.x={_target_:os.system,command:ls}",),
+            ("+callback.memory_logger.file={_target_:os.system}",),
+            ("+strategy={_target_:os.system}",),
+        ],
+    )
+    def test_row_81_targets_outside_the_registry(self, overrides: tuple[str, ...]) -> None:
+        assert "os.system" in refused("bf16", *overrides)
+
+    @pytest.mark.parametrize(
+        "nested",
+        [
+            "+callback.x.z={_target_:os.system}",
+            "+callback.x.z=[{_target_:os.system}]",
+            "+callback.x.z=[[{a:{_target_:os.system}}]]",
+            "+callback.x._args_=[{_target_:code.interact}]",
+            "+callback.x.z={_target_:torch.load}",
+        ],
+    )
+    def test_row_81_nested_below_an_allowed_target(self, nested: str) -> None:
+        message = refused("bf16", "+callback.x._target_=mine.X", nested, allow=("mine",))
+        assert "only registered names and allowed prefixes become objects" in message
+
+    def test_row_81_behind_an_interpolation(self) -> None:
+        cfg = OmegaConf.create({"bad": "os.system", "solo": {"callback": {"x": {"_target_": "${bad}"}}}})
+        assert "os.system" in refused(cfg.solo)
+
+    def test_row_92_one_callback_twice(self) -> None:
+        assert "twice" in refused("checkpointing", "+callback.again={name:memory_logger}", error=ConflictError)
+
+
+@pytest.fixture
+def user_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "conf" / "solo"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    yield folder  # type: ignore[misc]
+    monkeypatch.undo()
+
+
+def test_users_own_preset_is_picked_by_name(user_presets: Path) -> None:
+    (user_presets / "mine.yaml").write_text(
+        "# mine\ndefaults:\n  - callback: [memory_logger]\n  - _self_\nprecision: bf16\naccumulate_grad_batches: 2\n"
+    )
+    config = compose("mine", ["callback.memory_logger.every_n_steps=3"])
+    assert (config.precision, config.accumulate_grad_batches) == ("bf16-mixed", 2)
+    assert config.callback["memory_logger"]["every_n_steps"] == 3
+    assert "mine" in solo.list_presets()
+    assert solo.show("mine").startswith("# mine\n")
+
+
+def test_users_own_preset_comes_before_ours(user_presets: Path) -> None:
+    (user_presets / "bf16.yaml").write_text("# mine\nprecision: 64-true\n")
+    assert compose("bf16").precision == "64-true"
+
+
+def test_composing_inside_a_running_application_leaves_it_alone() -> None:
+    folder = str(Path(__file__).parents[2] / "examples" / "hydra_app" / "conf")
+    with initialize_config_dir(folder, version_base="1.2"):
+        running = GlobalHydra.instance().hydra
+        assert compose("bf16").precision == "bf16-mixed"
+        refused("bf61")
+        refused("bf16", "callback.x.y=1")
+        assert GlobalHydra.instance().hydra is running
+        cfg = hydra_compose("train", overrides=["solo=bf16"])
+        assert compose(cfg.solo).precision == "bf16-mixed"
+    assert GlobalHydra.instance().hydra is None
+
+
+def test_show_prints_what_is_composed() -> None:
+    text = solo.show("checkpointing", ["callback.memory_logger.every_n_steps=7"])
+    assert text.startswith("# bf16 mixed precision")
+    plain = OmegaConf.to_container(OmegaConf.create(text))
+    assert plain["callback"]["memory_logger"]["every_n_steps"] == 7
+
+
+def test_composing_imports_neither_torch_nor_lightning() -> None:
+    code = (
+        "import sys, lightning_solo as solo\n"
+        "from lightning_solo.presets.compose import compose\n"
+        "[compose(name) for name in solo.list_presets()]\n"
+        "solo.show('checkpointing')\n"
+        "try: solo.trainer_kwargs('bf16', ['callback.x.y=1'])\n"
+        "except solo.PresetError: pass\n"
+        "assert not {'torch', 'lightning', 'pytorch_lightning', 'deepspeed'} & set(sys.modules), 'imported'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@given(
+    precision=st.sampled_from(sorted(PRECISIONS)),
+    factor=st.none() | st.integers(1, 1000),
+    every=st.integers(1, 10**6),
+)
+def test_f1_compose_dump_compose_is_the_identity(precision: str, factor: int | None, every: int) -> None:
+    fields = {
+        "precision": precision,
+        "accumulate_grad_batches": factor,
+        "callback": {"memory_logger": {"every_n_steps": every}},
+    }
+    once = compose(fields)
+    again = compose(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(once)))))
+    assert once == again
+
+
+@given(st.text(min_size=1, max_size=20).filter(lambda name: name not in FIELDS))
+def test_f2_any_other_field_is_refused_by_name(name: str) -> None:
+    with pytest.raises(PresetError) as caught:
+        compose({name: 1})
+    assert name in str(caught.value) or repr(name)[1:-1] in str(caught.value)
+
+
+@given(st.from_regex(r"[a-z_]{1,8}(\.[a-zA-Z_]{1,8}){0,3}", fullmatch=True).filter(lambda p: not p.startswith("mine")))
+def test_f13_any_target_not_allowed_is_refused(path: str) -> None:
+    with pytest.raises(PresetError):
+        compose({"callback": {"x": {"_target_": path}}}, allow=["mine"])
+
+
+def test_compose_mapping_is_plain() -> None:
+    assert type(compose_mapping("checkpointing")["callback"]) is dict

@@ -1,0 +1,346 @@
+"""ZeRO-Offload on DeepSpeed's real engine, on the CPU: acted, parity, memory, trace."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from lightning_solo.errors import CapabilityError, CheckpointError
+from lightning_solo.strategies import zero_offload
+from lightning_solo.strategies.zero_offload import zero_config, zero_offload_class
+from tests.modules import Stack, loader, regression
+
+pytest.importorskip("deepspeed", reason="listed on Linux only")
+pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+ROOT = Path(__file__).parents[2]
+
+
+def strategy(home: ModuleType, **arguments: Any) -> Any:
+    return zero_offload_class(home.__name__)(**{"allow_cpu": True, **arguments})
+
+
+def module(home: ModuleType, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
+    """Return a regression on the same weights each time; SGD shows wrong gradient scales that AdamW would hide."""
+    torch.manual_seed(0)
+    made = regression(home, Stack(blocks=2))
+    made.configure_optimizers = lambda: optimizer(made.parameters(), lr=1e-2)
+    return made
+
+
+def look(home: ModuleType, at_end: Callable[[Any, Any], None]) -> Any:
+    class Look(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            at_end(trainer, pl_module)
+
+    return Look()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# --- acted ---
+
+
+def test_the_engine_is_stage_2_with_the_optimizer_on_the_host(home: ModuleType, make_trainer: Any) -> None:
+    seen: dict[str, Any] = {}
+
+    def at_end(trainer: Any, pl_module: Any) -> None:
+        engine = trainer.strategy.deepspeed_engine
+        seen.update(
+            engine=type(engine).__name__,
+            stage=engine.zero_optimization_stage(),
+            offload=engine.zero_cpu_offload(),
+            zero=type(engine.optimizer).__name__,
+            inner=type(engine.optimizer.optimizer),
+            accumulation=engine.gradient_accumulation_steps(),
+            clipping=engine.gradient_clipping(),
+            steps=engine.global_steps,
+        )
+
+    trained, untrained = module(home), module(home)
+    trainer = make_trainer(
+        home,
+        strategy=strategy(home),
+        callbacks=[look(home, at_end)],
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+    )
+    trainer.fit(trained, loader())
+    assert seen == {
+        "engine": "DeepSpeedEngine",
+        "stage": 2,
+        "offload": True,
+        "zero": "DeepSpeedZeroOptimizer",
+        "inner": torch.optim.AdamW,  # the user's, accepted as it is
+        "accumulation": 2,
+        "clipping": 0.5,
+        "steps": 5,  # 10 batches / 2
+    }
+    assert not same(trained, untrained)
+
+
+def test_the_configuration_is_ours_whatever_the_environment_says(
+    home: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", "/no/such/file.json")
+    made = strategy(home, pin_memory=False, bucket_elements=1000)
+    assert made.config == zero_config(pin_memory=False, bucket_elements=1000)
+    assert made.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert made.config["zero_force_ds_cpu_optimizer"] is False
+    assert isinstance(made, home.strategies.DeepSpeedStrategy)
+    assert isinstance(made, zero_offload.ZeroOffload)
+    assert eval(repr(made), {"ZeroOffload": type(made)}).config == made.config
+
+
+def test_the_yaml_lists_the_constructor() -> None:
+    given = yaml.safe_load((ROOT / "conf/library/solo/strategy/zero_offload.yaml").read_text())
+    assert given.pop("name") == "zero_offload"
+    made = zero_offload_class()(**given)
+    assert {name: getattr(made, name) for name in given} == given
+    assert repr(made) == repr(zero_offload_class()())
+
+
+def test_without_deepspeed_the_package_and_the_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 24 of the fault matrix."""
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(CapabilityError, match=r"deepspeed.*pip install 'deepspeed>=0\.16'"):
+        zero_offload_class()()
+
+
+def test_without_cuda_it_says_what_to_write(home: ModuleType, make_trainer: Any) -> None:
+    trainer = make_trainer(home, strategy=strategy(home, allow_cpu=False))
+    with pytest.raises(CapabilityError, match="needs a CUDA device.*'cpu'.*allow_cpu"):
+        trainer.fit(module(home), loader())
+    assert not torch.distributed.is_initialized()
+
+
+def test_on_the_cpu_it_says_so(home: ModuleType, make_trainer: Any) -> None:
+    with pytest.warns(UserWarning, match="zero_offload runs on the CPU.*saves no memory"):
+        make_trainer(home, strategy=strategy(home), limit_train_batches=1).fit(module(home), loader())
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("accumulation", [1, 4, 5])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_weights_are_those_of_a_plain_run(
+    home: ModuleType, make_trainer: Any, optimizer: Any, accumulation: int, clip: float | None
+) -> None:
+    """fp32 beside fp32, in the loader's order; 10 batches by 4 leave a short window at the end of each epoch."""
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulation, "gradient_clip_val": clip}
+    plain, offloaded = module(home, optimizer), module(home, optimizer)
+    plain_trainer = make_trainer(home, **arguments)
+    plain_trainer.fit(plain, loader())
+    trainer = make_trainer(home, strategy=strategy(home), **arguments)
+    trainer.fit(offloaded, loader())
+    assert trainer.global_step == plain_trainer.global_step == 2 * -(-10 // accumulation)
+    if clip is None:
+        assert same(offloaded, plain)
+    else:
+        # The norm of the gradients is summed in another order.
+        for p, q in zip(offloaded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert not same(offloaded, module(home))
+
+
+def test_a_schedule_steps_with_the_optimizer(home: ModuleType, make_trainer: Any) -> None:
+    rates = []
+    for arguments in ({}, {"strategy": strategy(home)}):
+        made = module(home)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        made.configure_optimizers = lambda o=optimizer, s=schedule: (
+            [o],
+            [{"scheduler": s, "interval": "step"}],
+        )
+        make_trainer(home, max_epochs=2, accumulate_grad_batches=4, **arguments).fit(made, loader())
+        rates.append(schedule.get_last_lr())
+    assert rates[0] == rates[1] == [1 / 7]  # 2 epochs of ceil(10 / 4) = 3 steps
+
+
+# --- memory ---
+
+
+def test_states_lie_on_the_host_and_mixed_precision_leaves_two_bytes_per_parameter(
+    home: ModuleType, make_trainer: Any
+) -> None:
+    count = sum(p.numel() for p in module(home).parameters())
+    seen: dict[str, Any] = {}
+
+    def at_end(trainer: Any, pl_module: Any) -> None:
+        zero = trainer.strategy.deepspeed_engine.optimizer
+        masters = zero.single_partition_of_fp32_groups
+        states = [v for state in zero.optimizer.state.values() for v in state.values() if v.dim()]
+        seen["weights"] = sum(p.numel() * p.element_size() for p in pl_module.parameters())
+        seen["master"] = sum(m.numel() * m.element_size() for m in masters)
+        seen["states"] = sum(s.numel() * s.element_size() for s in states)
+        seen["devices"] = {t.device.type for t in (*masters, *states)}
+        seen["optimizes"] = {id(p) for group in zero.optimizer.param_groups for p in group["params"]} == set(
+            map(id, masters)
+        )
+        seen["exact"] = [m.detach().clone() for m in masters]
+
+    made = module(home)
+    trainer = make_trainer(home, strategy=strategy(home), precision="bf16-mixed", callbacks=[look(home, at_end)])
+    trainer.fit(made, loader())
+    padded = count + count % 2  # DeepSpeed pads a partition to an even number of elements
+    assert seen["weights"] == 2 * count  # bf16 weights on the device, no fp32 copy there
+    assert seen["master"] == 4 * padded  # fp32 master
+    assert seen["states"] == (4 + 4) * padded  # exp_avg and exp_avg_sq
+    assert seen["devices"] == {"cpu"}
+    assert seen["optimizes"]
+    # Afterwards the module is fp32 again, with the master's values and not their bf16 roundings.
+    flat = torch.cat([p.detach().flatten() for p in made.parameters()])
+    assert flat.dtype == torch.float32
+    assert torch.equal(flat.sort().values, seen["exact"][0][:count].sort().values)
+    assert not torch.equal(flat, flat.bfloat16().float())
+
+
+# --- trace ---
+
+
+def marks(made: Any) -> Any:
+    hooks = [(n, len(vars(part)[n])) for part in made.modules() for n in zero_offload.MODULE_HOOKS]
+    names = [sorted(vars(part)) for part in (*made.net.modules(), *made.parameters())]
+    return hooks, names, "forward" in vars(made), {name: t.dtype for name, t in made.state_dict().items()}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_module_environment_and_process_group_are_as_before(
+    home: ModuleType, make_trainer: Any, precision: Any
+) -> None:
+    made, environment = module(home), dict(os.environ)
+    hook = made.net.head.register_forward_hook(lambda *_: None)
+    before = marks(made)
+    trainer = make_trainer(home, strategy=strategy(home), precision=precision)
+    for _ in range(2):
+        trainer.fit(made, loader())
+        trainer.validate(made, loader(), verbose=False)
+        trainer.test(made, loader(), verbose=False)
+        assert len(trainer.predict(made, loader())) == 10
+        assert marks(made) == before
+        assert not torch.distributed.is_initialized()
+        assert dict(os.environ) == environment
+    hook.remove()
+    assert not made.net.head._forward_hooks
+    copy.deepcopy(made.net)
+    assert b"deepspeed" not in pickle.dumps(made.net)
+
+
+def test_validation_gives_what_a_plain_trainer_gives(home: ModuleType, make_trainer: Any) -> None:
+    made = module(home)
+    plain = make_trainer(home).validate(made, loader(), verbose=False)
+    assert make_trainer(home, strategy=strategy(home)).validate(made, loader(), verbose=False) == plain
+
+
+def test_an_exception_leaves_nothing_behind_and_the_next_fit_works(home: ModuleType, make_trainer: Any) -> None:
+    made = module(home)
+    before = marks(made)
+    whole = made.training_step
+
+    def failing(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise ArithmeticError("on purpose")
+        return whole(batch, batch_idx)
+
+    made.training_step = failing
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        make_trainer(home, strategy=strategy(home), precision="bf16-mixed").fit(made, loader())
+    del made.training_step
+    assert not torch.distributed.is_initialized()
+    assert marks(made) == before
+    make_trainer(home, strategy=strategy(home)).fit(made, loader())
+
+
+def test_a_trainer_used_twice_follows_its_accumulation(home: ModuleType, make_trainer: Any) -> None:
+    trainer = make_trainer(home, strategy=strategy(home), accumulate_grad_batches=5)
+    trainer.fit(module(home), loader())
+    trainer.accumulate_grad_batches = 2
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module(home), loader())
+    assert trainer.strategy.config["gradient_accumulation_steps"] == 2
+    assert trainer.global_step == 2 + 5
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_resume_equals_the_undisturbed_run(home: ModuleType, make_trainer: Any, tmp_path: Path, precision: Any) -> None:
+    undisturbed, first, second = module(home), module(home), module(home)
+    make_trainer(home, strategy=strategy(home), precision=precision, max_epochs=2).fit(undisturbed, loader())
+    keep = home.callbacks.ModelCheckpoint(dirpath=tmp_path / "kept", filename="first")
+    trainer = make_trainer(
+        home, strategy=strategy(home), precision=precision, enable_checkpointing=True, callbacks=[keep]
+    )
+    trainer.fit(first, loader())
+    resumed = make_trainer(
+        home,
+        strategy=strategy(home),
+        precision=precision,
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[home.callbacks.ModelCheckpoint(dirpath=tmp_path / "resumed")],
+    )
+    resumed.fit(second, loader(), ckpt_path=keep.best_model_path)
+    assert same(second, undisturbed)
+    assert not same(second, first)
+    with pytest.raises(CheckpointError, match="the optimizer is gone.*save_last=True"):
+        trainer.save_checkpoint(tmp_path / "late")
+
+
+def test_a_group_of_the_user_is_used_and_kept(home: ModuleType, make_trainer: Any) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            make_trainer(home, strategy=strategy(home)).fit(module(home), loader())
+            assert torch.distributed.is_initialized()
+    finally:
+        zero_offload.close_process_group()
+
+
+def test_with_an_empty_environment_and_with_a_launchers(tmp_path: Path) -> None:
+    """No PATH, so nothing can be compiled; then variables that promise a second process which never comes."""
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")
+from tests.modules import loader, regression
+from lightning_solo.strategies.zero_offload import zero_offload_class
+import lightning.pytorch as home
+before = dict(os.environ)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
+trainer = home.Trainer(accelerator="cpu", devices=1, strategy=zero_offload_class()(allow_cpu=True), **quiet)
+trainer.fit(regression(home), loader())
+after = {k: v for k, v in os.environ.items() if before.get(k) != v}
+print("steps", trainer.global_step, "environment", after, "modules", "mpi4py" in __import__("sys").modules)
+"""
+    launcher = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    for variables in ({}, launcher):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path), **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert "steps 10 environment {} modules False" in done.stdout, done.stderr[-2000:]
+        assert done.returncode == 0
+
+
+def test_importing_the_file_imports_neither_deepspeed_nor_lightning() -> None:
+    code = "import sys, lightning_solo.strategies.zero_offload; print({'deepspeed', 'lightning'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

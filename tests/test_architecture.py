@@ -1,0 +1,105 @@
+"""The layers of the house, read from the imports; and what importing the package costs in modules."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_solo"
+LEVELS = {
+    "errors": 0,
+    "units": 0,
+    "presets": 1,
+    "memory": 1,
+    "nn": 1,
+    "callbacks": 2,
+    "strategies": 2,
+    "reference": 2,
+    "guard": 2,
+    "build": 3,
+    "attach": 5,
+    "cli": 6,
+}
+HEAVY = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed", "transformers"}
+LATE = {"deepspeed", "torchao", "peft", "bitsandbytes", "transformers", "tensorboard"}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, top_level: bool) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_level else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downwards(path: Path) -> None:
+    for name in imports(path, top_level=False):
+        if name.startswith("lightning_solo.") and (other := name.split(".")[1]) in LEVELS and other != room(path):
+            assert LEVELS[other] < LEVELS[room(path)], f"{room(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_siblings_among_techniques_do_not_know_one_another(path: Path) -> None:
+    for name in imports(path, top_level=False):
+        if room(path) in ("callbacks", "strategies") and name.startswith(f"lightning_solo.{room(path)}."):
+            pytest.fail(f"{path.name} imports {name}; what two techniques must know is a row in presets/conflicts.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_each_room_imports_only_what_it_may(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports(path, top_level=False)}
+    top = {name.split(".")[0] for name in imports(path, top_level=True)}
+    assert not top & LATE, "heavy optional packages are imported inside the function that needs them"
+    if room(path) == "presets":
+        assert not roots & HEAVY, "presets are checked without torch"
+    if room(path) in ("memory", "nn"):
+        assert not roots & (HEAVY - {"torch", "transformers"}), "mechanisms stand on plain torch"
+    if room(path) in ("build", "attach", "cli"):
+        assert not top & HEAVY, "a typo is found before torch is imported"
+
+
+def test_every_file_says_first_what_it_is_for() -> None:
+    for path in [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]:
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"
+
+
+def test_no_room_is_unknown() -> None:
+    assert {room(path) for path in FILES} == set(LEVELS)
+
+
+@pytest.mark.parametrize("module", ["lightning_solo", "hydra_plugins.lightning_solo.search_path", "lightning_solo.cli"])
+def test_importing_is_light(module: str) -> None:
+    code = f"import sys, {module}; found = {HEAVY!r} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_facade_alone_imports_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import lightning_solo\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "assert new == {'lightning_solo'}, new"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_facade_names_all_it_promises() -> None:
+    import lightning_solo
+
+    for name in lightning_solo.__all__:
+        assert getattr(lightning_solo, name) is not None

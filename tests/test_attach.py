@@ -1,0 +1,154 @@
+"""The calls that users make: `trainer_kwargs`, `callbacks`, under both homes, beside the user's own arguments."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import lightning_solo as solo
+from lightning_solo.build import HOMES
+from tests.modules import loader, regression
+
+CPU_PRESETS = ("baseline", "bf16", "bf16_true", "checkpointing", "accumulation")
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.mark.parametrize("preset", CPU_PRESETS)
+def test_every_cpu_preset_fits_validates_tests_predicts_and_fits_again(
+    preset: str, home: ModuleType, tmp_path: Path
+) -> None:
+    module = regression(home)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    kwargs = solo.trainer_kwargs(preset, lightning=home.__name__)
+    trainer = home.Trainer(**kwargs, **QUIET, max_epochs=1, default_root_dir=str(tmp_path))
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader(), loader(2))
+        trainer.validate(module, loader(2))
+        trainer.test(module, loader(2))
+        assert len(trainer.predict(module, loader(2))) == 2
+    after = module.state_dict()
+    assert list(after) == list(before)
+    assert any(not torch.equal(before[name], after[name].to(before[name].dtype)) for name in before)
+
+
+def test_only_what_the_preset_needs_and_one_device() -> None:
+    kwargs = solo.trainer_kwargs("bf16")
+    assert {key: value for key, value in kwargs.items() if key != "callbacks"} == {
+        "devices": 1,
+        "precision": "bf16-mixed",
+    }
+    assert [type(callback).__name__ for callback in kwargs["callbacks"]] == ["PresetGuard"]
+
+
+def test_callbacks_in_the_order_listed_then_the_users() -> None:
+    mine = solo.Throughput()
+    kwargs = solo.trainer_kwargs("checkpointing", callbacks=[mine])
+    names = [type(callback).__name__ for callback in kwargs["callbacks"]]
+    assert names == ["PresetGuard", "ActivationCheckpointing", "MemoryLogger", "Throughput"]
+    assert kwargs["callbacks"][-1] is mine
+
+
+def test_a_callback_of_the_preset_given_again_is_refused() -> None:
+    with pytest.raises(solo.ConflictError, match="MemoryLogger"):
+        solo.trainer_kwargs("checkpointing", callbacks=[solo.MemoryLogger()])
+    solo.trainer_kwargs("checkpointing", ["~callback.memory_logger"], callbacks=[solo.MemoryLogger()])
+
+
+def test_an_argument_given_twice_is_refused_by_python(home: ModuleType) -> None:
+    with pytest.raises(TypeError, match="precision"):
+        home.Trainer(**solo.trainer_kwargs("bf16", lightning=home.__name__), precision="32-true")
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "replaced"),
+    [
+        ("bf16", [], {"precision": "32-true"}),
+        ("bf16", ["accumulate_grad_batches=4"], {"accumulate_grad_batches": 1}),
+    ],
+)
+def test_an_argument_replaced_in_a_merged_mapping_is_refused_at_the_start(
+    home: ModuleType, make_trainer: Callable[..., Any], preset: str, overrides: list[str], replaced: dict[str, Any]
+) -> None:
+    kwargs = solo.trainer_kwargs(preset, overrides, lightning=home.__name__)
+    trainer = make_trainer(home, **{**kwargs, **replaced})
+    with pytest.raises(solo.ConflictError, match=next(iter(replaced))):
+        trainer.fit(regression(home), loader())
+
+
+def test_callbacks_for_a_trainer_that_exists(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(home, precision="bf16-mixed")
+    with pytest.warns(UserWarning, match="callbacks can't carry precision='bf16-mixed'"):
+        trainer.callbacks += solo.callbacks("checkpointing")
+    trainer.fit(regression(home), loader())
+    assert {"ActivationCheckpointing", "MemoryLogger"} <= {type(callback).__name__ for callback in trainer.callbacks}
+
+
+def test_callbacks_that_carry_everything_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (callback,) = solo.callbacks({"callback": {"memory_logger": {}}})
+    assert type(callback) is solo.MemoryLogger
+
+
+def test_the_room_of_callbacks_is_a_module_and_a_function() -> None:
+    import lightning_solo.callbacks.memory_logger as by_module
+    from lightning_solo import callbacks
+    from lightning_solo.callbacks import MemoryLogger
+
+    assert MemoryLogger is by_module.MemoryLogger is solo.MemoryLogger
+    assert callbacks is solo.callbacks is sys.modules["lightning_solo.callbacks"]
+    assert "MemoryLogger" in dir(callbacks)
+
+
+def test_a_hydra_applications_node_is_checked_too() -> None:
+    cfg = OmegaConf.create({"size": 7, "solo": {"precision": "bf16", "callback": {"memory_logger": {}}}})
+    cfg.solo.callback.memory_logger.every_n_steps = "${size}"
+    kwargs = solo.trainer_kwargs(cfg.solo)
+    assert kwargs["callbacks"][1].every_n_steps == 7
+    cfg.solo.callback.memory_logger.typo = 1
+    with pytest.raises(solo.PresetError, match="typo"):
+        solo.trainer_kwargs(cfg.solo)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("preset", ["fp16", "zero_offload"])
+def test_rows_20_and_21_gpu_preset_without_a_gpu(preset: str) -> None:
+    with pytest.raises(solo.CapabilityError, match="CUDA") as caught:
+        solo.trainer_kwargs(preset)
+    assert "'bf16'" in str(caught.value) or "'checkpointing'" in str(caught.value)
+
+
+def test_row_19_schedule_with_manual_optimization(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+    module = regression(home)
+    module.automatic_optimization = False
+    trainer = make_trainer(home, **solo.trainer_kwargs("accumulation", lightning=home.__name__))
+    with pytest.raises(solo.ConflictError, match="manual"):
+        trainer.fit(module, loader())
+
+
+def test_row_24_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(solo.CapabilityError, match="pip install deepspeed"):
+        solo.trainer_kwargs("zero_offload", ["strategy.allow_cpu=true"])
+
+
+def test_homes_are_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HOMES == ("lightning.pytorch", "pytorch_lightning")
+    with pytest.raises(solo.PresetError, match="lightning='pl'"):
+        solo.trainer_kwargs("bf16", lightning="pl")
+
+
+def test_a_string_for_a_list_is_refused() -> None:
+    with pytest.raises(solo.PresetError, match="overrides="):
+        solo.trainer_kwargs("bf16", "precision=32")
+    with pytest.raises(solo.PresetError, match="allow="):
+        solo.trainer_kwargs("bf16", allow="mine")

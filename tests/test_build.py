@@ -1,0 +1,88 @@
+"""Objects from nodes: only registered names and what the user allowed, defined where it says it is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_solo as solo
+from lightning_solo.build import check_versions, make
+from lightning_solo.presets.compose import compose
+
+MINE = """
+import os
+from torch.optim import AdamW
+from lightning.pytorch import Callback
+
+class Mine(Callback):
+    def __init__(self, level: int = 1, inner: object = None, names: tuple = ()):
+        self.level, self.inner, self.names = level, inner, names
+
+class Inner:
+    def __init__(self, size: int = 0):
+        self.size = size
+"""
+
+
+@pytest.fixture
+def my_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_solo_project.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_solo_project"
+
+
+def built(node: dict[str, Any], *allow: str) -> Any:
+    config = compose({"callback": {"mine": node}}, allow=allow)
+    return make("callback", config.callback["mine"], allow=allow, option="callback.mine")
+
+
+def test_users_callback_with_nested_targets(my_project: str) -> None:
+    node = {"_target_": f"{my_project}.Mine", "level": 3, "inner": {"_target_": f"{my_project}.Inner", "size": 5}}
+    mine = built({**node, "names": ["a", "b"]}, my_project)
+    assert (mine.level, mine.inner.size) == (3, 5)
+    assert type(mine.names) is list
+
+
+def test_misspelt_argument_of_a_users_callback(my_project: str) -> None:
+    with pytest.raises(solo.PresetError, match="callback.mine.levle=3: no such argument; did you mean 'level'"):
+        built({"_target_": f"{my_project}.Mine", "levle": 3}, my_project)
+
+
+@pytest.mark.parametrize("alias", ["os.system", "os.path.exists", "AdamW", "os"])
+def test_row_81_another_modules_object_below_an_allowed_prefix(my_project: str, alias: str) -> None:
+    with pytest.raises(solo.PresetError, match="lies outside the allowed"):
+        built({"_target_": f"{my_project}.{alias}"}, my_project)
+
+
+def test_row_81_nested_alias(my_project: str) -> None:
+    node = {"_target_": f"{my_project}.Mine", "inner": [{"_target_": f"{my_project}.os.system", "command": "true"}]}
+    with pytest.raises(solo.PresetError, match="lies outside the allowed"):
+        built(node, my_project)
+
+
+@pytest.mark.parametrize(("target", "message"), [("nowhere.X", "no module 'nowhere'"), ("Nope", "has no 'Nope'")])
+def test_target_that_is_not_there(my_project: str, target: str, message: str) -> None:
+    path = target if target.startswith("nowhere") else f"{my_project}.{target}"
+    with pytest.raises(solo.PresetError, match=message):
+        built({"_target_": path}, my_project, "nowhere")
+
+
+def test_an_import_error_inside_the_users_module_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_broken_project.py").write_text("import not_installed_anywhere")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        built({"_target_": "my_broken_project.X"}, "my_broken_project")
+
+
+@pytest.mark.parametrize(("package", "version"), [("lightning", "2.6.3"), ("torch", "2.9.1"), ("hydra-core", "1.3.2")])
+def test_row_26_dependency_too_old_or_compromised(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None:
+    declared = ["torch>=2.10", "lightning>=2.6.6,<3", "hydra-core>=1.3.8,<1.5", "pytest; extra == 'test'"]
+    true_version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
+    check_versions()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else true_version(name))
+    with pytest.raises(solo.CapabilityError, match=f"{package} {version} is installed.*pip install"):
+        check_versions()
