@@ -1,10 +1,10 @@
 """Gradient accumulation whose factor changes along the run, with right last windows and right step counts.
 
-Saves:      activations: global batch = factor x micro-batch, at the memory of one micro-batch (+ gradients between steps)
+Saves:      activations: global batch = factor x micro-batch, at the activations of one micro-batch
 Costs:      none beyond the smaller kernels of a micro-batch; a step comes once in ``factor`` batches
 Numerics:   gradients equal a hand-written loop's mean over the window; a short window counts by what it holds
-Conflicts:  manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate themselves (DeepSpeed),
-            GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor)
+Conflicts:  manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate themselves,
+            such as DeepSpeed; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor)
 Reference:  https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches; Smith et al.,
             "Don't Decay the Learning Rate, Increase the Batch Size", https://arxiv.org/abs/1711.00489
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 
@@ -45,7 +45,7 @@ def factor_at(milestones: Milestones, position: int) -> int:
 
 
 def next_factor(current: int, wanted: int, batch_idx: int) -> int:
-    """Return the factor for a window that may open at ``batch_idx``: ``wanted`` where it can take effect, else ``current``.
+    """Return the factor from ``batch_idx`` on: ``wanted`` where it can take effect, else ``current``.
 
     Lightning zeroes gradients where ``batch_idx % N == 0`` and steps where ``(batch_idx + 1) % N == 0``. So a window is
     open unless the current factor divides ``batch_idx``, and gradients survive its start unless the new one does too.
@@ -248,8 +248,8 @@ class AccumulationSchedule(Callback):
             return
         trainer.accumulate_grad_batches = factor
         rank_zero_info(
-            f"AccumulationSchedule: {before} -> {factor} batches per optimizer step, from epoch {trainer.current_epoch}, "
-            f"batch {batch_idx}, optimizer step {trainer.global_step} on"
+            f"AccumulationSchedule: {before} -> {factor} batches per optimizer step, from epoch {trainer.current_epoch}"
+            f", batch {batch_idx}, optimizer step {trainer.global_step} on"
         )
         for logger in trainer.loggers:
             # the axis that self.log() uses
@@ -269,8 +269,8 @@ def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedul
     """
     if not pl_module.automatic_optimization:
         raise ConflictError(
-            f"AccumulationSchedule and {type(pl_module).__name__}.automatic_optimization=False: under manual optimization "
-            "the module decides when to step. Remove the callback and accumulate in training_step"
+            f"AccumulationSchedule and {type(pl_module).__name__}.automatic_optimization=False: under manual "
+            "optimization the module decides when to step. Remove the callback and accumulate in training_step"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConflictError(
@@ -279,8 +279,8 @@ def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedul
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise ConflictError(
-            f"AccumulationSchedule and {type(trainer.strategy).__name__}: this strategy accumulates by itself, with one "
-            "factor for the run. Write accumulate_grad_batches=N and remove the callback, or take another strategy"
+            f"AccumulationSchedule and {type(trainer.strategy).__name__}: this strategy accumulates by itself, with "
+            "one factor for the run. Write accumulate_grad_batches=N and remove the callback, or take another strategy"
         )
     for other in trainer.callbacks:
         names = {parent.__name__ for parent in type(other).__mro__} & set(RIVALS)

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
-from lightning_solo.nn.recomputation import checkpoint_blocks, has_run, restore_blocks
+from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
 
 AUTO = "auto"
 
@@ -100,10 +100,14 @@ class ActivationCheckpointing(Callback):
             self._wrap_before(trainer.strategy, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == 0 and self._wrapped and not has_run(self._wrapped.values()):
+        if (
+            trainer.fit_loop.epoch_loop.total_batch_idx == 0
+            and self._wrapped
+            and not has_recomputed(self._wrapped.values())
+        ):
             rank_zero_warn(
                 f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran "
-                "forward with gradients; name the classes of those that do, blocks: [ClassName]"
+                "again in backward; name the classes of those that do, blocks: [ClassName]"
             )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

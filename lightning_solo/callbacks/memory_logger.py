@@ -146,7 +146,7 @@ class MemoryLogger(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start afresh for this run."""
-        self._start(stage)
+        self._start(str(getattr(stage, "value", stage)))  # Lightning gives an enum, whose str() is not its value
         self._device = trainer.strategy.root_device
         self._path = path_below(trainer.log_dir or trainer.default_root_dir, self.file)
 
@@ -212,7 +212,8 @@ class MemoryLogger(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
         if self._fit:
-            self._enter(None) if self.per_phase else None
+            if self.per_phase:
+                self._enter(None)
             self._log(trainer)
         self._finish()
 
@@ -255,7 +256,7 @@ class MemoryLogger(Callback):
             "device": str(self._device),
             "epoch": trainer.current_epoch,
             "step": self._step,
-            **{column: count for column, count in zip(COLUMNS[5:], asdict(reading).values(), strict=False)},
+            **dict(zip(COLUMNS[5:], asdict(reading).values(), strict=False)),
             **{f"{phase}_bytes": peak for phase, peak in phases.items()},
         }
         self._write(row)
@@ -274,8 +275,9 @@ class MemoryLogger(Callback):
     def _update(self, name: str, count: int | None) -> None:
         if name not in self._max:
             # float64 holds every byte count exactly up to 2**53; the default float32 only up to 16 MiB
-            self._max[name] = MaxMetric().set_dtype(torch.float64)
-            self._mean[name] = MeanMetric().set_dtype(torch.float64)
+            self._max[name], self._mean[name] = MaxMetric(), MeanMetric()
+            self._max[name].set_dtype(torch.float64)
+            self._mean[name].set_dtype(torch.float64)
         self._max[name].update(count or 0)
         self._mean[name].update(count or 0)
 

@@ -105,7 +105,7 @@ def eager_flop_counter() -> Iterator[FlopCounterMode]:
 
 
 class CountedOnce:
-    """Replaces an object's method until its next call, whose FLOPs it counts; leaves no mode on, even if that raises."""
+    """Replaces an object's method until its next call, whose FLOPs it counts; no mode stays on, even if that raises."""
 
     def __init__(self, owner: Any, name: str, counted: Callable[[int], None]) -> None:
         self.owner, self.name, self.counted = owner, name, counted
@@ -284,8 +284,8 @@ class Throughput(Callback):
             )
         if samples is not None and tokens is not None and tokens < samples:
             raise PresetError(
-                f"throughput.tokens_per_batch={tokens}: fewer than the {samples} samples of a batch; allowed is at least "
-                "one token per sample"
+                f"throughput.tokens_per_batch={tokens}: fewer than the {samples} samples of a batch; allowed is at "
+                "least one token per sample"
             )
         return samples, tokens
 

@@ -26,6 +26,7 @@ from lightning_solo.presets.compose import (
     conf_folder,
     hydra_of_our_own,
     preset_files,
+    refuse_twice,
     to_plain,
     user_conf_folder,
 )
@@ -65,12 +66,13 @@ def check_command_line(arguments: Sequence[str]) -> None:
         PresetError: an unknown preset, field or argument, a wrong value, an empty or endless sweep, a bad run name.
         ConflictError: two choices that cannot be combined.
     """
-    flags, overrides = _split(arguments)
+    flags, overrides = split(arguments)
     if any(flag.startswith("--experimental-rerun") for flag in flags):
         raise PresetError("--experimental-rerun unpickles a file, which could run any code; give the overrides again")
     if any(flag in ("-h", "--help", "--hydra-help", "--version") for flag in flags):
         return
     parsed = [_parse(text) for text in overrides]
+    refuse_twice(parsed)
     choices = [_choices(override) for override in parsed]
     sweeping = any(flag in ("-m", "--multirun") for flag in flags)
     if not sweeping and any(len(texts) > 1 for texts in choices):
@@ -131,7 +133,8 @@ def check_run_name(name: object) -> None:
         )
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (flags with their values, overrides); Hydra's own parser refuses flags between overrides."""
     flags, overrides = [], []
     waiting = False
     for argument in arguments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_solo.build import make, trainer_arguments
-from lightning_solo.cli.command_line import CheckedConfig, check_command_line, check_config, search_path_override
+from lightning_solo.cli.command_line import (
+    CheckedConfig,
+    check_command_line,
+    check_config,
+    search_path_override,
+    split,
+)
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE, conf_folder
@@ -30,7 +37,8 @@ def run(arguments: Sequence[str]) -> int:
     """Check the command line, then hand it to Hydra, which calls `train` once, or once per job of a sweep."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
     check_command_line(arguments)
-    sys.argv = ["lightning-solo train", *arguments, *search_path_override()]
+    flags, overrides = split(arguments)
+    sys.argv = ["lightning-solo train", *flags, *overrides, *search_path_override()]
     hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
     return 0
 
@@ -53,10 +61,11 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     run_folder = RunFolder(folder)
     checkpoint = run_folder.open(cfg)
     watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput"}]
-    callbacks = [*(make("callback", node) for node in watch), checkpoint_callback(cfg, checked, folder)]
+    callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
 
+    _quieten()
     L.seed_everything(int(cfg.seed), workers=True, verbose=False)
     model, data = build_parts(checked)
     trainer = L.Trainer(**{**own_arguments(folder), **checked.trainer, **kwargs})
@@ -69,6 +78,12 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     print_summary(trainer, data, folder, time.monotonic() - started)
     loss = trainer.callback_metrics.get("validation/loss")
     return None if loss is None else float(loss)
+
+
+def _quieten() -> None:
+    """Leave out what Lightning says about itself and its user can't change."""
+    warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # Lightning 2.6 on torch 2.13
 
 
 def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
@@ -91,26 +106,29 @@ def own_arguments(folder: Path) -> dict[str, Any]:
     return {
         "default_root_dir": str(folder),
         "logger": [
-            CSVLogger(str(folder), name="", version="csv"),
-            TensorBoardLogger(str(folder), name="", version="tensorboard"),
+            CSVLogger(str(folder), name="csv", version=""),
+            TensorBoardLogger(str(folder), name="tensorboard", version=""),
         ],
     }
 
 
-def checkpoint_callback(cfg: DictConfig, checked: CheckedConfig, folder: Path) -> Any:
-    """Return the callback that keeps the best checkpoint and the last one, the last also on Ctrl-C and errors."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
+def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> list[Any]:
+    """Return the callbacks that keep the best checkpoint and the last one, the last also on Ctrl-C and errors."""
+    from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
     embedded = checked.model.get("name") == "byte_gpt"
     monitor = ("validation/loss" if embedded else None) if cfg.monitor == "auto" else cfg.monitor
-    return ModelCheckpoint(
-        dirpath=str(folder / "checkpoints"),
-        filename="best-{step}",
+    best = ModelCheckpoint(
+        dirpath=str(run_folder.last.parent),
+        filename="{step}",
         monitor=monitor,
         save_last=True,
         save_on_exception=True,
         enable_version_counter=False,
     )
+    # ModelCheckpoint saves with each validation; the steps after the last one would be lost
+    end = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last))
+    return [best, end]
 
 
 def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
@@ -137,7 +155,8 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     if unigram is not None:
         table.add_row("perplexity of byte frequencies alone", f"{unigram:.4f}")
     reading = read(trainer.strategy.root_device)
-    table.add_row(f"peak memory ({reading.device})", f"{reading.peak / GiB:.3f} GiB")
+    where, peak = ("device", reading.peak_allocated) if reading.peak_allocated else ("host", reading.peak_resident)
+    table.add_row(f"peak memory of the {where}", f"{(peak or 0) / GiB:.3f} GiB")
     for name, value in _throughput(trainer).items():
         table.add_row(name, f"{value:,.2f}")
     console = Console()
@@ -162,4 +181,4 @@ def written(trainer: Any, folder: Path) -> dict[str, Path]:
 
 def _throughput(trainer: Any) -> dict[str, float]:
     callback = next(c for c in trainer.callbacks if type(c).__name__ == "Throughput")
-    return dict(callback.latest)
+    return dict(callback.figures)

@@ -16,14 +16,14 @@ CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "other"
 
 
 class _Entry:
-    """One storage: how many bytes the ledger last saw, and whether grad mode was enabled at its birth."""
+    """One storage: the bytes the ledger last counted for it, and what it was born as; ``None`` if before the mode."""
 
-    __slots__ = ("born_with_grad", "bytes", "ref")
+    __slots__ = ("born_as", "bytes", "ref")
 
-    def __init__(self, ref: weakref.ref[UntypedStorage], born_with_grad: bool) -> None:
+    def __init__(self, ref: weakref.ref[UntypedStorage], born_as: str | None) -> None:
         self.ref = ref
         self.bytes = 0
-        self.born_with_grad = born_with_grad
+        self.born_as = born_as
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,10 +64,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for storage in _storages((args, kwargs)):  # those from before, of which the result may be a view
+            self._see(storage, None)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, torch.is_grad_enabled())
+        for storage in _storages(result):
+            self._see(storage, "activations" if torch.is_grad_enabled() else "other")
         return result
 
     def live(self) -> dict[str, int]:
@@ -77,10 +78,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         totals = dict.fromkeys(CATEGORIES, 0)
         for key, entry in list(self._entries.items()):
             storage = entry.ref()
-            if storage is None:
-                continue
-            self._resize(entry, storage)  # a storage may have been resized without any operator
-            totals[owner.get(key, "activations" if entry.born_with_grad else "other")] += entry.bytes
+            category = owner.get(key, entry.born_as)
+            if storage is not None and category is not None:
+                self._resize(entry, storage)  # a storage may have been resized without any operator
+                totals[category] += entry.bytes
         return totals
 
     @property
@@ -100,32 +101,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _owned(self) -> Iterator[tuple[str, UntypedStorage]]:
         """Yield (category, storage) for what module and optimizers hold; where one is held twice the last one wins."""
         for optimizer in self._optimizers:
-            for leaf in tree_leaves(list(optimizer.state.values())):
-                if isinstance(leaf, Tensor):
-                    yield "optimizer_states", leaf.untyped_storage()
+            yield from (("optimizer_states", storage) for storage in _storages(list(optimizer.state.values())))
         if self._module is not None:
-            for parameter in self._module.parameters():
-                if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                    yield "gradients", parameter.grad.untyped_storage()
-            for tensor in (*self._module.parameters(), *self._module.buffers()):
-                yield "weights", tensor.untyped_storage()
+            parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
+            yield from (("gradients", storage) for storage in _storages([p.grad for p in parameters]))
+            yield from (("weights", storage) for storage in _storages([parameters, buffers]))
 
     def _see_owned(self) -> None:
-        for _, storage in self._owned():
-            self._see_storage(storage, born_with_grad=False)
+        for category, storage in self._owned():
+            self._see(storage, category)
 
-    def _see(self, tensor: Tensor, born_with_grad: bool) -> None:
-        if tensor.layout is torch.strided:
-            self._see_storage(tensor.untyped_storage(), born_with_grad)
-
-    def _see_storage(self, storage: UntypedStorage, born_with_grad: bool) -> None:
+    def _see(self, storage: UntypedStorage, born_as: str | None) -> None:
         key = id(storage)
         entry = self._entries.get(key)
         if entry is None or entry.ref() is not storage:  # ids are used again: compare the object too
             if entry is not None:
                 self._now -= entry.bytes
-            entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), born_with_grad)
-        self._resize(entry, storage)
+            entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), born_as)
+        elif entry.born_as is None and born_as in ("weights", "gradients", "optimizer_states"):
+            entry.born_as = "other"  # from before, and now known to belong to the module or an optimizer
+        if entry.born_as is not None:
+            self._resize(entry, storage)
 
     def _resize(self, entry: _Entry, storage: UntypedStorage) -> None:
         self._now += storage.nbytes() - entry.bytes
@@ -142,6 +138,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self_._now -= self_._entries.pop(key).bytes
 
         return forget
+
+
+def _storages(tree: Any) -> Iterator[UntypedStorage]:
+    """Yield the storage of every tensor in ``tree`` that has one."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()
 
 
 def saved_for_backward(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, int]:

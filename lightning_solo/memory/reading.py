@@ -1,4 +1,4 @@
-"""One look at the memory of a device: counters of the CUDA allocator, or of this process on a CPU. All bytes are ints."""
+"""One look at the memory of a device: counters of the CUDA allocator, or of this process on a CPU."""
 
 from __future__ import annotations
 

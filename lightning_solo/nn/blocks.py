@@ -37,7 +37,7 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
             f"no repeated blocks in {type(module).__name__}; there are {_listing(module)}; "
             "write the class names of what is to be one block: blocks: [ClassName]"
         )
-    return _like(module, found)
+    return _outermost(module, _likeness(found))
 
 
 def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -52,26 +52,26 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     for name in names:
         if name not in classes:
             raise NothingToDoError(
-                f"no module of class {name!r} in {type(module).__name__}{nearest(name, classes)}; "
+                f"no module of class {name!r} in {type(module).__name__}{nearest(name, classes)}"
                 f"there are {', '.join(classes) or 'no modules'}"
             )
     return _outermost(module, lambda m: type(m).__name__ in names)
 
 
-def _search(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks found below ``module``, without those that are only built like them elsewhere."""
-    children = _composites(module)
-    groups = _groups(children)
-    found: list[nn.Module] = []
+def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Return the blocks below ``module``, given some ``known`` elsewhere, which it may hold a single one of."""
+    children, is_known = _composites(module), _likeness(known)
+    found = [child for child in children if is_known(child)]
+    groups = _groups([child for child in children if not is_known(child)])
     for group in groups:
         members = list({id(member): member for member in group}.values())
-        inner = [block for member in members for block in _search(member)]
-        inner = [block for member in members for block in _like(member, inner).values()]
-        callable_ = all(_is_callable(member) for member in members)
-        found += inner if inner and (not callable_ or _made_of(members, inner)) else members * callable_
-    grouped = {id(member) for group in groups for member in group}
-    for child in {id(child): child for child in children if id(child) not in grouped}.values():
-        found += _search(child)
+        inner = [block for member in members for block in _search(member, known)]
+        inner = [block for member in members for block in _outermost(member, _likeness(inner)).values()]
+        can_be_blocks = all(_is_callable(member) for member in members)
+        found += inner if inner and (not can_be_blocks or _made_of(members, inner)) else members * can_be_blocks
+    done = {id(child) for child in (*found, *(member for group in groups for member in group))}
+    for child in {id(child): child for child in children if id(child) not in done}.values():
+        found += _search(child, [*known, *found])
     return found
 
 
@@ -82,11 +82,13 @@ def _listed(module: nn.Module) -> list[nn.Module]:
     return [member for member in members if not _listed(member)]
 
 
-def _like(module: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return qualified name -> outermost modules below ``module`` that are ``blocks`` or built as one of them is."""
+def _likeness(blocks: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
+    """Return the test whether a module is one of ``blocks`` or built as one of them is."""
     classes = {type(block) for block in blocks if type(block) not in _GENERIC}
     builds = {_build(block) for block in blocks}
-    return _outermost(module, lambda m: _is_composite(m) and (type(m) in classes or _build(m) in builds))
+    return lambda m: (
+        bool(builds) and _is_callable(m) and _is_composite(m) and (type(m) in classes or _build(m) in builds)
+    )
 
 
 def _composites(module: nn.Module) -> list[nn.Module]:
@@ -181,7 +183,7 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            if _is_callable(child) and matches(child):
+            if matches(child):
                 yield prefix + name, child
             else:
                 yield from visit(child, f"{prefix}{name}.")

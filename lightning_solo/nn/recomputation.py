@@ -30,7 +30,7 @@ class _Wrap:
     own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
     verify: bool  # whether the next recomputation is to be compared with its forward
     python_random: bool = True  # whether it may draw from Python's generator, which torch doesn't replay
-    ran: bool = False
+    recomputed: bool = False
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], verify: bool = True) -> dict[str, nn.Module]:
@@ -62,9 +62,9 @@ def restore_blocks(blocks: Iterable[nn.Module]) -> None:
                 block.forward = wrap.own_forward
 
 
-def has_run(blocks: Iterable[nn.Module]) -> bool:
-    """Return whether any of the blocks, since it was wrapped, ran a forward that backward can repeat."""
-    return any(block.__dict__[_WRAP].ran for block in blocks)
+def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
+    """Return whether any of the blocks, since it was wrapped, ran again in a backward."""
+    return any(block.__dict__[_WRAP].recomputed for block in blocks)
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,9 +77,9 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = (wrap and wrap.own_forward) or MethodType(type(block).forward, block)
     if wrap is None or not torch.is_grad_enabled():
         return original(*args, **kwargs)
-    wrap.ran = True
     args, kwargs = _without_cache(block, wrap.name, args, kwargs)
     if torch.compiler.is_compiling():
+        wrap.recomputed = True  # from here on it is the compiler's
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
     call = _Call(block, wrap, original, args, kwargs)
     return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)
@@ -129,6 +129,7 @@ class _Call:
 
     def recompute(self, tensors: Iterable[Tensor]) -> Any:
         """Run the block again as it ran before and, where asked, compare."""
+        self.wrap.recomputed = True
         tensor, other = iter(tensors), iter(self.others)
         args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
         with _settings(self.dtype, self.random), _statistics_kept(self.block) as kept:

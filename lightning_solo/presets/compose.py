@@ -194,12 +194,25 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         if field in GROUPS and "." not in override.key_or_group and not override.is_delete():
             _check_choice(field, override.value())
         parsed.append(override)
-    keys = [o.key_or_group for o in parsed if not (o.key_or_group in GROUPS and o.is_add())]
+    refuse_twice(parsed)
+    return parsed
+
+
+def refuse_twice(overrides: Sequence[Override]) -> None:
+    """Refuse two overrides of one key, of which Hydra would silently take the last.
+
+    Raises:
+        PresetError: names both.
+    """
+    keys = [override.key_or_group for override in overrides if not (override.is_add() and _is_group(override))]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice:
-        lines = " and ".join(repr(o.input_line) for o in parsed if o.key_or_group == twice)
+        lines = " and ".join(repr(o.input_line) for o in overrides if o.key_or_group == twice)
         raise PresetError(f"{twice} is set twice, by {lines}; keep one")
-    return parsed
+
+
+def _is_group(override: Override) -> bool:
+    return override.key_or_group.removeprefix("solo/") in GROUPS
 
 
 def _check_choice(group: str, value: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        return cast(Tensor, self.out(y.transpose(1, 2).reshape(batch, sequence, width)))
 
 
 class MLP(nn.Module):
@@ -45,7 +45,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return cast(Tensor, self.down(F.gelu(self.up(x))))
 
 
 class Block(nn.Module):
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return cast(Tensor, x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 
 class Perplexity(MeanMetric):
@@ -123,21 +123,24 @@ class ByteGPT(L.LightningModule):
         self.save_hyperparameters(ignore=["optimizer"])
         self.context = context
         self.warmup_steps = warmup_steps
-        self.optimizer = optimizer or partial(torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95))
+        self.optimizer: Callable[[Iterable[Any]], Optimizer] = optimizer or partial(
+            torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)
+        )
         self.embedding = nn.Embedding(BYTES, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        blocks = [Block(width, heads, dropout) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, BYTES, bias=False)
         self.apply(init_weights)
-        for block in self.blocks:
+        for block in blocks:
             # GPT-2 (Radford et al. 2019, section 2.3): 2 * depth branches add up in the residual stream
             for layer in (block.attention.out, block.mlp.down):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
         if tie_weights:
             self.head.weight = self.embedding.weight
-        # Means of our own: a number given to self.log is summed in the default dtype, bf16 under "bf16-true".
+        # Means of our own: self.log sums a plain number in the default dtype, which "bf16-true" makes bf16.
         self.losses = nn.ModuleDict({stage: MeanMetric() for stage in ("validation", "test")})
         self.perplexities = nn.ModuleDict({stage: Perplexity() for stage in ("validation", "test")})
 
@@ -147,7 +150,7 @@ class ByteGPT(L.LightningModule):
         h = self.dropout(self.embedding(x.long()) + self.positions(places))
         for block in self.blocks:
             h = block(h)
-        return self.head(self.norm(h))
+        return cast(Tensor, self.head(self.norm(h)))
 
     def loss(self, batch: Tensor) -> Tensor:
         """Return the mean cross entropy of the last ``context`` bytes, in fp32."""
@@ -167,12 +170,12 @@ class ByteGPT(L.LightningModule):
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the likeliest next byte at each place: (batch, context)."""
-        return self(batch[:, :-1]).argmax(-1)
+        return cast(Tensor, self(batch[:, :-1]).argmax(-1))
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.requires_grad and p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
-        optimizer = self.optimizer([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+        optimizer: Optimizer = self.optimizer([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
         factor = partial(
             warmup_cosine, warmup_steps=self.warmup_steps, total_steps=self.trainer.estimated_stepping_batches
         )
@@ -195,8 +198,10 @@ class ByteGPT(L.LightningModule):
     def _evaluate(self, stage: str, batch: Tensor) -> None:
         loss, targets = self.loss(batch), batch[:, 1:].numel()
         for name, metrics in (("loss", self.losses), ("perplexity", self.perplexities)):
-            metrics[stage].update(loss, weight=targets)
-            self.log(f"{stage}/{name}", metrics[stage], batch_size=batch.shape[0], prog_bar=name == "perplexity")
+            metric = cast(MeanMetric, metrics[stage])
+            metric.set_dtype(torch.float32)  # "bf16-true" has converted it with everything else
+            metric.update(loss, weight=targets)
+            self.log(f"{stage}/{name}", metric, batch_size=batch.shape[0], prog_bar=name == "perplexity")
 
 
 def init_weights(module: nn.Module) -> None:

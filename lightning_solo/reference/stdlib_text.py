@@ -34,8 +34,8 @@ def library_files() -> list[tuple[str, Path]]:
 def is_validation(name: str) -> bool:
     """Return whether a file belongs to the validation split: about one in ten, the same ones on every machine.
 
-    >>> [name for name in ("ast.py", "json/decoder.py", "os.py", "copy.py", "io.py") if is_validation(name)]
-    []
+    >>> [name for name in ("ast.py", "os.py", "copy.py", "random.py") if is_validation(name)]
+    ['copy.py', 'random.py']
     """
     return zlib.crc32(name.encode()) % 10 == 0
 

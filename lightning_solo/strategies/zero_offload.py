@@ -1,10 +1,11 @@
 """Optimizer states and the optimizer's arithmetic on the host, by DeepSpeed's ZeRO stage 2.
 
-Saves:      device memory for master weights and optimizer states: with AdamW 12 bytes per parameter under bf16
-            (4 master + 4 + 4), 8 in fp32 (of a second copy that DeepSpeed keeps, nothing is on the device)
-Costs:      16 bytes of host memory per parameter (master, gradient, two states); the step runs on the CPU, and
+Saves:      on the device AdamW's two states (8 bytes per parameter), under bf16 also the fp32 master (4), and the
+            gradients (4, under bf16 2) but for two buckets: weights and a few buckets are what stays
+Costs:      16 bytes of host memory per parameter (master 4, gradient 4, states 4 + 4); the step runs on the CPU, and
             gradients and weights cross the bus once per optimizer step
-Numerics:   fp32 as without, within rounding. `bf16-mixed` here means bf16 weights with an fp32 master, not autocast
+Numerics:   bit-exact in fp32; with clipping within rounding (the norm is summed in another order).
+            `bf16-mixed` here means bf16 weights with an fp32 master, not autocast
 Conflicts:  whatever changes the accumulation, steps inside backward or compiles the module; clipping by value
 Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840
 """
@@ -23,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 
 from lightning_solo.errors import CapabilityError, CheckpointError
 
@@ -37,8 +39,8 @@ FABRIC = {
     "lightning.pytorch": "lightning.fabric.plugins.environments",
     "pytorch_lightning": "lightning_fabric.plugins.environments",
 }
-# By DeepSpeed's own import, and by that of torch's compiler, which it brings along
-SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+# By DeepSpeed's import; it changes how torch looks for CUDA in child processes
+SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 # Plain values that DeepSpeed leaves on parameters, and the method that Lightning's redirection leaves on a module
 LEFT_BEHIND = frozenset(
     {"_dp_group", "_hp_mapping", "_index_in_param_group", "forward", "grad_accum", "param_idx_in_group"}
@@ -95,7 +97,8 @@ def require_deepspeed() -> None:
         missing = True
     if missing:
         raise CapabilityError(
-            "zero_offload needs the package deepspeed, which is not installed here; write: pip install 'deepspeed>=0.16'"
+            "zero_offload needs the package deepspeed, which is not installed here; write: "
+            "pip install 'deepspeed>=0.16'"
         )
     with environment({}):
         importlib.import_module("deepspeed")
@@ -110,7 +113,7 @@ def open_process_group(backend: str) -> bool:
 
     opened = not torch.distributed.is_initialized()
     if opened:
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     elif torch.distributed.get_world_size() > 1:
         raise CapabilityError(
             f"zero_offload runs in one process, but a group of {torch.distributed.get_world_size()} is open;"
@@ -163,13 +166,18 @@ class ModuleAsFound:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.attributes = {part: set(vars(part)) for part in (*module.parameters(), *module.modules())}
-        self.dtypes = {tensor: tensor.dtype for tensor in (*module.parameters(), *module.buffers())}
+        parts: list[Any] = [*module.parameters(), *module.modules()]
+        self.attributes = {part: set(vars(part)) for part in parts}
+        self.dtypes: dict[Tensor, torch.dtype] = {
+            tensor: tensor.dtype for tensor in (*module.parameters(), *module.buffers())
+        }
 
     def restore(self, engine: Any) -> None:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        masters = {p: safe_get_full_fp32_param(p) for p in self.module.parameters() if p.dtype != self.dtypes.get(p)}
+        masters: dict[Tensor, Tensor] = {
+            p: safe_get_full_fp32_param(p) for p in self.module.parameters() if p.dtype != self.dtypes.get(p)
+        }
         engine.destroy()
         for part in self.module.modules():
             for name in MODULE_HOOKS:
@@ -177,7 +185,7 @@ class ModuleAsFound:
                 for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
                     del hooks[key]
         for tensor, dtype in self.dtypes.items():
-            master = masters.get(tensor)
+            master = masters.get(tensor)  # None for those that kept their dtype
             with torch.no_grad():
                 tensor.data = (tensor if master is None else master).detach().to(tensor.device, dtype, copy=True)
         for part, names in self.attributes.items():
@@ -235,7 +243,12 @@ class ZeroOffload(Base):
     def handles_gradient_accumulation(self) -> bool:
         # Each micro-batch goes through the engine. The last of an epoch is a step whatever the count says, as with
         # every other strategy; stock Lightning lets the engine count across epochs, and its global_step drifts.
-        return not self.lightning_module.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None  # Lightning connects it before it calls anything here
+        return self.lightning_module.trainer
 
     def _configure_launcher(self) -> None:
         # The parent's would write the variables of a cluster into the environment, and refuse notebooks.
@@ -244,8 +257,8 @@ class ZeroOffload(Base):
     def setup_environment(self) -> None:
         self._require_device()
         # Lightning would put a shuffling sampler for several processes into every training loader.
-        self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
-        self.accelerator.setup_device(self.root_device)
+        self._trainer._accelerator_connector.use_distributed_sampler = False
+        self._trainer.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
@@ -257,7 +270,7 @@ class ZeroOffload(Base):
         # Anew for each run: the same Trainer may have another accumulation or clipping than last time.
         self.config = zero_config(self.pin_memory, self.bucket_elements)
         self._config_initialized = False
-        self._found = ModuleAsFound(self.lightning_module)
+        self._found = ModuleAsFound(trainer.lightning_module)
         with environment(ONE_PROCESS):
             super().setup(trainer)
 
@@ -272,8 +285,8 @@ class ZeroOffload(Base):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # The engine's own count of micro-batches doesn't know where an epoch ends.
-        epoch_loop = self.lightning_module.trainer.fit_loop.epoch_loop
-        self.deepspeed_engine.set_gradient_accumulation_boundary(not epoch_loop._should_accumulate())
+        boundary = not self._trainer.fit_loop.epoch_loop._should_accumulate()
+        self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
         return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -311,8 +324,8 @@ class ZeroOffload(Base):
         device = self.root_device
         if device.type != "cuda" and not self.allow_cpu:
             raise CapabilityError(
-                f"zero_offload needs a CUDA device, and this run is on {device.type!r}; write solo=bf16 or another preset"
-                " without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true"
+                f"zero_offload needs a CUDA device, and this run is on {device.type!r}; write solo=bf16 or another"
+                " preset without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true"
             )
         if device.type not in ("cuda", "cpu"):
             raise CapabilityError(f"zero_offload runs on 'cuda', or with allow_cpu on 'cpu'; not on {device.type!r}")

@@ -160,6 +160,8 @@ def test_row_18_two_who_set_the_factor(home: Any, make_trainer: Any) -> None:
     with pytest.raises(ConflictError, match=r"accumulate_grad_batches=4.*milestones=\[\[0, 4\]\]"):
         trainer.fit(regression(home), loader(2))
     assert trainer.accumulate_grad_batches == 4
+    with pytest.raises(ConflictError):  # as early as setup: before the model is moved or built
+        trainer.callbacks[0].setup(trainer, regression(home), "fit")
 
 
 @pytest.mark.parametrize("where", ["init", "configure_model"])
@@ -189,7 +191,7 @@ def test_other_callbacks_that_set_the_factor(home: Any, make_trainer: Any) -> No
         AccumulationSchedule([[5, 2]]),
     ]
     for rival in rivals:
-        with pytest.raises((ConflictError, RuntimeError), match="both set the factor|more than one stateful callback"):
+        with pytest.raises((ConflictError, RuntimeError), match=r"both set the factor|more than one stateful callback"):
             make_trainer(home, callbacks=[AccumulationSchedule(), rival]).fit(regression(home), loader(2))
 
 
@@ -470,8 +472,9 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, 0
-        for self.next in range(start, len(self.batches)):
-            yield self.batches[self.next]
+        for index in range(start, len(self.batches)):
+            self.next = index
+            yield self.batches[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"next": (self.next + 1) % len(self.batches)}

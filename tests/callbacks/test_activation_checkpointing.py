@@ -6,12 +6,12 @@ import copy
 import io
 import pickle
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as lightning_pytorch
 import pytest
 import torch
 import yaml
@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning.pytorch as lightning_pytorch
 from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing, choose_blocks
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn import recomputation
-from lightning_solo.nn.recomputation import checkpoint_blocks, has_run, restore_blocks
+from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
 from tests.modules import Block, Stack, loader, regression
-
 
 
 def wrap(module: nn.Module, verify: bool = False, **kwargs: Any) -> nn.Module:
@@ -86,7 +84,7 @@ class Seen(lightning_pytorch.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.wrapped = self.callback.wrapped
-        self.ran = has_run(dict(pl_module.named_modules())[name] for name in self.wrapped)
+        self.ran = has_recomputed(dict(pl_module.named_modules())[name] for name in self.wrapped)
 
 
 class Matmuls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -177,7 +175,7 @@ def test_blocks_that_never_run_are_reported(home, make_trainer):
                 x = x + block.down(block.up(x))
             return self.head(x)
 
-    with pytest.warns(UserWarning, match=r"none of net.blocks.0, .* ran forward with gradients"):
+    with pytest.warns(UserWarning, match=r"none of net.blocks.0, .* ran again in backward"):
         fitted(home, make_trainer, lambda: regression(home, Around()), [ActivationCheckpointing()])
 
 
@@ -482,11 +480,11 @@ def test_nondeterminism_within_rounding_is_not_refused():
     gradients(wrap(nn.Sequential(Noisy(8), Noisy(8)), verify=True), torch.randn(4, 8))
 
 
-@pytest.mark.parametrize("backend", ["eager"])
-def test_under_compile_the_gradients_are_the_same(backend):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the .grad of activations
+def test_under_compile_the_gradients_are_the_same():
     module = nn.Sequential(*[Block(8) for _ in range(2)])
     plain = gradients(module, x := torch.randn(4, 8))
-    compiled = torch.compile(wrap(module, verify=True), backend=backend)
+    compiled = torch.compile(wrap(module, verify=True), backend="eager")
     assert equal(plain, gradients(compiled, x))
 
 
@@ -556,6 +554,9 @@ def test_a_cache_that_already_holds_keys_is_refused():
         model(batch["input_ids"], past_key_values=cache)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_enable` is deprecated"
+)  # the older name works in more versions
 def test_the_models_own_checkpointing_is_refused(home, make_trainer):
     def make() -> Any:
         module = fine_tuning(home, "gpt2")
@@ -679,7 +680,7 @@ def test_the_module_is_as_before_after_a_failing_fit(home, make_trainer, moment)
     module, callback = regression(home), ActivationCheckpointing()
     before = trace(module)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("on purpose")
 
     setattr(type(module), moment, fail)
@@ -737,18 +738,18 @@ def test_validate_test_and_predict_are_untouched(home, make_trainer):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_resume_with_and_without_equals_the_undisturbed_run(home, make_trainer, tmp_path, first):
-    def fit(acted: bool, steps: int, resume: str | None = None) -> Any:
+    def fit(acted: bool, epochs: int, resume: str | None = None) -> Any:
         torch.manual_seed(0)
         module = regression(home)
         callbacks = [ActivationCheckpointing()] if acted else []
-        trainer = make_trainer(home, callbacks=callbacks, max_steps=steps, max_epochs=2)
+        trainer = make_trainer(home, callbacks=callbacks, max_epochs=epochs)
         trainer.fit(module, loader(3), ckpt_path=resume)
         return trainer, module
 
-    trainer, _ = fit(first, 3)
+    trainer, _ = fit(first, 1)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    _, resumed = fit(not first, 6, str(tmp_path / "half.ckpt"))
-    _, undisturbed = fit(False, 6)
+    _, resumed = fit(not first, 2, str(tmp_path / "half.ckpt"))
+    _, undisturbed = fit(False, 2)
     assert equal(list(resumed.parameters()), list(undisturbed.parameters()))
 
 
@@ -763,7 +764,7 @@ def test_deepcopy_and_pickle_of_a_wrapped_module_use_their_own_weights():
     assert not torch.equal(module(x), x)
     assert twin[0].forward.__self__ is twin[0]
     gradients(twin, x)
-    assert has_run(twin)
+    assert has_recomputed(twin)
     restore_blocks(twin)
     assert all("forward" in vars(block) for block in module)
     loaded = pickle.loads(pickle.dumps(module))

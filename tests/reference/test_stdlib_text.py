@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from lightning_solo.reference import stdlib_text
-from lightning_solo.reference.stdlib_text import StdlibText, library_files, spread, split_files, windows
+from lightning_solo.reference.stdlib_text import StdlibText, library_files, split_files, spread, windows
 
 CONF = Path(__file__).parents[2] / "conf/app/data/stdlib_text.yaml"
 
@@ -76,7 +76,7 @@ def test_unigram_perplexity_by_hand() -> None:
 
 
 def test_too_little_text_is_an_error() -> None:
-    with pytest.raises(ValueError, match="context=128 needs more than 1 bytes of train text.*max_bytes=10"):
+    with pytest.raises(ValueError, match=r"context=128 needs more than 1 bytes of train text.*max_bytes=10"):
         StdlibText(max_bytes=10).train_dataloader()
 
 

@@ -1,0 +1,295 @@
+"""MemoryLogger: writes and logs what there was, changes nothing, and never stops a training."""
+
+from __future__ import annotations
+
+import csv
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_solo.callbacks import memory_logger
+from lightning_solo.callbacks.memory_logger import MemoryLogger
+from lightning_solo.errors import PresetError
+from lightning_solo.memory.reading import Reading
+from lightning_solo.units import GiB, MiB
+from tests.modules import loader, regression
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def recording_logger(home: Any, name: str = "seen") -> Any:
+    class Logger(home.loggers.logger.DummyLogger):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[int, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: Any = None, step: Any = None) -> None:
+            self.seen.append((step, dict(metrics)))
+
+    return Logger()
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An allocator whose peak rises by 1 MiB at each reading whatever is reset; returns the resets."""
+    resets: list[int] = []
+    readings = iter(range(1, 10_000))
+
+    def read(device: torch.device) -> Reading:
+        peak = next(readings) * MiB
+        return Reading(allocated=MiB, reserved=2 * GiB, peak_allocated=peak, peak_reserved=peak, alloc_retries=3)
+
+    monkeypatch.setattr(memory_logger, "read", read)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: resets.append(1))
+    return resets
+
+
+class AsIfCuda(MemoryLogger):
+    """A logger that takes the device for a GPU."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._device = torch.device("cuda:0")
+
+
+# --- acted ---
+
+
+def test_every_logger_the_csv_and_the_table(
+    home: Any, make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loggers = [recording_logger(home), recording_logger(home)]
+    trainer = make_trainer(home, logger=loggers, log_every_n_steps=1, callbacks=[MemoryLogger(every_n_steps=4)])
+    trainer.fit(regression(home), loader(10))
+    for logger in loggers:
+        ours = [(step, metrics) for step, metrics in logger.seen if any("memory/" in key for key in metrics)]
+        assert [step for step, _ in ours] == [3, 7, 10]  # at steps 4 and 8 of the axis of self.log(), and at the end
+        for _, metrics in ours:
+            assert set(metrics) == {"memory/resident_gib", "memory/peak_resident_gib"}
+            assert 0 < metrics["memory/resident_gib"] <= metrics["memory/peak_resident_gib"]
+    written = rows(tmp_path / "memory.csv")
+    assert [row["step"] for row in written] == ["0", "4", "8", "10"]
+    assert all(int(row["resident_bytes"]) > MiB and row["allocated_bytes"] == "" for row in written)
+    assert "peak resident" in capsys.readouterr().out
+    assert trainer.callbacks[0].peak_bytes >= max(int(row["resident_bytes"]) for row in written)
+
+
+def test_steps_are_optimizer_steps(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(home, accumulate_grad_batches=2, callbacks=[MemoryLogger(every_n_steps=2, table=False)])
+    trainer.fit(regression(home), loader(10))
+    assert [row["step"] for row in rows(tmp_path / "memory.csv")] == ["0", "2", "4", "5"]
+
+
+def test_cuda_counters_by_their_keys(home: Any, make_trainer: Any, tmp_path: Path, fake_cuda: list[int]) -> None:
+    logger = recording_logger(home)
+    make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[AsIfCuda(every_n_steps=5)]).fit(
+        regression(home), loader(5)
+    )
+    assert fake_cuda == []  # without per_phase nobody's counters are reset
+    assert logger.seen[-1][1] == {
+        "memory/allocated_gib": 1 / 1024,
+        "memory/peak_allocated_gib": 2 / 1024,
+        "memory/reserved_gib": 2.0,
+        "memory/alloc_retries": 3.0,
+    }
+    assert rows(tmp_path / "memory.csv")[-1]["alloc_retries"] == "3"
+
+
+def test_peaks_per_phase(home: Any, make_trainer: Any, tmp_path: Path, fake_cuda: list[int]) -> None:
+    logger, callback = recording_logger(home), AsIfCuda(every_n_steps=1, per_phase=True)
+    make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback]).fit(regression(home), loader(1))
+    # readings: 1 at the start; 2 before forward, 3 ends it, 4 ends backward, 5 before the step, 6 ends it; 7 logs
+    assert {key: value * 1024 for key, value in logger.seen[-1][1].items() if "_peak_" in key} == {
+        "memory/forward_peak_allocated_gib": 3.0,
+        "memory/backward_peak_allocated_gib": 4.0,
+        "memory/optimizer_step_peak_allocated_gib": 6.0,
+    }
+    assert len(fake_cuda) == 5
+    row = rows(tmp_path / "memory.csv")[-1]
+    assert [int(row[f"{phase}_bytes"]) // MiB for phase in memory_logger.PHASES] == [3, 4, 6]
+
+
+def test_a_peak_that_a_reset_hid_is_still_reported(
+    home: Any, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = {"peak": 9 * GiB}
+
+    def reset(device: torch.device) -> None:
+        counter["peak"] = GiB
+
+    monkeypatch.setattr(memory_logger, "read", lambda device: Reading(GiB, GiB, counter["peak"], counter["peak"], 0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    callback = AsIfCuda(per_phase=True)
+    make_trainer(home, callbacks=[callback]).fit(regression(home), loader(3))
+    assert counter["peak"] == GiB
+    assert callback.peak_bytes == 9 * GiB
+    assert rows(tmp_path / "memory.csv")[-1]["peak_allocated_bytes"] == str(9 * GiB)
+
+
+def test_resident_bytes_per_phase_on_a_cpu(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    make_trainer(home, callbacks=[MemoryLogger(every_n_steps=2, per_phase=True)]).fit(regression(home), loader(2))
+    row = rows(tmp_path / "memory.csv")[-1]
+    assert all(int(row[f"{phase}_bytes"]) > MiB for phase in memory_logger.PHASES)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_n_steps": 0}, {"every_n_steps": True}, {"every_n_steps": 2.5}, {"per_phase": 1}, {"table": "yes"},
+        {"file": "../memory.csv"}, {"file": "/tmp/memory.csv"}, {"file": ""}, {"file": "a\0b"}, {"file": "~/m.csv"},
+        {"file": "x/"}, {"file": 3}, {"file": "a" * 300},
+    ],
+)  # fmt: skip
+def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
+    with pytest.raises(PresetError, match=rf"memory_logger\.{next(iter(arguments))}=.*allowed"):
+        MemoryLogger(**arguments)
+
+
+def test_repr_builds_it_again() -> None:
+    assert repr(eval(repr(MemoryLogger(7, True, "m/x.csv", False)))) == "MemoryLogger(every_n_steps=7, per_phase=True, file='m/x.csv', table=False)"  # fmt: skip  # noqa: E501
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("per_phase", [False, True])
+def test_training_is_bit_equal(home: Any, make_trainer: Any, per_phase: bool) -> None:
+    after = []
+    for callbacks in ([], [MemoryLogger(every_n_steps=2, per_phase=per_phase)]):
+        torch.manual_seed(0)
+        module = regression(home)
+        before = [p.detach().clone() for p in module.parameters()]
+        make_trainer(home, callbacks=callbacks).fit(module, loader(10))
+        after.append(list(module.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+
+
+def test_the_modules_own_keys_are_left_alone(home: Any, make_trainer: Any) -> None:
+    module = regression(home)
+    stock = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        module.log("memory/resident_gib", 5.0)
+        return stock(batch, batch_idx)
+
+    module.training_step = training_step
+    trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1)])
+    trainer.fit(module, loader(3))
+    assert {key: float(value) for key, value in trainer.callback_metrics.items()} == {"memory/resident_gib": 5.0}
+
+
+# --- memory and cost ---
+
+
+def test_one_reading_per_row_and_no_synchronisation(
+    home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch, fake_cuda: list[int]
+) -> None:
+    calls: list[str] = []
+    for name in ("synchronize", "empty_cache", "reset_accumulated_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
+    fake = memory_logger.read
+    monkeypatch.setattr(memory_logger, "read", lambda device: (calls.append("read"), fake(device))[1])
+    make_trainer(home).fit(regression(home), loader(20))
+    stock = list(calls)  # Lightning empties the cache itself when a fit starts
+    calls.clear()
+    make_trainer(home, callbacks=[AsIfCuda(every_n_steps=5)]).fit(regression(home), loader(20))
+    assert sorted(calls) == sorted([*stock, *["read"] * (1 + 20 // 5)])
+
+
+@pytest.mark.gpu
+def test_peaks_are_the_allocators(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    callback = MemoryLogger(every_n_steps=2)
+    make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(regression(home), loader(4))
+    assert callback.peak_bytes == torch.cuda.max_memory_allocated() > 0
+    phased = MemoryLogger(every_n_steps=2, per_phase=True)
+    make_trainer(home, accelerator="gpu", callbacks=[phased]).fit(regression(home), loader(4))
+    row = rows(tmp_path / "memory.csv")[-1]
+    assert max(int(row[f"{phase}_bytes"]) for phase in memory_logger.PHASES) <= int(row["peak_allocated_bytes"])
+
+
+# --- trace ---
+
+
+def test_several_fits_and_other_stages_in_one_file(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    callback, module = MemoryLogger(table=False), regression(home)
+    keys = list(module.state_dict())
+    for _ in range(2):
+        make_trainer(home, callbacks=[callback]).fit(module, loader(3), loader(2))
+    trainer = make_trainer(home, callbacks=[callback])
+    trainer.validate(module, loader(2), verbose=False)
+    trainer.test(module, loader(2), verbose=False)
+    trainer.predict(module, loader(2))
+    written = rows(tmp_path / "memory.csv")
+    assert [row["stage"] for row in written] == ["fit"] * 4 + ["validate", "test", "predict"]
+    assert len({row["fit"] for row in written}) == 5
+    assert list(module.state_dict()) == keys
+    assert callback.state_dict() == {}
+
+
+def test_a_failing_fit_shows_its_table_once(
+    home: Any, make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, callback = regression(home), MemoryLogger()
+
+    def fail(batch: Any, batch_idx: int) -> None:
+        raise RuntimeError("broken")
+
+    stock, module.training_step = module.training_step, fail
+    trainer = make_trainer(home, callbacks=[callback])
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(module, loader(3))
+    callback.on_exception(trainer, module, RuntimeError())
+    callback.teardown(trainer, module, "fit")
+    assert capsys.readouterr().out.count("Memory, fit on cpu") == 1
+    module.training_step = stock
+    make_trainer(home, callbacks=[callback]).fit(module, loader(3))
+    assert len({row["fit"] for row in rows(tmp_path / "memory.csv")}) == 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_row_91_a_file_that_cannot_be_written(
+    home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(memory_logger, "append_rows", fail)
+    trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1)])
+    with pytest.warns(UserWarning, match="cannot be written") as caught:
+        trainer.fit(regression(home), loader(5))
+    assert len([w for w in caught if "cannot be written" in str(w.message)]) == 1
+    assert trainer.global_step == 5
+
+
+def test_a_table_of_someone_elses_is_left_alone(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    (tmp_path / "memory.csv").write_text("a,b\n1,2\n")
+    with pytest.warns(UserWarning, match="other columns"):
+        make_trainer(home, callbacks=[MemoryLogger()]).fit(regression(home), loader(2))
+    assert (tmp_path / "memory.csv").read_text() == "a,b\n1,2\n"
+
+
+def test_a_link_out_of_the_directory_is_refused(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    trainer = make_trainer(home, default_root_dir=str(root), callbacks=[MemoryLogger(file="link/memory.csv")])
+    with pytest.raises(PresetError, match="leads outside"):
+        trainer.fit(regression(home), loader(2))
+    assert not list(outside.iterdir())
+
+
+def test_the_file_lies_with_the_first_logger(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    logger = home.loggers.CSVLogger(str(tmp_path), name="run", version=3)
+    trainer = make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[MemoryLogger(every_n_steps=1)])
+    trainer.fit(regression(home), loader(2))
+    assert len(rows(tmp_path / "run" / "version_3" / "memory.csv")) == 3
+    assert "memory/resident_gib" in (tmp_path / "run" / "version_3" / "metrics.csv").read_text()

@@ -1,0 +1,370 @@
+"""Throughput: right figures from a clock under the test's control, and a training that does not notice."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.data import DataLoader
+
+from lightning_solo.callbacks import throughput
+from lightning_solo.callbacks.throughput import CountedOnce, Throughput, compute_dtype, first_tensor, size_of
+from lightning_solo.errors import PresetError
+from tests.callbacks.test_memory_logger import recording_logger
+from tests.modules import loader, regression
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A clock that stands still; yields the function that moves it."""
+    now = [100.0]
+
+    class Time:
+        @staticmethod
+        def perf_counter() -> float:
+            return now[0]
+
+    monkeypatch.setattr(throughput, "time", Time)
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    return advance
+
+
+def timed(home: Any, advance: Any, train_s: float = 0.5, validation_s: float = 0.0, net: Any = None) -> Any:
+    """Return a module whose every training and validation step takes so many seconds of the clock."""
+    module = regression(home, net)
+    training_step, validation_step = module.training_step, module.validation_step
+    module.training_step = lambda batch, batch_idx: (advance(train_s), training_step(batch, batch_idx))[1]
+    module.validation_step = lambda batch, batch_idx: (advance(validation_s), validation_step(batch, batch_idx))[1]
+    return module
+
+
+def tokens(batches: int, batch: int = 2, length: int = 6) -> DataLoader[Any]:
+    data = [{"input_ids": torch.zeros(batch, length, dtype=torch.long)} for _ in range(batches)]
+    return DataLoader(data, batch_size=None)
+
+
+def language_model(home: Any, advance: Any) -> Any:
+    embedding, head = nn.Embedding(11, 4), nn.Linear(4, 11)
+    module = regression(home, nn.Sequential(embedding, head))
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        advance(0.25)
+        return nn.functional.cross_entropy(module.net(batch["input_ids"]).flatten(0, 1), batch["input_ids"].flatten())
+
+    module.training_step = training_step
+    return module
+
+
+# --- acted ---
+
+
+def test_samples_per_second_are_logged_to_every_logger(home: Any, make_trainer: Any, clock: Any) -> None:
+    loggers, callback = [recording_logger(home), recording_logger(home)], Throughput(every_n_steps=4, window_size=3)
+    trainer = make_trainer(home, logger=loggers, log_every_n_steps=1, callbacks=[callback])
+    trainer.fit(timed(home, clock), loader(10, batch_size=4))
+    for logger in loggers:
+        ours = [(step, metrics) for step, metrics in logger.seen if any("throughput/" in key for key in metrics)]
+        assert [step for step, _ in ours] == [3, 7, 10]
+        assert all(metrics["throughput/samples_per_s"] == 4 / 0.5 for _, metrics in ours)
+        assert all(set(m) == {"throughput/samples_per_s", "throughput/model_tflops_per_s"} for _, m in ours)
+    assert callback.figures["throughput/samples_per_s"] == 8.0
+
+
+def test_a_slow_first_batch_and_a_short_run(home: Any, make_trainer: Any, clock: Any) -> None:
+    callback, slow = Throughput(), [40.0, 0.5, 0.5]
+    make_trainer(home, callbacks=[callback]).fit(timed(home, lambda _: clock(slow.pop(0))), loader(3, batch_size=4))
+    assert callback.figures["throughput/samples_per_s"] == 8.0  # 2 batches of 4 in 2 * 0.5 s
+
+
+def test_tokens_and_model_flops(home: Any, make_trainer: Any, clock: Any) -> None:
+    callback = Throughput(device_tflops=1e-9)
+    make_trainer(home, callbacks=[callback]).fit(language_model(home, clock), tokens(4))
+    # head: 12 tokens x 4 wide x 11 out, 2 FLOPs each; x 3 for forward and backward; in 0.25 s
+    flops_per_s = 3 * 2 * 12 * 4 * 11 / 0.25
+    assert callback.figures == pytest.approx(
+        {
+            "throughput/samples_per_s": 2 / 0.25,
+            "throughput/tokens_per_s": 12 / 0.25,
+            "throughput/model_tflops_per_s": flops_per_s / 1e12,
+            "throughput/mfu": flops_per_s / 1e3,
+        }
+    )
+
+
+def test_flops_scale_with_the_batch(home: Any, make_trainer: Any, clock: Any) -> None:
+    data = [(torch.randn(size, 8), torch.randn(size, 1)) for size in (2, 4, 4, 6)]
+    callback = Throughput()
+    make_trainer(home, callbacks=[callback]).fit(
+        timed(home, clock, net=nn.Linear(8, 1)), DataLoader(data, batch_size=None)
+    )
+    # 14 samples in 1.5 s after the first batch; 8 x 1 products of 2 FLOPs, 3 times
+    assert callback.figures["throughput/model_tflops_per_s"] * 1e12 == pytest.approx(14 * 3 * 2 * 8 / 1.5)
+
+
+def test_recomputation_is_not_counted(home: Any, make_trainer: Any, clock: Any) -> None:
+    figures = []
+    for recompute in (False, True):
+        net, callback = nn.Linear(8, 1), Throughput()
+        module = timed(home, clock, net=net)
+        if recompute:
+            module.step = lambda batch, net=net: (
+                (torch.utils.checkpoint.checkpoint(net, batch[0], use_reentrant=False) - batch[1]).square().mean()
+            )
+        make_trainer(home, callbacks=[callback]).fit(module, loader(3))
+        figures.append(callback.figures)
+    assert figures[0] == figures[1]
+    assert figures[0]["throughput/model_tflops_per_s"] > 0
+
+
+def test_validation_is_not_training_time(home: Any, make_trainer: Any, clock: Any) -> None:
+    class Slow(home.Callback):  # type: ignore[name-defined,misc]
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            clock(1000.0)  # as writing a checkpoint would
+
+    callback = Throughput(window_size=50)
+    trainer = make_trainer(home, max_epochs=2, val_check_interval=3, callbacks=[callback, Slow()])
+    trainer.fit(timed(home, clock, 0.5, 100.0), loader(10, batch_size=4), loader(2))
+    assert callback.figures["throughput/samples_per_s"] == 8.0
+
+
+def test_waiting_for_data_is_training_time(home: Any, make_trainer: Any, clock: Any) -> None:
+    class Slow(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> Any:
+            clock(0.5)
+            return torch.randn(4, 8), torch.randn(4, 1)
+
+    callback = Throughput()
+    make_trainer(home, callbacks=[callback]).fit(timed(home, clock), DataLoader(Slow(), batch_size=None))
+    assert callback.figures["throughput/samples_per_s"] == 4.0  # 4 samples in 0.5 + 0.5 s
+
+
+def test_sizes_by_argument(home: Any, make_trainer: Any, clock: Any) -> None:
+    callback = Throughput(samples_per_batch=3, tokens_per_batch=30)
+    make_trainer(home, callbacks=[callback]).fit(timed(home, clock), loader(4))
+    assert callback.figures["throughput/samples_per_s"] == 6.0
+    assert callback.figures["throughput/tokens_per_s"] == 60.0
+
+
+def test_a_batch_without_tensors_is_said_once(home: Any, make_trainer: Any) -> None:
+    module = regression(home)
+    module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 8)).mean()
+    callback = Throughput()
+    with pytest.warns(UserWarning, match=r"write throughput\.samples_per_batch") as caught:
+        make_trainer(home, callbacks=[callback]).fit(module, DataLoader(["a", "b", "c"], batch_size=None))
+    assert len([w for w in caught if "samples_per_batch" in str(w.message)]) == 1
+    assert callback.figures == {}
+
+
+def test_sizes_of_batches() -> None:
+    ids = torch.zeros(4, 128, dtype=torch.int32)
+    assert size_of(ids) == (4, 512)
+    assert size_of({"a": "text", "b": [torch.tensor(1.0), (torch.zeros(3, 2, 2), ids)]}) == (3, None)
+    assert size_of(torch.zeros(4, 128, dtype=torch.bool)) == (4, None)
+    assert size_of({"a": torch.tensor(1)}) == (None, None)
+    assert first_tensor([{"x": ids}]) is ids
+
+
+def test_the_type_of_a_precision() -> None:
+    names = ["bf16-mixed", "bf16-true", "16-mixed", "64-true", "32-true", "transformer-engine", "None"]
+    types = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float64, torch.float32, torch.int8, torch.float32]
+    assert [compute_dtype(name) for name in names] == types
+
+
+def test_a_known_device_gives_utilisation(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(throughput, "get_available_flops", lambda device, dtype: asked.append((device, dtype)) or 1e9)
+    callback = Throughput()
+    make_trainer(home, precision="bf16-mixed", callbacks=[callback]).fit(regression(home), loader(4))
+    assert asked == [(torch.device("cpu"), torch.bfloat16)]
+    assert callback.figures["throughput/mfu"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_n_steps": 0}, {"every_n_steps": True}, {"window_size": 1}, {"window_size": 2.5},
+        {"samples_per_batch": 0}, {"tokens_per_batch": "8"}, {"count_flops": 1}, {"device_tflops": 0},
+        {"device_tflops": float("nan")}, {"device_tflops": float("inf")}, {"device_tflops": True},
+    ],
+)  # fmt: skip
+def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
+    with pytest.raises(PresetError, match=rf"throughput\.{next(iter(arguments))}=.*allowed"):
+        Throughput(**arguments)
+
+
+def test_fewer_tokens_than_samples_are_refused(home: Any, make_trainer: Any) -> None:
+    with pytest.raises(PresetError, match="tokens_per_batch=3: fewer than the 4 samples"):
+        make_trainer(home, callbacks=[Throughput(tokens_per_batch=3)]).fit(regression(home), loader(2))
+
+
+def test_repr_builds_it_again() -> None:
+    callback = Throughput(7, 9, samples_per_batch=2, count_flops=False, device_tflops=82.6)
+    assert repr(eval(repr(callback))) == repr(callback)
+    assert "device_tflops=82.6" in repr(callback)
+
+
+# --- parity ---
+
+
+def test_training_is_bit_equal(home: Any, make_trainer: Any) -> None:
+    after = []
+    for callbacks in ([], [Throughput(every_n_steps=2)]):
+        torch.manual_seed(0)
+        module = regression(home)
+        before = [p.detach().clone() for p in module.parameters()]
+        make_trainer(home, callbacks=callbacks).fit(module, loader(10), loader(2))
+        after.append(list(module.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+
+
+def test_compiled_modules_are_still_compiled(home: Any, make_trainer: Any) -> None:
+    import torch._dynamo
+
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    net = nn.Linear(8, 1)
+    module = regression(home, net)
+    function = torch.compile(lambda x: net(x), backend=backend)
+    module.step = lambda batch: nn.functional.mse_loss(function(batch[0]), batch[1])
+    callback = Throughput()
+    make_trainer(home, callbacks=[callback]).fit(module, loader(4))
+    assert compiled == [1]
+    assert callback.figures["throughput/model_tflops_per_s"] > 0
+    torch._dynamo.reset()
+
+
+# --- memory and cost ---
+
+
+def test_never_synchronises(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append(1))
+    callback = Throughput(every_n_steps=1, window_size=3)
+    make_trainer(home, callbacks=[callback]).fit(regression(home), loader(9))
+    assert calls == []
+    assert len(callback._totals) == 3  # what it keeps does not grow with the run
+
+
+def test_only_one_forward_runs_under_the_counter(home: Any, make_trainer: Any) -> None:
+    modes: list[int] = []
+    module = regression(home)
+    stock = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        modes.append(len(_get_current_dispatch_mode_stack()))
+        return stock(batch, batch_idx)
+
+    module.training_step = training_step
+    module.on_after_backward = lambda: modes.append(-len(_get_current_dispatch_mode_stack()))
+    make_trainer(home, callbacks=[Throughput()]).fit(module, loader(3))
+    assert modes == [1, 0, 0, 0, 0, 0]
+    modes.clear()
+    make_trainer(home, callbacks=[Throughput(count_flops=False)]).fit(module, loader(3))
+    assert modes == [0] * 6
+
+
+@pytest.mark.gpu
+def test_figures_on_a_gpu(home: Any, make_trainer: Any) -> None:
+    callback = Throughput(device_tflops=10.0)
+    started = time.perf_counter()
+    make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(regression(home), loader(50, batch_size=4))
+    assert callback.figures["throughput/samples_per_s"] > 200 / (time.perf_counter() - started)
+    assert 0 < callback.figures["throughput/mfu"] < 1
+
+
+# --- trace ---
+
+
+def test_nothing_stays_on_strategy_or_module(home: Any, make_trainer: Any) -> None:
+    callback, module = Throughput(), regression(home)
+    keys = list(module.state_dict())
+    trainer = make_trainer(home, callbacks=[callback])
+    for fits in (1, 2):
+        trainer.fit_loop.max_epochs = fits
+        trainer.fit(module, loader(4), loader(2))
+        assert callback.figures["throughput/samples_per_s"] > 0
+        assert len(callback._totals) == 4  # of this fit alone
+    trainer.validate(module, loader(2), verbose=False)
+    trainer.test(module, loader(2), verbose=False)
+    trainer.predict(module, loader(2))
+    assert callback.figures["throughput/samples_per_s"] > 0
+    assert "training_step" not in vars(trainer.strategy)
+    assert list(module.state_dict()) == keys
+    assert callback.state_dict() == {}
+
+
+def test_a_fit_without_a_training_step_leaves_nothing(home: Any, make_trainer: Any) -> None:
+    module = regression(home)
+    module.on_train_batch_start = lambda batch, batch_idx: -1  # Lightning's way to skip an epoch
+    trainer = make_trainer(home, callbacks=[Throughput()])
+    trainer.fit(module, loader(2))
+    assert "training_step" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("where", ["forward", "before"])
+def test_the_counter_is_left_when_training_fails(home: Any, make_trainer: Any, where: str) -> None:
+    callback, module = Throughput(), regression(home)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("broken")
+
+    if where == "forward":
+        stock, module.training_step = module.training_step, fail
+    else:
+        module.on_train_batch_start = fail
+    trainer = make_trainer(home, callbacks=[callback])
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(module, loader(4))
+    assert _get_current_dispatch_mode_stack() == []
+    assert "training_step" not in vars(trainer.strategy)
+    callback.teardown(trainer, module, "fit")
+    callback.on_exception(trainer, module, RuntimeError())
+    if where == "forward":
+        module.training_step = stock
+        trainer.fit(module, loader(4))
+        assert callback.figures["throughput/samples_per_s"] > 0
+
+
+def test_a_method_that_another_technique_put_there_comes_back() -> None:
+    class Strategy:
+        def training_step(self) -> str:
+            return "stock"
+
+    strategy, counts = Strategy(), []
+    strategy.training_step = own = lambda: "own"  # type: ignore[method-assign]
+    CountedOnce(strategy, "training_step", counts.append)
+    assert strategy.training_step() == "own"
+    assert strategy.training_step is own
+    assert counts == [0]
+    once = CountedOnce(strategy, "training_step", counts.append)
+    strategy.training_step = wrapped = lambda: f"wrapped {once()}"  # type: ignore[method-assign]
+    assert strategy.training_step() == strategy.training_step() == "wrapped own"
+    assert strategy.training_step is wrapped
+    assert len(counts) == 2
+
+
+def test_dynamo_is_not_imported_for_the_count() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch._dynamo", raising=False)
+        with throughput.eager_flop_counter() as counter:
+            torch.ones(2, 3) @ torch.ones(3, 4)
+        assert "torch._dynamo" not in sys.modules
+    assert counter.get_total_flops() == 2 * 2 * 3 * 4

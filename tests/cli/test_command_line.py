@@ -1,0 +1,136 @@
+"""What the command line refuses before torch is imported, and in which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.cli.command_line import MOST_JOBS, check_command_line, check_run_name
+from lightning_solo.errors import ConflictError, PresetError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["solo=bf61"], ["solo=bf61", "did you mean 'bf16'", "checkpointing"]),  # row 1
+        (["solo.accumulat=4"], ["accumulat=4", "did you mean 'accumulate_grad_batches'"]),  # row 2
+        (["+solo.accumulat=4"], ["accumulat=4", "did you mean 'accumulate_grad_batches'"]),  # row 3
+        (["model.widht=4"], ["model.widht=4", "did you mean 'width'"]),  # row 2
+        (["+model.widht=4"], ["model.widht=4", "did you mean 'width'"]),  # row 3
+        (["+typo=1"], ["typo", "trainer, model, data"]),  # row 3
+        (["solo.accumulate_grad_batches=abc"], ["accumulate_grad_batches='abc'", "integer"]),  # row 4
+        (["model.width=abc"], ["model.width='abc'", "an integer"]),  # row 4
+        (["optimizer.lr=abc"], ["optimizer.lr='abc'", "a number"]),  # row 4
+        (["solo.accumulate_grad_batches=4.7"], ["4.7", "integer"]),  # row 5
+        (["solo.accumulate_grad_batches=0"], ["0", "at least 1"]),  # row 6
+        (["solo.accumulate_grad_batches=-1"], ["-1", "at least 1"]),  # row 7
+        (["model=custom"], ["model._target_"]),  # row 10
+        (["solo=[bf16,fp16]"], ["no preset of that name"]),  # row 13
+        (["seed=1", "seed=2"], ["'seed=1' and 'seed=2'"]),  # row 13
+        (["devices=2"], ["one device"]),  # row 23
+        (["trainer.devices=2"], ["one device"]),  # row 23
+        (["solo.devices=2"], ["one device"]),  # row 23
+        (["solo.precision=bf61"], ["precision='bf61'", "32-true"]),  # row 27
+        (["-m", "+foo=1,2"], ["foo", "did you mean"]),  # row 30
+        (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "0 jobs"]),  # row 30
+        (["-m", "seed=range(0,1000000)"], [f"{MOST_JOBS + 1:,} jobs", f"{MOST_JOBS:,}"]),  # row 30
+        (["-m", "seed=range(0,200)", "model.width=range(1,200)"], ["39,800 jobs"]),  # row 30
+        (["run=../x"], ["run='../x'", "run=first"]),  # rows 31 and 84
+        (["run=-x"], ["run='-x'"]),  # row 84
+        (["root=/proc/nothing"], ["root=/proc/nothing", "can be written"]),  # row 31
+        (["model=custom", "model._target_=os.system"], ["os.system", "allow=[os]"]),  # row 81
+        (["model=custom", "model._target_=os.system", "allow=[mine]"], ["os.system", "allowed is mine"]),  # row 81
+        (["resume=autoo"], ["resume='autoo'", "did you mean 'auto'"]),
+        (["model.width=1,2"], ["-m"]),
+        (["model=byte_gpt_tini"], ["did you mean 'byte_gpt_tiny'"]),
+        (["precision=32-true"], ["solo.precision=32-true"]),
+        (["bf16"], ["'bf16'", "key=value"]),
+        (["--experimental-rerun", "x.pickle"], ["--experimental-rerun"]),
+        (["+trainer.max_stepz=1"], ["did you mean 'max_steps'"]),
+        (["solo.callback.memory_logger.x=1", "solo=checkpointing"], ["memory_logger.x=1", "every_n_steps"]),
+    ],
+)
+def test_refused_with_the_option_the_value_and_what_to_write(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(PresetError) as caught:
+        check_command_line(arguments)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["+trainer.devices=2"], ["+trainer.precision=64-true"], ["solo=accumulation", "solo.accumulate_grad_batches=4"]],
+)
+def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
+    with pytest.raises(ConflictError):
+        check_command_line(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["solo=checkpointing", "solo.callback.memory_logger.every_n_steps=3", "+solo/callback=throughput"],
+        ["-m", "solo=bf16,checkpointing", "model.width=128,256", "seed=range(0,3)"],
+        ["model=custom", "model._target_=mine.Net", "+model.depth=3", "allow=[mine]", "data=none", "optimizer=none"],
+        ["+trainer.gradient_clip_val=1.0", "experiment=quick", "run=first", "resume=auto"],
+    ],
+)
+def test_accepted(arguments: list[str]) -> None:
+    check_command_line(arguments)
+
+
+def test_a_file_where_the_root_should_be_is_refused(tmp_path: Path) -> None:  # row 31
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(PresetError, match="is a file"):
+        check_command_line([])
+
+
+@pytest.mark.parametrize("name", ["a", "first-run_2.1", 7, "x" * 100])
+def test_run_names(name: object) -> None:
+    check_run_name(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\n", "a\0", "x" * 101, "-a", None, "ä"])
+def test_row_84_run_names_that_are_no_file_names(name: object) -> None:
+    with pytest.raises(PresetError, match="run="):
+        check_run_name(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "solo=bf61"], 2, "did you mean 'bf16'"),
+        (["trian"], 2, "did you mean 'train'"),
+        (["show", "checkpoint"], 2, "did you mean 'checkpointing'"),
+        (["show", "bf16", "precison=32"], 2, "did you mean 'precision'"),
+        (["presets"], 0, "checkpointing"),
+        (["show", "checkpointing"], 0, "activation_checkpointing:"),
+        (["doctor"], 0, "C++ compiler"),
+        (["--help"], 0, "train a model under a preset"),
+        (["--version"], 0, "0.1.0"),
+    ],
+)
+def test_commands(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_solo.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "COLUMNS": "200", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

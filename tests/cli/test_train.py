@@ -1,0 +1,154 @@
+"""`lightning-solo train` as a user would call it: real runs in processes of their own."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=2"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "lightning_solo.cli", "train", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
+def train(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def steps_of(folder: Path) -> int:
+    return int(torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"])
+
+
+def test_a_run_says_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
+    output = train(tmp_path, *QUICK, "run=first", "solo=checkpointing")
+    for words in ("validation/perplexity", "byte frequencies alone", "peak memory", "tokens_per_s", "10 optimizer steps"):
+        assert words in output
+    folder = tmp_path / "runs" / "first"
+    for name in ("config.yaml", "csv/metrics.csv", "checkpoints/last.ckpt", "csv/memory.csv"):
+        assert (folder / name).is_file(), name
+        assert name == "config.yaml" or str(folder / name) in output
+    assert list((folder / "tensorboard").glob("events*"))
+    with (folder / "csv" / "metrics.csv").open() as file:
+        assert any(row["validation/perplexity"] for row in csv.DictReader(file))
+    assert OmegaConf.load(folder / "config.yaml").solo.precision == "bf16-mixed"
+
+
+def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
+    train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
+    folder = tmp_path / "runs" / "first"
+    assert steps_of(folder) == 4
+
+    again = train(tmp_path, *QUICK, "run=first", code=1)
+    assert "holds a run already" in again
+    assert "resume=auto" in again
+
+    same = [*QUICK, "run=first", "resume=auto", "trainer.val_check_interval=2"]
+    changed = train(tmp_path, *same, "optimizer.lr=1e-5", "trainer.max_steps=6", code=1)  # row 29
+    assert "optimizer.lr: 0.001 before, 1e-05 now" in changed
+    assert "resume=override" in changed
+    assert steps_of(folder) == 4
+
+    train(tmp_path, *same, "trainer.max_steps=6")
+    assert steps_of(folder) == 6
+
+    with (folder / "checkpoints" / "last.ckpt").open("r+b") as file:
+        file.truncate(1000)
+    damaged = train(tmp_path, *same, "trainer.max_steps=8", code=1)
+    assert "is damaged" in damaged
+    assert "Traceback" not in damaged
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", "solo=bf16"]
+    process = subprocess.Popen(
+        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
+    deadline = time.monotonic() + 120
+    while not metrics.exists():  # written with the first hundred logged steps
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "lightning-solo train run=first resume=auto" in output
+    assert "Traceback" not in output
+    saved = steps_of(tmp_path / "runs" / "first")
+    assert saved > 0
+    train(tmp_path, *arguments[:2], *arguments[2:4], "run=first", "resume=override", f"trainer.max_steps={saved + 2}")
+    assert steps_of(tmp_path / "runs" / "first") == saved + 2
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    small = ["experiment=quick", "model.heads=2", "model.depth=2", "trainer.max_steps=2"]
+    output = train(tmp_path, *small, "-m", "run=sweep", "solo=baseline,bf16", "model.width=32,64")
+    assert sorted(path.name for path in (tmp_path / "runs" / "sweep").glob("[0-9]")) == ["0", "1", "2", "3"]
+    widths = [OmegaConf.load(tmp_path / "runs" / "sweep" / str(n) / "config.yaml").model.width for n in range(4)]
+    assert widths == [32, 64, 32, 64]
+    assert output.count("optimizer steps in") == 4
+
+
+MINE = """
+import torch, lightning as L
+from torch.utils.data import DataLoader, TensorDataset
+
+class MyModule(L.LightningModule):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.net = torch.nn.Sequential(*[
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+            for _ in range(3)])
+        self.width = width
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(64, self.width)), batch_size=4)
+"""
+
+
+def test_a_module_of_ones_own_from_the_folder_one_stands_in(tmp_path: Path) -> None:
+    (tmp_path / "my_module_here.py").write_text(MINE)
+    (tmp_path / "conf" / "solo").mkdir(parents=True)
+    (tmp_path / "conf" / "solo" / "mine.yaml").write_text(
+        "# mine. Runs on: any device.\ndefaults:\n  - callback: activation_checkpointing\nprecision: bf16-true\n"
+    )
+    own = ["model=custom", "model._target_=my_module_here.MyModule", "+model.width=16", "data=none", "optimizer=none"]
+    rest = ["run=own", "trainer.max_steps=3", "trainer.val_check_interval=null", "solo=mine"]
+    output = train(tmp_path, *own, *rest, "allow=[my_module_here]")
+    assert "backward recomputes 3 Sequential" in output
+    state = torch.load(tmp_path / "runs" / "own" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["global_step"] == 3
+    assert state["state_dict"]["net.0.0.weight"].shape == (16, 16)
+    assert state["state_dict"]["net.0.0.weight"].dtype == torch.bfloat16
+    refused = train(tmp_path, *own, *rest[1:], "run=other", code=2)
+    assert "allow=[my_module_here]" in refused
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
+    output = train(tmp_path, *QUICK, "solo=fp16", code=1)
+    assert "precision=16-mixed needs a CUDA device" in output
+    assert "'bf16'" in output
+    assert "Traceback" not in output

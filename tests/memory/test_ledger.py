@@ -1,0 +1,164 @@
+"""The ledger counts live storages exactly: every number below is spelled out in bytes."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from lightning_solo.memory.ledger import CATEGORIES, Ledger, saved_for_backward
+
+
+def test_one_step_by_category():
+    layer = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    parameters = (3 * 5 + 5) + (5 * 2 + 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    with Ledger(layer, [optimizer]) as ledger:
+        nothing = dict.fromkeys(CATEGORIES, 0)
+        assert ledger.live() == nothing | {"weights": 4 * parameters}
+        loss = layer(torch.zeros(7, 3)).sum()
+        # torch.zeros 7 x 3 (kept by the first layer), tanh's result 7 x 5 and the loss; 7 x 2 was freed
+        assert ledger.live() == nothing | {"weights": 4 * parameters, "activations": 4 * (7 * 3 + 7 * 5 + 1)}
+        loss.backward()
+        del loss
+        assert ledger.live() == nothing | {"weights": 4 * parameters, "gradients": 4 * parameters}
+        optimizer.step()
+        states = 8 * parameters + 4 * 4  # exp_avg 4 + exp_avg_sq 4 bytes a parameter, and a step count a tensor
+        assert ledger.live()["optimizer_states"] == states
+        optimizer.zero_grad()
+        assert ledger.live() == nothing | {"weights": 4 * parameters, "optimizer_states": states}
+        assert ledger.live_bytes == 4 * parameters + states
+
+
+def test_tied_weights_views_and_results_in_place_cost_nothing():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    with Ledger(nn.ModuleList([first, second])) as ledger:
+        assert ledger.live()["weights"] == 4 * (16 + 4 + 4)
+        before = ledger.live_bytes
+        view = first.weight.t()[1:].unflatten(1, (2, 2))
+        assert ledger.live_bytes == before
+        with torch.no_grad():
+            view.add_(1)
+            made = torch.ones(10, dtype=torch.bfloat16)
+            parts = made.mul_(2).view(2, 5).unbind()
+        assert ledger.live()["other"] == 2 * 10
+        del made
+        assert ledger.live()["other"] == 2 * 10  # held by its views
+        del parts
+        assert ledger.live_bytes == before
+
+
+def test_buffers_and_converted_weights_are_weights():
+    module = nn.BatchNorm1d(6)
+    floats = 4 * (6 + 6 + 6 + 6) + 8  # weight, bias, mean, variance; num_batches_tracked is one int64
+    with Ledger(module) as ledger:
+        assert ledger.live()["weights"] == floats
+        module.to(torch.bfloat16)
+        assert ledger.live() == dict.fromkeys(CATEGORIES, 0) | {"weights": 2 * 24 + 8}
+
+
+def test_freed_storages_are_gone_although_ids_are_used_again():
+    with Ledger() as ledger, torch.no_grad():
+        for size in range(1, 200):
+            made = torch.empty(size)
+            assert ledger.live() == dict.fromkeys(CATEGORIES, 0) | {"other": 4 * size}
+            del made
+        assert ledger.live_bytes == 0
+        assert ledger.peak_bytes == 4 * 199
+
+
+def test_a_storage_resized_in_place_counts_as_it_is_now():
+    with Ledger() as ledger, torch.no_grad():
+        made = torch.empty(10)
+        made.resize_(20)
+        assert ledger.live_bytes == 4 * 20
+        made.untyped_storage().resize_(0)
+        assert ledger.live_bytes == 0
+
+
+def test_the_peak_starts_anew_at_what_is_live():
+    with Ledger() as ledger, torch.no_grad():
+        kept = torch.empty(5)
+        torch.empty(100)
+        assert ledger.peak_bytes == 4 * 105
+        ledger.reset_peak()
+        assert ledger.peak_bytes == 4 * 5
+        torch.empty(10)
+        assert ledger.peak_bytes == 4 * 15
+        assert kept.shape == (5,)
+
+
+def test_tensors_from_before_count_only_where_they_are_owned():
+    batch, layer = torch.zeros(9, 3), nn.Linear(3, 2)
+    with Ledger() as ledger:
+        output = layer(batch)
+        assert ledger.live()["activations"] == ledger.live_bytes == 4 * 9 * 2
+        assert output.shape == (9, 2)
+
+
+def test_saved_for_backward_counts_what_checkpoint_keeps():
+    def run(x: torch.Tensor, again: bool) -> torch.Tensor:
+        hidden = x * 2  # 6 floats, kept by checkpoint's closure as its input
+        if again:
+            return checkpoint(lambda h: h.sin().cos().exp().sum(), hidden, use_reentrant=False)
+        return hidden.sin().cos().exp().sum()
+
+    x = torch.ones(6, requires_grad=True)
+    # sin saves its input, cos its input, exp its result, each 6 floats; the loss is one
+    assert saved_for_backward(run, x, again=False)[1] == 4 * (6 + 6 + 6 + 1)
+    output, kept = saved_for_backward(run, x, again=True)
+    assert kept == 4 * (6 + 1)
+    assert saved_for_backward(lambda h=None: checkpoint(torch.sin, (x * 2), use_reentrant=False).sum())[1] == 4 * 7
+    output.backward()
+    assert x.grad is not None
+
+
+def test_recomputed_activations_are_activations():
+    with Ledger() as ledger:
+        x = torch.ones(50, requires_grad=True)
+        loss = checkpoint(lambda h: (h.sin().cos().exp()).sum(), x, use_reentrant=False)
+        seen = []
+        x.register_hook(lambda grad: seen.append(ledger.live()["activations"]))
+        before = ledger.live()["activations"]
+        loss.backward()
+    assert seen[0] > before
+
+
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), dropped=st.sets(st.integers(0, 11)))
+@settings(deadline=None, max_examples=30)
+def test_live_bytes_are_the_sum_of_what_is_held(sizes, dropped):
+    with Ledger() as ledger, torch.no_grad():
+        held = {index: torch.empty(size, dtype=torch.int16) for index, size in enumerate(sizes)}
+        for index in dropped & held.keys():
+            del held[index]
+        assert ledger.live_bytes == sum(2 * tensor.numel() for tensor in held.values())
+
+
+def test_the_peak_of_a_step_equals_the_profilers_allocation_record():
+    module = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Sigmoid(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    def step() -> None:
+        module(torch.ones(256, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with Ledger(module, [optimizer]) as ledger:
+        start = ledger.live_bytes
+        step()
+        peak, end = ledger.peak_bytes - start, ledger.live_bytes - start
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    assert end == 0
+    assert peak > 4 * 256 * (64 + 128 + 64)
+    assert abs(peak - highest) <= 0.001 * highest

@@ -1,0 +1,244 @@
+"""Blocks are found by how a model is built, under any names."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_solo.errors import NothingToDoError
+from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
+from tests.modules import Block, Stack
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, bias: bool = True) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(width, 4 * width, bias), nn.GELU(), nn.Linear(4 * width, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class VitBlock(nn.Module):
+    """Shaped as timm's: norm1, attn, ls1, norm2, mlp."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.ls1 = nn.LayerNorm(width), Attention(width), nn.Identity()
+        self.norm2, self.mlp = nn.LayerNorm(width), Mlp(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Vit(nn.Module):
+    def __init__(self, depth: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.patch_embed = nn.Sequential(nn.Conv2d(3, width, 4), nn.Identity())
+        self.blocks = nn.Sequential(*[VitBlock(width) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Experts(nn.Module):
+    """A layer of a mixture of experts, whose experts hold nearly all parameters."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 8)
+        self.experts = nn.ModuleList(Mlp(width) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5000, 8)
+        self.student, self.teacher = Vit(), Vit()
+
+
+def hugging_face(name: str) -> nn.Module:
+    t = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+    text = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    image = {**sizes, "image_size": 16, "patch_size": 4}
+    seq2seq = {"decoder_start_token_id": 0, **text}
+    bart = {"encoder_layers": 3, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16}
+    llama = {**sizes, **text, "num_key_value_heads": 1}
+    stages = {"hidden_sizes": [8, 16, 16], "depths": [2, 3, 1]}
+    make: dict[str, Callable[[], Any]] = {
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=16, **text)),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**llama)),
+        "bert": lambda: t.BertForMaskedLM(t.BertConfig(**sizes, **text)),
+        "albert": lambda: t.AlbertModel(t.AlbertConfig(**sizes, **text, embedding_size=8)),
+        "t5": lambda: t.T5ForConditionalGeneration(
+            t.T5Config(d_model=16, d_ff=32, d_kv=8, num_layers=3, num_heads=2, **seq2seq)
+        ),
+        "bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**bart, **heads, **seq2seq)),
+        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**image)),
+        "swin": lambda: t.SwinModel(
+            t.SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[2, 2, 1], num_heads=[1, 2, 2], window_size=4)
+        ),
+        "convnext": lambda: t.ConvNextModel(t.ConvNextConfig(num_stages=3, **stages)),
+        "resnet": lambda: t.ResNetModel(t.ResNetConfig(embedding_size=8, layer_type="basic", **stages)),
+        "bottleneck": lambda: t.ResNetModel(t.ResNetConfig(embedding_size=8, **stages)),
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**llama, num_local_experts=4)),
+        "clip": lambda: t.CLIPModel(t.CLIPConfig(text_config={**sizes, **text}, vision_config=image, projection_dim=8)),
+    }
+    return make[name]()
+
+
+class Alternating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList((VitBlock if i % 2 else Experts)(8) for i in range(6))
+
+
+def shared() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *[Block(8)] * 4)
+
+
+def levels() -> nn.Module:
+    return nn.ModuleList(nn.ModuleList(Block(4 * 2**i) for _ in range(2)) for i in range(3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
+    "gpt2": (lambda: hugging_face("gpt2"), {"GPT2Block": 3}, "transformer.h.0"),
+    "llama": (lambda: hugging_face("llama"), {"LlamaDecoderLayer": 3}, "model.layers.0"),
+    "bert": (lambda: hugging_face("bert"), {"BertLayer": 3}, "bert.encoder.layer.0"),
+    "albert": (lambda: hugging_face("albert"), {"AlbertLayer": 1}, "encoder.albert_layer_groups.0.albert_layers.0"),
+    "t5": (lambda: hugging_face("t5"), {"T5Block": 6}, "encoder.block.0"),
+    "bart": (lambda: hugging_face("bart"), {"BartEncoderLayer": 3, "BartDecoderLayer": 2}, "model.encoder.layers.0"),
+    "vit": (lambda: hugging_face("vit"), {"ViTLayer": 3}, "vit."),
+    "swin": (lambda: hugging_face("swin"), {"SwinLayer": 5}, "encoder.layers.0.blocks.0"),
+    "convnext": (lambda: hugging_face("convnext"), {"ConvNextLayer": 6}, "encoder.stages.0.layers.0"),
+    "resnet": (lambda: hugging_face("resnet"), {"ResNetBasicLayer": 6}, "encoder.stages.0.layers.0"),
+    "bottleneck": (lambda: hugging_face("bottleneck"), {"ResNetBottleNeckLayer": 6}, "encoder.stages.0.layers.0"),
+    "mixtral": (lambda: hugging_face("mixtral"), {"MixtralDecoderLayer": 3}, "model.layers.0"),
+    "clip": (lambda: hugging_face("clip"), {"CLIPEncoderLayer": 6}, "text_model.encoder.layers.0"),
+    "timm": (Vit, {"VitBlock": 4}, "blocks.0"),
+    "experts": (lambda: nn.Sequential(*[Experts() for _ in range(3)]), {"Experts": 3}, "0"),
+    "student": (Pair, {"VitBlock": 8}, "student.blocks.0"),
+    "stack": (Stack, {"Block": 3}, "blocks.0"),
+    "sequential": (lambda: nn.Sequential(*[Block(8) for _ in range(3)], nn.Linear(8, 1)), {"Block": 3}, "0"),
+    "alternating": (Alternating, {"Experts": 3, "VitBlock": 3}, "layers.0"),
+    "shared": (shared, {"Block": 1}, "1"),
+    "levels": (levels, {"Block": 6}, "0.0"),
+    "one": (lambda: nn.ModuleList([Block(8)]), {"Block": 1}, "0"),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False),
+        {"TransformerEncoderLayer": 3},
+        "layers.0",
+    ),
+    "transformer": (
+        lambda: nn.Transformer(8, 2, 2, 3, 16, batch_first=True),
+        {"TransformerEncoderLayer": 2, "TransformerDecoderLayer": 3},
+        "encoder.layers.0",
+    ),
+    "lists": (
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU()) for _ in range(3)]),
+        {"Sequential": 3},
+        "0",
+    ),
+}
+
+
+def rename(module: nn.Module, each: bool, seed: int = 0) -> None:
+    """Give every class, or each instance, a class of a random name."""
+    generator, classes = random.Random(seed), {}
+    for part in module.modules():
+        key = id(part) if each else type(part)
+        if key not in classes:
+            classes[key] = type("".join(generator.choices(string.ascii_letters, k=9)), (type(part),), {})
+        part.__class__ = classes[key]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_blocks_of_many_models(name):
+    make, kinds, first = MODELS[name]
+    module = make()
+    blocks = repeated_blocks(module)
+    assert Counter(type(block).__name__ for block in blocks.values()) == kinds
+    assert next(iter(blocks)).startswith(first)
+    assert all(module.get_submodule(key) is block for key, block in blocks.items())
+    assert list(blocks) == [key for key, _ in module.named_modules() if key in blocks]  # in module order
+    assert not any(a.startswith(f"{b}.") for a in blocks for b in blocks)  # outermost only
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["classes", "instances"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_blocks_under_random_class_names(name, each):
+    module = MODELS[name][0]()
+    expected = list(repeated_blocks(module))
+    rename(module, each)
+    assert not any(type(part).__name__ in ("Block", "Sequential") for part in module.modules())
+    assert list(repeated_blocks(module)) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(4, 4, 3),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        lambda: nn.Sequential(nn.Embedding(4, 4), nn.LSTM(4, 4), nn.Identity()),
+        lambda: nn.ReLU(),
+    ],
+)
+def test_nothing_repeated_is_an_error(make):
+    with pytest.raises(NothingToDoError, match=r"no repeated blocks in .*blocks: \[ClassName\]"):
+        repeated_blocks(make())
+
+
+def test_the_error_lists_the_children_below_a_wrapper():
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 1000), nn.ReLU(), nn.LSTM(4, 4)))
+    with pytest.raises(NothingToDoError, match=r"0\.0: Linear \(4,000 parameters\), 0\.2: LSTM \(160 parameters\)"):
+        repeated_blocks(module)
+
+
+def test_blocks_of_named_classes_are_the_outermost_ones():
+    assert list(blocks_of_class(Vit(2), ["Mlp", "VitBlock"])) == ["blocks.0", "blocks.1"]
+    assert list(blocks_of_class(Vit(2), ["Mlp"])) == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert list(blocks_of_class(shared(), ["Block"])) == ["1"]
+
+
+def test_a_class_that_is_not_there_names_the_nearest_and_lists_all():
+    with pytest.raises(NothingToDoError, match=r"'VitBlok' in Vit; did you mean 'VitBlock'\?.*there are .*Mlp"):
+        blocks_of_class(Vit(), ["VitBlok"])
+    with pytest.raises(NothingToDoError, match="no module of class 'Vit'"):
+        blocks_of_class(Vit(), ["Vit"])  # the root itself never matches
+
+
+@given(
+    depth=st.integers(2, 6),
+    stem=st.integers(0, 2),
+    head=st.integers(0, 2),
+    wrappers=st.integers(0, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=25)
+def test_equal_blocks_are_found_in_any_surroundings(depth, stem, head, wrappers, seed):
+    blocks = [Block(4) for _ in range(depth)]
+    module: nn.Module = nn.Sequential(*[nn.Linear(4, 4)] * stem, *blocks, *[nn.Linear(4, 4)] * head)
+    for _ in range(wrappers):
+        module = nn.Sequential(nn.Linear(4, 4), module)
+    rename(module, each=bool(seed % 2), seed=seed)
+    assert list(repeated_blocks(module).values()) == blocks
