@@ -76,8 +76,8 @@ def measure(preset: str, model: dict[str, int], steps: int) -> dict[str, Any]:
     timed = clock.seconds[WARM_UP:]
     step = statistics.median(timed)
     return {
-        "peak_bytes": reading.peak,
-        "before_bytes": before.current,
+        "peak_bytes": reading.peak_allocated or reading.peak_resident,
+        "before_bytes": before.allocated if before.allocated is not None else before.resident,
         "batch_seconds": step,
         "tokens_per_s": context * batch_size / step,
         "optimizer_steps": trainer.global_step,
