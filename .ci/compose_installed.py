@@ -1,4 +1,4 @@
-"""Composes every preset from an installed package: run by `.ci/run` outside the checkout, for a wheel and an editable."""
+"""Composes every preset from an installed package: `.ci/run` calls it outside the checkout, twice."""
 
 import subprocess
 import sys

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.build import check_machine
 from lightning_solo.errors import SoloError
 from lightning_solo.presets.compose import compose
 
@@ -101,6 +102,12 @@ def in_fresh_process(arguments: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter, where they are installed."""
+    there = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {"python": platform.python_version(), **{name: there[name] for name in PACKAGES if name in there}}
+
+
 def machine() -> str:
     """Return the hardware in words."""
     import torch
@@ -124,7 +131,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12 if gpu else 6)
     parser.add_argument("--context", type=int, default=1024 if gpu else 256)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"presets_{'gpu' if gpu else 'cpu'}.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / f"presets_{'gpu' if gpu else 'cpu'}.json"
+    )
     parser.add_argument("--only", help=argparse.SUPPRESS)
     given = parser.parse_args()
     model = {name: getattr(given, name) for name in ("width", "depth", "heads", "context", "batch_size")}
@@ -134,8 +143,6 @@ def main() -> None:
     rows = []
     for preset in given.presets:
         try:
-            from lightning_solo.build import check_machine
-
             check_machine(compose(preset))
         except SoloError as error:
             rows.append({"preset": preset, "not_run": str(error)})
@@ -151,7 +158,7 @@ def main() -> None:
         "what": "peak memory, time and loss of each preset",
         "command": " ".join(["python", "examples/measure_presets.py", *sys.argv[1:]]),
         "hardware": machine(),
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "versions": versions(),
         "memory": "bytes allocated on the device, peak" if gpu else "resident set of the process, peak",
         "model": model,
         "steps": given.steps,

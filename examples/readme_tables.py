@@ -1,7 +1,7 @@
 """Writes the tables of README from `examples/results/*.json`, so that no figure is typed by hand.
 
-    python examples/readme_tables.py            # prints what would be written; exit 1 if README differs
-    python examples/readme_tables.py --write
+python examples/readme_tables.py            # prints what would be written; exit 1 if README differs
+python examples/readme_tables.py --write
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ def presets_table(result: dict[str, Any]) -> str:
     rows = []
     for row in result["rows"]:
         if "not_run" in row or "failed" in row:
-            rows.append([f"`{row['preset']}`", "not run here", "", "", "", ""])
+            what = (
+                "failed"
+                if "failed" in row
+                else "not run here: needs CUDA"
+                if "CUDA" in row["not_run"]
+                else "not run here"
+            )
+            rows.append([f"`{row['preset']}`", what, "", "", "", ""])
             continue
         rows.append(
             [
@@ -70,6 +77,14 @@ def callbacks_table(result: dict[str, Any]) -> str:
     return table(["callback", "dearest hook, mean", "slowest call (it logs)", "of a 10 ms step"], rows) + note
 
 
+def import_table(result: dict[str, Any]) -> str:
+    """Return the seconds of each import."""
+    rows = [[f"`{name}`", f"{seconds:.3f} s"] for name, seconds in result["seconds"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = f"\n{result['hardware']}; {versions}; median of {result['runs']}. Command: `{result['command']}`\n"
+    return table(["what", "takes"], rows) + note
+
+
 def catalogue(_: object = None) -> str:
     """Return the presets with the first line of each file."""
     rows = []
@@ -81,7 +96,12 @@ def catalogue(_: object = None) -> str:
     )
 
 
-TABLES = {"presets_cpu.json": presets_table, "presets_gpu.json": presets_table, "callbacks_cpu.json": callbacks_table}
+TABLES = {
+    "presets_cpu.json": presets_table,
+    "presets_gpu.json": presets_table,
+    "callbacks_cpu.json": callbacks_table,
+    "import_cpu.json": import_table,
+}
 
 
 def render(text: str) -> str:

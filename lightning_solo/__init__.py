@@ -14,12 +14,11 @@ Importing this package imports neither torch nor Lightning; each public name is 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import lightning_solo.callbacks
+import lightning_solo.callbacks as _room
 
 if TYPE_CHECKING:
     from lightning_solo.attach import list_presets, show, trainer_kwargs
@@ -88,4 +87,4 @@ class _Callbacks(ModuleType):
         return attach.callbacks(preset, overrides, allow=allow)
 
 
-sys.modules["lightning_solo.callbacks"].__class__ = _Callbacks
+_room.__class__ = _Callbacks

@@ -47,7 +47,7 @@ def callbacks(
     *,
     allow: Sequence[str] = (),
 ) -> list[Any]:
-    """Return a preset's callbacks for a Trainer that exists: ``trainer.callbacks += callbacks("checkpointing")``.
+    """Return a preset's callbacks, for a Trainer that exists: ``trainer.callbacks += solo.callbacks("bf16")``.
 
     Warns about what a callback can't carry, precision and strategy among it: a Trainer takes those when it is made.
 

@@ -80,12 +80,12 @@ def check_machine(config: SoloConfig) -> None:
     cuda = torch.cuda.is_available()
     if reason and not cuda:
         raise CapabilityError(f"no CUDA device on this machine: {reason}")
-    if cuda and config.precision in ("bf16-mixed", "bf16-true"):
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name()
-            raise CapabilityError(
-                f"precision={config.precision}: {name} has no native bf16 (Ampere or newer has); use the preset 'fp16'"
-            )
+    wants_bf16 = config.precision in ("bf16-mixed", "bf16-true")
+    if cuda and wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name()
+        raise CapabilityError(
+            f"precision={config.precision}: {name} has no native bf16 (Ampere or newer has); use the preset 'fp16'"
+        )
 
 
 def _is_installed(package: str) -> bool:

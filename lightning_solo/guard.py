@@ -43,4 +43,6 @@ class PresetGuard(Callback):
                 )
         device = trainer.strategy.root_device.type
         if self.promised.get("accelerator") == "cuda" and device != "cuda":
-            raise CapabilityError(f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator=")
+            raise CapabilityError(
+                f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
+            )

@@ -47,7 +47,7 @@ def test_users_callback_with_nested_targets(my_project: str) -> None:
 
 
 def test_misspelt_argument_of_a_users_callback(my_project: str) -> None:
-    with pytest.raises(solo.PresetError, match="callback.mine.levle=3: no such argument; did you mean 'level'"):
+    with pytest.raises(solo.PresetError, match=r"callback\.mine\.levle=3: no such argument; did you mean 'level'"):
         built({"_target_": f"{my_project}.Mine", "levle": 3}, my_project)
 
 
@@ -70,7 +70,9 @@ def test_target_that_is_not_there(my_project: str, target: str, message: str) ->
         built({"_target_": path}, my_project, "nowhere")
 
 
-def test_an_import_error_inside_the_users_module_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_inside_the_users_module_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_broken_project.py").write_text("import not_installed_anywhere")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):

@@ -1,4 +1,4 @@
-"""One technique, one word, five places: module, class, YAML, test, row in README; and the YAML says what the code does."""
+"""One technique, one word, five places: module, class, YAML, test, row in README; and YAML and code agree."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_five_places(kind: str, name: str) -> None:
     assert (ROOT / "lightning_solo" / room / f"{name}.py").is_file()
     assert yaml_of(kind, name).is_file()
     assert (ROOT / "tests" / room / f"test_{name}.py").is_file()
-    assert re.search(rf"^\| `{name}`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE), "no row in README"
+    assert re.search(rf"^\| `{name}`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE), (
+        "no row in README"
+    )
 
 
 @pytest.mark.parametrize(("kind", "room"), ROOMS.items())

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-TEMPLATE_APP = '''
+TEMPLATE_APP = """
 import hydra
 import lightning as L
 from hydra.utils import instantiate
@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
 
 
 main()
-'''
+"""
 TEMPLATE_CONF = """
 callbacks:
   schedule:

@@ -18,7 +18,9 @@ class Regression(L.LightningModule):
 
     def __init__(self, width: int, depth: int, lr: float) -> None:
         super().__init__()
-        blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(depth)]
+        blocks = [
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        ]
         self.net = nn.Sequential(*blocks, nn.Linear(width, 1))
         self.lr = lr
 

@@ -1,4 +1,4 @@
-"""Checks the overrides of `lightning-solo train` before torch is imported: names, types, targets, and sweeps by count."""
+"""Checks the overrides of `lightning-solo train` before torch is imported: names, types, targets, sweeps by count."""
 
 from __future__ import annotations
 
@@ -37,7 +37,18 @@ MOST_JOBS = 10_000
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GROUPS = ("solo", "model", "data", "optimizer", "experiment")
-FLAGS_WITH_VALUE = ("-cd", "--config-dir", "-cn", "--config-name", "-cp", "--config-path", "-p", "--package", "-c", "--cfg")
+FLAGS_WITH_VALUE = (
+    "-cd",
+    "--config-dir",
+    "-cn",
+    "--config-name",
+    "-cp",
+    "--config-path",
+    "-p",
+    "--package",
+    "-c",
+    "--cfg",
+)
 TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", "data", "optimizer", "solo")
 
 
@@ -94,15 +105,17 @@ def check_config(cfg: DictConfig) -> CheckedConfig:
         PresetError: an unknown key, name or argument, a wrong value, a target not allowed, a bad run name.
         ConflictError: two choices that cannot be combined; a Trainer argument that the preset sets.
     """
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in TOP:
-            raise PresetError(f"{key}: no such key{nearest(str(key), TOP)}there are {', '.join(TOP)}")
+            raise PresetError(f"{key}: no such key{nearest(key, TOP)}there are {', '.join(TOP)}")
     plain = to_plain(cfg)
     allow = plain["allow"]
     if not isinstance(allow, list) or not all(isinstance(prefix, str) and prefix for prefix in allow):
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=[my_project]")
     if plain["resume"] not in RESUME:
-        raise PresetError(f"resume={plain['resume']!r}{nearest(str(plain['resume']), RESUME)}one of {', '.join(RESUME)}")
+        raise PresetError(
+            f"resume={plain['resume']!r}{nearest(str(plain['resume']), RESUME)}one of {', '.join(RESUME)}"
+        )
     check_run_name(plain["run"])
     for kind in ("model", "data"):
         check_object(kind, plain[kind], allow)
@@ -231,7 +244,7 @@ def _explain(overrides: Sequence[str]) -> None:
         base = compose_application([str(o.input_line) for o in groups])
     except (HydraException, OmegaConfBaseException):
         return
-    allow = next((o.value() for o in parsed if o.key_or_group == "allow"), [])
+    allow: Any = next((o.value() for o in parsed if o.key_or_group == "allow"), [])
     for override in parsed:
         if override in groups or override.key_or_group.startswith("hydra"):
             continue
@@ -255,7 +268,9 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
         if not isinstance(node, Mapping) or key not in node:
             there = [str(name) for name in node] if isinstance(node, Mapping) else []
             where = ".".join(path[:depth])
-            hint = f"; a new argument is added by +{override.input_line}" if where in ("trainer", "model", "data") else ""
+            hint = (
+                f"; a new argument is added by +{override.input_line}" if where in ("trainer", "model", "data") else ""
+            )
             raise PresetError(
                 f"{override.input_line}: no {key!r} in {where or 'the application'}{nearest(key, there)}"
                 f"there are {', '.join(there) or 'none'}{hint}"

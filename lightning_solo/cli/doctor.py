@@ -99,7 +99,9 @@ def tools() -> dict[str, str]:
     beside_python = shutil.which("ninja", path=str(Path(sys.executable).parent))
     return {
         "C++ compiler": compiler or "none: torch.compile and DeepSpeed's CPU optimizers need one",
-        "ninja": shutil.which("ninja") or beside_python or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
+        "ninja": shutil.which("ninja")
+        or beside_python
+        or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
     }
 
 

@@ -77,7 +77,9 @@ class RunFolder:
         if damaged:
             others = sorted(p for p in self.last.parent.glob("*.ckpt") if p != self.last)
             there = f"; beside it there is {', '.join(p.name for p in others)}" if others else ""
-            raise CheckpointError(f"{self.last} is damaged ({damaged}){there}; replace it, or start another run: run=...")
+            raise CheckpointError(
+                f"{self.last} is damaged ({damaged}){there}; replace it, or start another run: run=..."
+            )
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -146,7 +146,9 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     from lightning_solo.memory.reading import read
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    table = Table(title=f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s", title_justify="left")
+    table = Table(
+        title=f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s", title_justify="left"
+    )
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, value in sorted(metrics.items()):

@@ -42,9 +42,10 @@ def conf_folder() -> Path:
 
 
 def user_conf_folder() -> Path | None:
-    """Return `./conf` of the folder the user stands in, if it holds presets (`conf/solo/*.yaml`)."""
+    """Return `./conf` of the folder the user stands in, if it holds presets or parts for the command line."""
     folder = Path.cwd() / "conf"
-    return folder if (folder / "solo").is_dir() else None
+    groups = ("solo", "model", "data", "optimizer", "experiment")
+    return folder if any((folder / group).is_dir() for group in groups) else None
 
 
 def register_schema() -> None:
@@ -53,7 +54,7 @@ def register_schema() -> None:
 
 
 def preset_files() -> dict[str, Path]:
-    """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) comes before ours, as in Hydra."""
+    """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) goes first, as in Hydra."""
     files = {path.stem: path for path in sorted((conf_folder() / "library" / "solo").glob("*.yaml"))}
     own = user_conf_folder()
     if own is not None:
@@ -67,9 +68,7 @@ def describe(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def compose(
-    preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
-) -> SoloConfig:
+def compose(preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> SoloConfig:
     """Return the checked configuration of a preset.
 
     Args:
@@ -176,7 +175,9 @@ def _check_file(name: str) -> None:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise PresetError(f"preset {name!r} can't be read: {path}: {error}") from error
     if not isinstance(node, DictConfig) or not node:
-        raise PresetError(f"preset {name!r}: {path}, line 1: must hold a mapping of fields such as `precision: bf16-mixed`")
+        raise PresetError(
+            f"preset {name!r}: {path}, line 1: must hold a mapping of fields such as `precision: bf16-mixed`"
+        )
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -221,7 +222,9 @@ def _check_choice(group: str, value: object) -> None:
     for name in value if isinstance(value, list) else [value]:
         if name is not None and name not in choices:
             there = ", ".join(choices)
-            raise PresetError(f"{group}={name!r}: no {group} of that name{nearest(str(name), choices)}there are {there}")
+            raise PresetError(
+                f"{group}={name!r}: no {group} of that name{nearest(str(name), choices)}there are {there}"
+            )
 
 
 def _with_prefix(override: Override) -> str:

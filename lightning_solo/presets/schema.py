@@ -53,13 +53,12 @@ def from_mapping(given: Mapping[str, Any], allow: Sequence[str] = ()) -> SoloCon
     for name, value in given.items():
         if name not in FIELDS:
             raise PresetError(_unknown_field(str(name), value))
-    config = SoloConfig(
+    return SoloConfig(
         precision=_precision(given.get("precision")),
         accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
         strategy=_object(given.get("strategy"), "strategy", allow),
         callback=_callbacks(given.get("callback"), allow),
     )
-    return config
 
 
 def _unknown_field(name: str, value: object) -> str:

@@ -40,7 +40,13 @@ def steps_of(folder: Path) -> int:
 
 def test_a_run_says_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
     output = train(tmp_path, *QUICK, "run=first", "solo=checkpointing")
-    for words in ("validation/perplexity", "byte frequencies alone", "peak memory", "tokens_per_s", "10 optimizer steps"):
+    for words in (
+        "validation/perplexity",
+        "byte frequencies alone",
+        "peak memory",
+        "tokens_per_s",
+        "10 optimizer steps",
+    ):
         assert words in output
     folder = tmp_path / "runs" / "first"
     for name in ("config.yaml", "csv/metrics.csv", "checkpoints/last.ckpt", "csv/memory.csv"):
@@ -80,7 +86,12 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", "solo=bf16"]
     process = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(*arguments),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
     deadline = time.monotonic() + 120

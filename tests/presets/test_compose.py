@@ -45,7 +45,9 @@ def test_first_line_says_what_for_and_where(name: str) -> None:
 
 
 def test_overrides_take_lightnings_names() -> None:
-    config = compose("checkpointing", ["precision=32", "accumulate_grad_batches=4", "callback.memory_logger.table=false"])
+    config = compose(
+        "checkpointing", ["precision=32", "accumulate_grad_batches=4", "callback.memory_logger.table=false"]
+    )
     assert (config.precision, config.accumulate_grad_batches) == ("32-true", 4)
     assert config.callback["memory_logger"]["table"] is False
 
@@ -90,7 +92,11 @@ class TestFaultMatrix:
         assert "did you mean 'every_n_steps'?" in message
 
     def test_rows_2_and_3_misspelt_callback(self) -> None:
-        for override in ("callback.memory_loger.table=true", "+callback=memory_loger", "+callback.memory_loger.table=true"):
+        for override in (
+            "callback.memory_loger.table=true",
+            "+callback=memory_loger",
+            "+callback.memory_loger.table=true",
+        ):
             assert "did you mean 'memory_logger'?" in refused("checkpointing", override)
         assert "did you mean 'memory_logger'?" in refused("checkpointing", "~callback.memory_loger")
 
@@ -136,7 +142,9 @@ class TestFaultMatrix:
         assert compose("mine").precision == "bf16-mixed"
         assert describe(preset_files()["mine"]) == "mine. Runs on: any device."
 
-    @pytest.mark.parametrize("line", ["accumulate_grad_batches: yes", "accumulate_grad_batches: 12:30", "precision: yes"])
+    @pytest.mark.parametrize(
+        "line", ["accumulate_grad_batches: yes", "accumulate_grad_batches: 12:30", "precision: yes"]
+    )
     def test_row_12_yaml_surprises(self, user_presets: Path, line: str) -> None:
         (user_presets / "mine.yaml").write_text(f"precision: bf16\n{line}\n".replace("precision: bf16\npre", "pre"))
         if line.endswith("12:30"):  # YAML 1.1 reads 750 sexagesimal; documented in README, and shown by `show`
@@ -158,6 +166,9 @@ class TestFaultMatrix:
         message = refused("accumulation", "accumulate_grad_batches=4", error=ConflictError)
         assert "milestones=[[0, 4]]" in message
         compose("accumulation", ["accumulate_grad_batches=1"])
+
+    def test_zero_offload_has_no_64_bit_mode(self) -> None:
+        assert "precision=32-true" in refused("zero_offload", "precision=64-true", error=ConflictError)
 
     @pytest.mark.parametrize("override", ["devices=2", "+devices=2", "num_nodes=2"])
     def test_row_23_one_device(self, override: str) -> None:
