@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
-import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError
+from lightning_solo.machine import is_installed
 from lightning_solo.presets.conflicts import needs_cuda
-from lightning_solo.presets.registry import is_allowed, target_of, targets
+from lightning_solo.presets.registry import is_allowed, refuse_foreign_targets, target_of
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.presets.signature import check_arguments, parameters_of_class
 
 HOMES = ("lightning.pytorch", "pytorch_lightning")
+_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # Hydra's words in a node
 
 
 def trainer_arguments(
@@ -41,7 +44,7 @@ def trainer_arguments(
     """
     if lightning not in HOMES:
         raise PresetError(f"lightning={lightning!r}: must be one of {', '.join(map(repr, HOMES))}")
-    check_machine(config)
+    check_machine(config, lightning)
     from lightning_solo.guard import PresetGuard
 
     arguments: dict[str, Any] = {"devices": 1}
@@ -64,16 +67,16 @@ def make_callbacks(config: SoloConfig, allow: Sequence[str] = ()) -> list[Any]:
     return [make("callback", node, allow=allow, option=f"callback.{key}") for key, node in config.callback.items()]
 
 
-def check_machine(config: SoloConfig) -> None:
+def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> None:
     """Refuse what this machine can't do, before Lightning is imported.
 
     Raises:
         CapabilityError: a dependency too old or known as malicious, no CUDA device, no native bf16, no DeepSpeed.
     """
-    check_versions()
+    check_versions(lightning)
     reason = needs_cuda(config)
     deepspeed = (config.strategy or {}).get("name") == "zero_offload"
-    if deepspeed and not _is_installed("deepspeed"):
+    if deepspeed and not is_installed("deepspeed"):
         raise CapabilityError("strategy=zero_offload needs the package deepspeed; write: pip install deepspeed")
     import torch
 
@@ -88,14 +91,7 @@ def check_machine(config: SoloConfig) -> None:
         )
 
 
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # a None in sys.modules
-        return False
-
-
-def check_versions() -> None:
+def check_versions(lightning: str = "lightning.pytorch") -> None:
     """Refuse dependencies outside the ranges that this package declares; some outside them were malware.
 
     Raises:
@@ -105,6 +101,8 @@ def check_versions() -> None:
         declared = importlib.metadata.requires("lightning-solo") or []
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
         return
+    if lightning == "pytorch_lightning":  # the other home has the same versions, the malicious ones too
+        declared = [*declared, *(f"pytorch-{line}" for line in declared if re.match(r"lightning\b", line))]
     for requirement in map(Requirement, declared):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -143,7 +141,10 @@ def make(
     """
     option = option or kind
     if "_target_" in node:
-        return _instantiate(node, option, allow)
+        refuse_foreign_targets(node, option, allow)
+        made = _instantiate({**node, "_partial_": True} if partial else node, option, allow)
+        _refuse_other_kind(made, kind, option)
+        return made
     module, _, name = target_of(kind, node["name"], f"{option}.name").partition(":")
     home = importlib.import_module(module)
     cls = getattr(home, f"{node['name']}_class")(lightning) if kind == "strategy" else getattr(home, name)
@@ -154,20 +155,34 @@ def make(
     return (lambda params: cls(params, **arguments)) if partial else cls(**arguments)
 
 
-def _instantiate(node: Mapping[str, Any], option: str, allow: Sequence[str]) -> Any:
-    for path, target in targets(node, option):
-        _refuse_alias(str(target), path, allow)
-    from hydra.utils import instantiate
+def _instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
+    """Return what a plain, checked tree describes: Hydra's `_target_`, `_args_` and `_partial_`, nothing resolved anew.
 
-    arguments = {key: value for key, value in node.items() if not key.startswith("_")}
-    accepted = parameters_of_class(_locate(str(node["_target_"]), option))
-    if accepted is not None and "_args_" not in node and not node.get("_partial_"):
+    Not `hydra.utils.instantiate`: it resolves interpolations once more, which could make a target after our check.
+    """
+    if isinstance(node, (list, tuple)):
+        return [_instantiate(value, f"{option}[{index}]", allow) for index, value in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    arguments = {
+        key: _instantiate(value, f"{option}.{key}", allow) for key, value in node.items() if key not in _SPECIAL
+    }
+    if "_target_" not in node:
+        return arguments
+    if "_recursive_" in node:
+        raise PresetError(f"{option}._recursive_={node['_recursive_']!r}: not supported here; drop it")
+    target = _allowed(str(node["_target_"]), option, allow)
+    positional = _instantiate(list(node.get("_args_", ())), f"{option}._args_", allow)
+    accepted = parameters_of_class(target)
+    if accepted is not None and not positional and not node.get("_partial_"):
         check_arguments(arguments, accepted, option)
-    return instantiate(dict(node), _convert_="all")
+    if node.get("_partial_"):
+        return functools.partial(target, *positional, **arguments)
+    return target(*positional, **arguments)
 
 
-def _refuse_alias(target: str, option: str, allow: Sequence[str]) -> None:
-    """Refuse ``my_project.os.system``: below an allowed prefix by name, but defined elsewhere."""
+def _allowed(target: str, option: str, allow: Sequence[str]) -> Any:
+    """Return the object at a path; refuse ``my_project.os.system``: below an allowed name, but defined elsewhere."""
     found = _locate(target, option)
     home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
     if not callable(found) or not is_allowed(home, allow):
@@ -175,6 +190,15 @@ def _refuse_alias(target: str, option: str, allow: Sequence[str]) -> None:
             f"{option}._target_={target!r} is {home}, which lies outside the allowed {', '.join(allow)}; "
             f"name it where it is defined, and allow that if you trust it"
         )
+    return found
+
+
+def _refuse_other_kind(made: Any, kind: str, option: str) -> None:
+    expected = {"callback": "Callback", "strategy": "Strategy", "model": "LightningModule"}.get(kind)
+    homes = ("lightning", "pytorch_lightning")
+    parents = [cls.__name__ for cls in type(made).__mro__ if cls.__module__.split(".")[0] in homes]
+    if expected is not None and expected not in parents:
+        raise PresetError(f"{option}: a {expected} of Lightning is needed, this is a {type(made).__name__}")
 
 
 def _locate(target: str, option: str) -> Any:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_solo"
 LEVELS = {
     "errors": 0,
+    "machine": 0,
     "units": 0,
     "presets": 1,
     "memory": 1,

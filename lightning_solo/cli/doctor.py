@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from lightning_solo.build import check_machine
 from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose, preset_files
 from lightning_solo.units import format_bytes
 
@@ -78,21 +80,6 @@ def hardware() -> dict[str, str]:
     }
 
 
-def host_memory() -> tuple[int, int]:
-    """Return (total, available) bytes of the host, the limit of the control group included."""
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    total = available = pages * size
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-        available = int(line.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, available = min(total, int(text)), min(available, int(text) - used)
-    return total, available
-
-
 def tools() -> dict[str, str]:
     """Return the compiler and ninja that DeepSpeed's CPU optimizers and torch.compile build with."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
@@ -116,4 +103,5 @@ def lacks(preset: str) -> str | None:
 
 def _driver() -> str:
     version = Path("/proc/driver/nvidia/version")
-    return version.read_text().splitlines()[0].split("Module")[-1].split()[0] if version.is_file() else "unknown"
+    found = re.search(r"\d+\.\d+(\.\d+)?", version.read_text()) if version.is_file() else None
+    return found[0] if found else "unknown"

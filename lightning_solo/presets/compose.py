@@ -30,7 +30,7 @@ from lightning_solo.presets.conflicts import check_conflicts
 from lightning_solo.presets.schema import FIELDS, SoloConfig, from_mapping
 
 GROUPS = ("callback", "strategy")
-VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}  # 1.4 has none
+VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}  # deprecated from 1.4 on
 _GIVEN = "_given_"
 
 
@@ -50,7 +50,9 @@ def user_conf_folder() -> Path | None:
 
 def register_schema() -> None:
     """Let presets inherit the typed schema: `- /solo/schema@_here_: solo` in their defaults list."""
-    ConfigStore.instance().store(group="solo/schema", name="solo", node=SoloConfig, provider="lightning-solo")
+    store = ConfigStore.instance()
+    if "schema" not in store.repo.get("solo", {}):  # each compose comes by; Hydra 1.5 refuses the second time
+        store.store(group="solo/schema", name="solo", node=SoloConfig, provider="lightning-solo")
 
 
 def preset_files() -> dict[str, Path]:
@@ -82,8 +84,8 @@ def compose(preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, a
     """
     if isinstance(overrides, str):
         raise PresetError(f"overrides={overrides!r}: must be a list of strings; write overrides=[{overrides!r}]")
-    if isinstance(allow, str):
-        raise PresetError(f"allow={allow!r}: must be a list of prefixes; write allow=[{allow!r}]")
+    if isinstance(allow, str) or not all(isinstance(prefix, str) and prefix for prefix in allow):
+        raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=['my_project']")
     given = compose_mapping(preset, overrides, allow=allow)
     config = from_mapping(given, allow)
     check_conflicts(config)
@@ -136,15 +138,27 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         PresetError: a mandatory value (`???`) is missing, or an interpolation leads nowhere; names the key.
     """
-    if not isinstance(node, DictConfig):
-        node = OmegaConf.create(dict(node))
     try:
+        node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
         plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}") from error
     if not isinstance(plain, dict):
         raise PresetError(f"a preset must be a mapping, got {node!r}")
+    _refuse_interpolations(plain, "")
     return {str(key): value for key, value in plain.items()}
+
+
+def _refuse_interpolations(node: Any, path: str) -> None:
+    """Refuse strings that would be resolved a second time: an escaped one must not become a target after the check."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            _refuse_interpolations(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            _refuse_interpolations(value, f"{path}[{index}]")
+    elif isinstance(node, str) and "${" in node:
+        raise PresetError(f"{path}={node!r}: an escaped interpolation is not supported; write the value itself")
 
 
 @contextmanager
@@ -192,7 +206,12 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         field = override.key_or_group.split(".")[0]
         if field not in FIELDS:
             from_mapping({field: None if override.is_delete() else override.value()})  # raises, with the nearest name
-        if field in GROUPS and "." not in override.key_or_group and not override.is_delete():
+        if override.key_or_group in GROUPS and not override.is_delete():
+            if field == "callback" and not override.is_add():
+                raise PresetError(
+                    f"{text!r} would replace every callback of the preset; write +{text} to add one, "
+                    f"~callback.<name> to remove one"
+                )
             _check_choice(field, override.value())
         parsed.append(override)
     refuse_twice(parsed)

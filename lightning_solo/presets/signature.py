@@ -88,7 +88,7 @@ def _source(module: str) -> Path:
 def _evaluate(annotation: ast.expr) -> Any:
     try:
         return eval(ast.unparse(annotation), {}, _NAMES)  # source of installed code, never a user's text
-    except TypeError:  # a subscript of a type that only its own module knows
+    except (TypeError, AttributeError):  # a part or a subscript of a type that only its own module knows
         return Any
 
 

@@ -13,7 +13,6 @@ Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from lightning_solo.errors import CapabilityError, CheckpointError
+from lightning_solo.machine import is_installed
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy as Base
@@ -90,12 +90,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 def require_deepspeed() -> None:
     """Raise a CapabilityError that names the package and the command, where DeepSpeed is not installed."""
-    # find_spec says ValueError for a module that is None in sys.modules: there, but not to be imported
-    try:
-        missing = importlib.util.find_spec("deepspeed") is None
-    except ValueError:
-        missing = True
-    if missing:
+    if not is_installed("deepspeed"):
         raise CapabilityError(
             "zero_offload needs the package deepspeed, which is not installed here; write: "
             "pip install 'deepspeed>=0.16'"
