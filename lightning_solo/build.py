@@ -58,7 +58,7 @@ def trainer_arguments(
         arguments["strategy"] = make("strategy", config.strategy, allow=allow, lightning=lightning)
     built = make_callbacks(config, allow)
     _refuse_twice(built, callbacks)
-    arguments["callbacks"] = [PresetGuard(arguments), *built, *callbacks]
+    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}), *built, *callbacks]
     return arguments
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,16 +11,33 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.errors import CapabilityError, ConflictError
 
+log = logging.getLogger(__name__)
+
 
 class PresetGuard(Callback):
     """Compares the Trainer with the preset's arguments when a run starts.
 
     Python itself refuses ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``: an argument given twice. This
-    callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``.
+    callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. Where that mapping
+    replaces ``callbacks``, this one is lost with the others; then it says so in the log when it is thrown away.
     """
 
     def __init__(self, promised: Mapping[str, Any]) -> None:
         self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
+        self._attached = [False]  # shared with the finalizer, which must not hold the guard itself
+        names = [type(callback).__name__ for callback in promised.get("callbacks", ())]
+        if names:
+            weakref.finalize(self, _say_if_lost, self._attached, names)
+
+    @property
+    def state_key(self) -> str:
+        """The key of our (empty) state; a Trainer asks for it when it takes its callbacks over."""
+        self._attached[0] = True
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing; overridden, because a Trainer asks only callbacks with a state of their own for their key."""
+        return {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer that is not as the preset promised.
@@ -46,3 +65,12 @@ class PresetGuard(Callback):
             raise CapabilityError(
                 f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
             )
+
+
+def _say_if_lost(attached: list[bool], names: list[str]) -> None:
+    if not attached[0]:
+        log.warning(
+            "lightning-solo: the callbacks of a preset (%s) never reached a Trainer; if `callbacks` was replaced in a "
+            "merged mapping, give yours to the preset instead: trainer_kwargs(..., callbacks=[...])",
+            ", ".join(names),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -119,6 +120,35 @@ def test_a_hydra_applications_node_is_checked_too() -> None:
         solo.trainer_kwargs(cfg.solo)
 
 
+def test_callbacks_replaced_in_a_merged_mapping_are_said_to_be_lost(
+    home: ModuleType, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(home, **{**solo.trainer_kwargs("checkpointing", lightning=home.__name__), "callbacks": []})
+    gc.collect()
+    assert "(ActivationCheckpointing, MemoryLogger) never reached a Trainer" in caplog.text
+    caplog.clear()
+    kept = make_trainer(home, **solo.trainer_kwargs("checkpointing", lightning=home.__name__))
+    del kept, trainer
+    gc.collect()
+    assert "never reached" not in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*")  # what other versions of other packages say of themselves
+@pytest.mark.parametrize("preset", [*CPU_PRESETS, "fp16", "zero_offload"])
+def test_every_preset_fits_on_a_gpu(preset: str, home: ModuleType, tmp_path: Path) -> None:
+    module = regression(home)
+    before = [parameter.clone() for parameter in module.parameters()]
+    kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, lightning=home.__name__)}
+    trainer = home.Trainer(**kwargs, **QUIET, max_epochs=2, default_root_dir=str(tmp_path))
+    trainer.fit(module, loader(), loader(2))
+    trainer.validate(module, loader(2))
+    assert trainer.strategy.root_device.type == "cuda"
+    after = [parameter.detach().cpu().float() for parameter in module.parameters()]
+    assert all(torch.isfinite(parameter).all() for parameter in after)
+    assert any(not torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("preset", ["fp16", "zero_offload"])
 def test_rows_20_and_21_gpu_preset_without_a_gpu(preset: str) -> None:
@@ -139,6 +169,23 @@ def test_row_24_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(solo.CapabilityError, match="pip install deepspeed"):
         solo.trainer_kwargs("zero_offload", ["strategy.allow_cpu=true"])
+
+
+@pytest.mark.parametrize("allow", ["mine", [1], [""]])
+def test_allow_is_a_list_of_prefixes(allow: Any) -> None:
+    with pytest.raises(solo.PresetError, match="allow="):
+        solo.trainer_kwargs("bf16", allow=allow)
+
+
+def test_a_bare_callback_choice_would_replace_all_and_is_refused() -> None:
+    with pytest.raises(solo.PresetError, match=r"write \+callback=throughput to add one"):
+        solo.trainer_kwargs("checkpointing", ["callback=throughput"])
+
+
+@pytest.mark.parametrize("value", [torch.float32, object()])
+def test_values_that_no_configuration_holds_are_refused(value: Any) -> None:
+    with pytest.raises(solo.PresetError):
+        solo.trainer_kwargs({"precision": value})
 
 
 def test_homes_are_the_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,28 @@ def test_row_81_nested_alias(my_project: str) -> None:
         built(node, my_project)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_row_81_an_escaped_interpolation_makes_no_target(my_project: str, tmp_path: Path, depth: int) -> None:
+    marker = tmp_path / "made"
+    text = "\\" * (2**depth - 1) + "${oc.create:{_target_:logging.FileHandler,filename:'" + str(marker) + "'}}"
+    with pytest.raises(solo.PresetError):
+        built({"_target_": f"{my_project}.Mine", "inner": text}, my_project)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("wrong", [{"_partial_": True}, {"_recursive_": False}])
+def test_what_is_no_callback_is_refused(my_project: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(solo.PresetError, match=r"Callback|_recursive_"):
+        built({"_target_": f"{my_project}.Mine", **wrong}, my_project)
+    with pytest.raises(solo.PresetError, match="a Callback of Lightning is needed, this is a Inner"):
+        built({"_target_": f"{my_project}.Inner"}, my_project)
+
+
+def test_positional_arguments_and_partials_below_a_target(my_project: str) -> None:
+    inner = {"_target_": f"{my_project}.Inner", "_partial_": True, "_args_": [4]}
+    assert built({"_target_": f"{my_project}.Mine", "_args_": [2], "inner": inner}, my_project).inner().size == 4
+
+
 @pytest.mark.parametrize(("target", "message"), [("nowhere.X", "no module 'nowhere'"), ("Nope", "has no 'Nope'")])
 def test_target_that_is_not_there(my_project: str, target: str, message: str) -> None:
     path = target if target.startswith("nowhere") else f"{my_project}.{target}"

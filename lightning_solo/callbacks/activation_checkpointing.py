@@ -2,8 +2,9 @@
 
 Saves:      all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside
 Costs:      one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1)
-Numerics:   bit-exact; random numbers, autocast, default dtype and BatchNorm statistics are as in the first forward
-Conflicts:  the model's own gradient checkpointing; blocks whose forward keeps state or can't be repeated (refused)
+Numerics:   bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics are
+            as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out
+Conflicts:  the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)
 Reference:  Chen et al. 2016, https://arxiv.org/abs/1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
 """
 
@@ -147,6 +148,10 @@ class ActivationCheckpointing(Callback):
         self._wrapped = checkpoint_blocks(choose_blocks(module, self.blocks, self.every_k), self.verify_recomputation)
         self._undo.callback(self._wrapped.clear)
         self._undo.callback(restore_blocks, list(self._wrapped.values()))
+        if not self._wrapped:
+            raise ConflictError(
+                "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
+            )
         kinds = Counter(type(block).__name__ for block in self._wrapped.values())
         listing = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         rank_zero_info(f"activation checkpointing: backward recomputes {listing}")

@@ -127,7 +127,10 @@ class MemoryLogger(Callback):
 
     @property
     def peak_bytes(self) -> int:
-        """The largest allocated (GPU) or resident (CPU) bytes seen in the last run; 0 before the first."""
+        """The largest allocated (GPU) or resident (CPU) bytes that the last run read; 0 before the first.
+
+        On a GPU the allocator's peak counts since its counters were last reset, which may have been before this run.
+        """
         return int(self._max["peak"].compute()) if "peak" in self._max else 0
 
     def _start(self, stage: str) -> None:

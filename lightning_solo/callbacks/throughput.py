@@ -142,7 +142,8 @@ class Throughput(Callback):
     """Logs samples/s, tokens/s, model TFLOP/s and model FLOP utilisation, over the last batches of training.
 
     Model FLOPs are those of the first batch's forward, times 3 for forward and backward, scaled by tokens (else
-    samples) for other batches: what activation checkpointing computes again is not counted. Validation, and what
+    samples) for other batches: what activation checkpointing computes again is not counted. Under manual optimization
+    ``training_step`` holds the backward too, and is counted as it is, recomputation included. Validation, and what
     follows it until the next batch, is not training time; waiting for data is.
 
     Args:
@@ -201,6 +202,7 @@ class Throughput(Callback):
         self._flops = 0.0
         self._flops_per_unit: float | None = None
         self._counted_flops: int | None = None
+        self._passes = 3
         self._available_flops: float | None = None
         self._mark: float | None = None  # since when training runs; None while it does not
         self._step = 0
@@ -216,6 +218,8 @@ class Throughput(Callback):
         self._step = trainer.global_step
         if self.count_flops:
             self._available_flops = self._peak_flops(trainer)
+            # 3 = forward 1 + backward 2: gradients of inputs and of weights cost a forward each
+            self._passes = 3 if pl_module.automatic_optimization else 1
             self._counter = CountedOnce(trainer.strategy, "training_step", self._receive_flops)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -263,8 +267,7 @@ class Throughput(Callback):
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         units = samples if tokens is None else tokens
         if self._counted_flops is not None and units:
-            # 3 = forward 1 + backward 2: gradients of inputs and of weights cost a forward each
-            self._flops_per_unit, self._counted_flops = 3 * self._counted_flops / units, None
+            self._flops_per_unit, self._counted_flops = self._passes * self._counted_flops / units, None
         self._flops += (self._flops_per_unit or 0.0) * units
         flops = None if self._flops_per_unit is None else round(self._flops)
         self._totals.append(Totals(self._seconds, self._batches, self._samples, self._tokens, flops))

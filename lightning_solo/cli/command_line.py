@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -30,7 +30,9 @@ from lightning_solo.presets.compose import (
     to_plain,
     user_conf_folder,
 )
-from lightning_solo.presets.schema import FIELDS, SoloConfig, check_object, from_mapping
+from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.registry import is_allowed, targets
+from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, from_mapping
 from lightning_solo.presets.signature import check_arguments, parameters
 
 MOST_JOBS = 10_000
@@ -49,6 +51,8 @@ FLAGS_WITH_VALUE = (
     "-c",
     "--cfg",
 )
+LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter")
+CHECKED_VALUES = 20  # of one override in a sweep, before it starts; every job checks its own again
 TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", "data", "optimizer", "solo")
 
 
@@ -64,10 +68,11 @@ class CheckedConfig:
     allow: list[str]
 
 
-def search_path_override() -> list[str]:
-    """Return the override that adds the user's `./conf`, where it holds presets, to the search path."""
+def search_path_override(overrides: Sequence[str]) -> list[str]:
+    """Return the override that adds the user's `./conf` to the search path, unless the user set that path."""
     own = user_conf_folder()
-    return [f"hydra.searchpath=[file://{own}]"] if own is not None else []
+    given = any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides)
+    return [f"hydra.searchpath=[file://{own}]"] if own is not None and not given else []
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -91,8 +96,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
         raise PresetError(f"{swept!r} names several values; write -m for a sweep over them")
     _refuse_count(math.prod(len(texts) for texts in choices))
     first = [texts[0] for texts in choices]
-    for index, texts in enumerate(choices):  # each value once, beside the first value of every other override
-        for text in texts if index == 0 else texts[1:]:
+    for index, texts in enumerate(choices):  # each value beside the first value of every other override
+        for text in texts[0 if index == 0 else 1 : CHECKED_VALUES]:
             _check_job([*first[:index], text, *first[index + 1 :]])
     if not choices:
         _check_job([])
@@ -106,9 +111,9 @@ def check_config(cfg: DictConfig) -> CheckedConfig:
         ConflictError: two choices that cannot be combined; a Trainer argument that the preset sets.
     """
     for key in map(str, cfg):
-        if key not in TOP:
+        if key not in (*TOP, "hydra"):
             raise PresetError(f"{key}: no such key{nearest(key, TOP)}there are {', '.join(TOP)}")
-    plain = to_plain(cfg)
+    plain = to_plain(OmegaConf.masked_copy(cfg, list(TOP)))
     allow = plain["allow"]
     if not isinstance(allow, list) or not all(isinstance(prefix, str) and prefix for prefix in allow):
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=[my_project]")
@@ -171,6 +176,8 @@ def _choices(override: Override) -> list[str]:
     text = str(override.input_line)
     if not override.is_sweep_override():
         return [text]
+    if isinstance(override._value, Glob):
+        raise PresetError(f"{text!r}: write the names themselves, separated by commas")
     if override.is_discrete_sweep():
         values = list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
         if not values:
@@ -196,6 +203,7 @@ def _check_job(overrides: Sequence[str]) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         _explain(overrides)
         raise PresetError(f"{error}") from error
+    check_hydra(cfg)
     check_config(cfg)
     check_root(Path(str(cfg.root)) / str(cfg.run))
 
@@ -216,8 +224,10 @@ def check_root(folder: Path) -> None:
     """Refuse a run folder that can't be written, before anything is trained.
 
     Raises:
-        PresetError: a part of the path is a file, or nothing can be created in its first existing part.
+        PresetError: the path leads upwards, a part of it is a file, or nothing can be created in it.
     """
+    if ".." in folder.parts:
+        raise PresetError(f"root={folder.parent}: must not lead upwards; write an absolute path to leave this folder")
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not there.is_dir():
         raise PresetError(f"root={folder.parent}: {there} is a file, a folder is needed; write root=<folder>")
@@ -231,9 +241,42 @@ def check_root(folder: Path) -> None:
 
 
 def compose_application(overrides: Sequence[str]) -> DictConfig:
-    """Return the application's configuration as Hydra composes it, `hydra.*` left out."""
+    """Return the application's configuration as Hydra composes it, `hydra` included."""
     with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), **VERSION_BASE):
-        return hydra_compose(config_name="train", overrides=[*search_path_override(), *overrides])
+        everything = [*search_path_override(overrides), *overrides]
+        return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
+
+
+def check_hydra(cfg: DictConfig) -> None:
+    """Refuse what Hydra itself would call before a line of ours runs: callbacks, launchers, log handlers.
+
+    Raises:
+        PresetError: a target that is not Hydra's own or a plugin's, or a resolver that makes one out of a string.
+    """
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(plain, dict)
+    for path, text in _strings(plain, ""):
+        if "oc.create" in text or "oc.decode" in text:
+            raise PresetError(f"{path}={text!r}: oc.create and oc.decode could make any object; write the value itself")
+    for path, target in targets(plain["hydra"], "hydra"):
+        if not is_allowed(str(target), ("hydra._internal.core_plugins", "hydra_plugins")):
+            raise PresetError(f"{path}._target_={target!r}: only Hydra's own launchers and sweepers, and its plugins'")
+    if plain["hydra"].get("callbacks"):
+        raise PresetError("hydra.callbacks: would run code of its own; a callback of Lightning goes to solo.callback")
+    for path, text in _strings({name: plain["hydra"][name] for name in ("job_logging", "hydra_logging")}, "hydra"):
+        if path.endswith((".class", ".()")) and text not in LOG_CLASSES:
+            raise PresetError(f"{path}={text!r}: allowed are {', '.join(LOG_CLASSES)}")
+
+
+def _strings(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _strings(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _strings(value, f"{path}[{index}]")
+    elif isinstance(node, str):
+        yield path, node
 
 
 def _explain(overrides: Sequence[str]) -> None:
@@ -284,9 +327,16 @@ def _refuse_set_twice(solo: SoloConfig, trainer: Mapping[str, Any]) -> None:
         "precision": solo.precision,
         "strategy": solo.strategy and solo.strategy.get("name"),
         "accumulate_grad_batches": solo.accumulate_grad_batches,
+        "accelerator": "cuda" if needs_cuda(solo) else None,
     }
+    if "callbacks" in trainer:
+        raise ConflictError(
+            f"trainer.callbacks={trainer['callbacks']!r}: callbacks belong to the preset; write "
+            f"'+solo.callback.mine={{_target_: my_project.MyCallback}}' and allow=[my_project]"
+        )
     for name, value in promised.items():
-        if value is not None and name in trainer and trainer[name] != value:
+        given = PRECISIONS.get(str(trainer.get(name)), trainer.get(name)) if name == "precision" else trainer.get(name)
+        if value is not None and name in trainer and given != value:
             if name == "devices":
                 raise ConflictError(f"trainer.devices={trainer[name]}: lightning-solo trains on one device")
             raise ConflictError(

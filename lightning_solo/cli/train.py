@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
     check_command_line(arguments)
     flags, overrides = split(arguments)
-    sys.argv = ["lightning-solo train", *flags, *overrides, *search_path_override()]
+    sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
     hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
     return 0
 
@@ -64,15 +66,20 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
+    import torch
 
     _quieten()
+    if torch.cuda.is_available():  # a sweep's jobs share this process; each tells its own peak
+        torch.cuda.reset_peak_memory_stats()
     L.seed_everything(int(cfg.seed), workers=True, verbose=False)
     model, data = build_parts(checked)
     trainer = L.Trainer(**{**own_arguments(folder), **checked.trainer, **kwargs})
     started = time.monotonic()
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
-    except SystemExit:
+    except SystemExit as exit_:
+        if not isinstance(exit_.__context__, KeyboardInterrupt):
+            raise
         _say_interrupted(trainer, run_folder)
         raise SystemExit(INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
@@ -138,7 +145,10 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
         console.print(f"interrupted before the first step; nothing to save in {run_folder.path}")
         return
     console.print(f"interrupted at step {trainer.global_step}; saved {saved}")
-    console.print(f"go on with: lightning-solo train run={run_folder.path.name} resume=auto", style="bold")
+    if HydraConfig.get().mode == RunMode.RUN:
+        given = [text for text in HydraConfig.get().overrides.task if not text.startswith(("run=", "resume="))]
+        again = shlex.join([*given, f"run={run_folder.path.name}", "resume=auto"])
+        console.print(f"go on with: lightning-solo train {again}", style="bold", soft_wrap=True, highlight=False)
 
 
 def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None:
@@ -157,8 +167,10 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     if unigram is not None:
         table.add_row("perplexity of byte frequencies alone", f"{unigram:.4f}")
     reading = read(trainer.strategy.root_device)
-    where, peak = ("device", reading.peak_allocated) if reading.peak_allocated else ("host", reading.peak_resident)
-    table.add_row(f"peak memory of the {where}", f"{(peak or 0) / GiB:.3f} GiB")
+    where, peak = (
+        ("device", reading.peak_allocated) if reading.peak_allocated else ("this process", reading.peak_resident)
+    )
+    table.add_row(f"peak memory, {where}", f"{(peak or 0) / GiB:.3f} GiB")
     for name, value in _throughput(trainer).items():
         table.add_row(name, f"{value:,.2f}")
     console = Console()

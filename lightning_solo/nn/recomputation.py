@@ -29,7 +29,7 @@ class _Wrap:
     name: str
     own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
     verify: bool  # whether the next recomputation is to be compared with its forward
-    python_random: bool = True  # whether it may draw from Python's generator, which torch doesn't replay
+    host_state: bool = True  # whether its forward may change what torch doesn't replay: see _HostState
     recomputed: bool = False
 
 
@@ -104,7 +104,7 @@ class _Call:
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.dtype = torch.get_default_dtype()
-        self.random: Any = None
+        self.host: _HostState | None = None  # as it was before the forward, where the forward changed it
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors for ``checkpoint`` and let go of them: it decides how long they live."""
@@ -115,14 +115,14 @@ class _Call:
         if self.inputs is None:
             return self.recompute(tensors)
         (args, kwargs), self.inputs = self.inputs, None
-        before = random.getstate() if self.wrap.python_random else None
+        before = _HostState(self.block) if self.wrap.host_state else None
         versions = [_version(tensor) for tensor in tensors] if self.verify else []
         output = self.original(*args, **kwargs)
-        self.random = before if before is not None and before != random.getstate() else None
+        self.host = before if before is not None and before != _HostState(self.block) else None
         if self.verify:
             if versions != [_version(tensor) for tensor in tensors]:
                 raise self.conflict("changes its input in place, so it can't be computed again")
-            self.wrap.python_random = self.random is not None
+            self.wrap.host_state = self.host is not None
             self.samples = _samples(output)
             self.low_precision = any(torch.is_autocast_enabled(t.device.type) for t in self.samples)
         return output
@@ -132,7 +132,7 @@ class _Call:
         self.wrap.recomputed = True
         tensor, other = iter(tensors), iter(self.others)
         args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
-        with _settings(self.dtype, self.random), _statistics_kept(self.block) as kept:
+        with _settings(self.dtype, self.block, self.host), _statistics_kept(self.block) as kept:
             if not self.verify:
                 return self.original(*args, **kwargs)
             buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
@@ -179,19 +179,62 @@ def _without_cache(block: nn.Module, name: str, args: Sequence[Any], kwargs: dic
     return keep, kept
 
 
+class _HostState:
+    """What a forward may change on the host, which torch doesn't replay: random generators and plain attributes.
+
+    Python's and NumPy's global generators (layer drop draws from them), and numbers and flags that the block's
+    modules keep, such as a count of calls.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        numpy = sys.modules.get("numpy")
+        self.python = random.getstate()
+        self.numpy = numpy.random.get_state() if numpy is not None else None
+        self.attributes = [(module, _numbers(module)) for module in block.modules()]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _HostState):
+            return NotImplemented
+        return (
+            self.python == other.python
+            and _numpy_key(self.numpy) == _numpy_key(other.numpy)
+            and [values for _, values in self.attributes] == [values for _, values in other.attributes]
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Put everything back as it was when this was made."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for module, values in self.attributes:
+            for name in _numbers(module).keys() - values.keys():  # set since then, over a default of the class
+                del vars(module)[name]
+            vars(module).update(values)
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float | bool]:
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float, bool)}
+
+
+def _numpy_key(state: Any) -> Any:
+    return state and (state[1].tobytes(), *state[2:])
+
+
 @contextmanager
-def _settings(dtype: torch.dtype, python_random: Any) -> Iterator[None]:
-    """Set the default dtype (``bf16-true`` sets it for the step, not for backward) and Python's random state."""
-    dtype_before, random_before = torch.get_default_dtype(), random.getstate() if python_random else None
+def _settings(dtype: torch.dtype, block: nn.Module, host: _HostState | None) -> Iterator[None]:
+    """Set the default dtype (``bf16-true`` sets it for the step, not for backward) and the state on the host."""
+    dtype_now, host_now = torch.get_default_dtype(), _HostState(block) if host is not None else None
     torch.set_default_dtype(dtype)
-    if python_random is not None:
-        random.setstate(python_random)
+    if host is not None:
+        host.restore()
     try:
         yield
     finally:
-        torch.set_default_dtype(dtype_before)
-        if random_before is not None:
-            random.setstate(random_before)
+        torch.set_default_dtype(dtype_now)
+        if host_now is not None:
+            host_now.restore()
 
 
 @contextmanager

@@ -30,7 +30,9 @@ from lightning_solo.presets.conflicts import check_conflicts
 from lightning_solo.presets.schema import FIELDS, SoloConfig, from_mapping
 
 GROUPS = ("callback", "strategy")
-VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}  # deprecated from 1.4 on
+VERSION_BASE: dict[str, str] = (
+    {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
+)  # deprecated from 1.4 on
 _GIVEN = "_given_"
 
 

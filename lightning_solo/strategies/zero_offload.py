@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -116,14 +115,18 @@ def open_process_group(backend: str) -> bool:
         )
     # On the CPU, DeepSpeed compiles an operator for sums across the processes of one machine: here there is one.
     # (The attribute deepspeed.comm.torch is torch itself, so the module goes by name.)
-    operators = importlib.import_module("deepspeed.comm.torch")
+    operators: Any = importlib.import_module("deepspeed.comm.torch")
+    build_shm_op = operators.build_shm_op
     try:
-        with environment(ONE_PROCESS), patch.object(operators, "build_shm_op", lambda: None):
+        operators.build_shm_op = lambda: None
+        with environment(ONE_PROCESS):
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     except BaseException:
         if opened:
             close_process_group()
         raise
+    finally:
+        operators.build_shm_op = build_shm_op
     return opened
 
 

@@ -51,6 +51,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["run=../x"], ["run='../x'", "run=first"]),  # rows 31 and 84
         (["run=-x"], ["run='-x'"]),  # row 84
         (["root=/proc/nothing"], ["root=/proc/nothing", "can be written"]),  # row 31
+        (["root=../elsewhere"], ["root=../elsewhere", "must not lead upwards"]),  # row 31
+        (["+hydra.callbacks.x={_target_:logging.FileHandler,filename:x}"], ["hydra.callbacks"]),  # row 81
+        (["+hydra.callbacks.x=${model}"], ["hydra.callbacks"]),  # row 81
+        (["hydra.job_logging.handlers.file.class=os.system"], ["os.system", "logging.FileHandler"]),  # row 82
+        (["+hydra.job_logging.formatters.x={'()':os.system}"], ["os.system"]),  # row 82
+        (["model=custom", "model._target_=m.X", "+model.x='${oc.create:{a:b}}'", "allow=[m]"], ["oc.create"]),  # row 81
+        (["-m", "model=glob(*)"], ["glob", "separated by commas"]),
         (["model=custom", "model._target_=os.system"], ["os.system", "allow=[os]"]),  # row 81
         (["model=custom", "model._target_=os.system", "allow=[mine]"], ["os.system", "allowed is mine"]),  # row 81
         (["resume=autoo"], ["resume='autoo'", "did you mean 'auto'"]),
@@ -71,7 +78,13 @@ def test_refused_with_the_option_the_value_and_what_to_write(arguments: list[str
 
 @pytest.mark.parametrize(
     "arguments",
-    [["+trainer.devices=2"], ["+trainer.precision=64-true"], ["solo=accumulation", "solo.accumulate_grad_batches=4"]],
+    [
+        ["+trainer.devices=2"],
+        ["+trainer.precision=64-true"],
+        ["+trainer.callbacks=null"],
+        ["solo=fp16", "+trainer.accelerator=cpu"],
+        ["solo=accumulation", "solo.accumulate_grad_batches=4"],
+    ],
 )
 def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
     with pytest.raises(ConflictError):
@@ -87,6 +100,8 @@ def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
         ["-m", "solo=bf16,checkpointing", "model.width=128,256", "seed=range(0,3)"],
         ["model=custom", "model._target_=mine.Net", "+model.depth=3", "allow=[mine]", "data=none", "optimizer=none"],
         ["+trainer.gradient_clip_val=1.0", "experiment=quick", "run=first", "resume=auto"],
+        ["+trainer.precision=bf16", "optimizer=custom", "optimizer._target_=m.O", "+optimizer.lr=1", "allow=[m]"],
+        ["-m", "seed=range(0,2000)"],
     ],
 )
 def test_accepted(arguments: list[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -102,11 +104,14 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    assert "lightning-solo train run=first resume=auto" in output
     assert "Traceback" not in output
     saved = steps_of(tmp_path / "runs" / "first")
     assert saved > 0
-    train(tmp_path, *arguments[:2], *arguments[2:4], "run=first", "resume=override", f"trainer.max_steps={saved + 2}")
+    said = re.search(r"^go on with: lightning-solo train (.*)$", output, re.MULTILINE)
+    assert said is not None, output
+    again = [text for text in shlex.split(said[1]) if not text.startswith("trainer.max_steps=")]
+    assert {"run=first", "resume=auto", "solo=bf16"} <= set(again)
+    train(tmp_path, *again, f"trainer.max_steps={saved + 2}")
     assert steps_of(tmp_path / "runs" / "first") == saved + 2
 
 

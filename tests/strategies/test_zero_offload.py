@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -12,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lightning.pytorch  # noqa: F401  # its import sets TORCHINDUCTOR_CACHE_DIR: not within a test
 import pytest
 import torch
 import yaml
@@ -210,6 +210,37 @@ def test_states_lie_on_the_host_and_mixed_precision_leaves_two_bytes_per_paramet
     assert flat.dtype == torch.float32
     assert torch.equal(flat.sort().values, seen["exact"][0][:count].sort().values)
     assert not torch.equal(flat, flat.bfloat16().float())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_states_are_pinned_on_the_host_and_nothing_stays_allocated(
+    home: ModuleType, make_trainer: Any
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def at_end(trainer: Any, pl_module: Any) -> None:
+        inner = trainer.strategy.deepspeed_engine.optimizer.optimizer
+        states = [t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1]
+        seen.update(
+            devices={t.device.type for t in states},
+            masters={p.device.type for group in inner.param_groups for p in group["params"]},
+            weights={(p.device.type, p.dtype) for p in pl_module.parameters()},
+        )
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    plain, offloaded = module(home), module(home)
+    make_trainer(home, accelerator="gpu").fit(plain, loader())
+    arguments = {"strategy": strategy(home, allow_cpu=False), "callbacks": [look(home, at_end)]}
+    make_trainer(home, accelerator="gpu", **arguments).fit(offloaded, loader())
+    assert seen == {"devices": {"cpu"}, "masters": {"cpu"}, "weights": {("cuda", torch.float32)}}
+    for p, q in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        torch.testing.assert_close(p.cpu(), q.cpu(), rtol=1e-3, atol=1e-5)
+    assert not torch.distributed.is_initialized()
+    del plain, offloaded, arguments
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before + 2**20
 
 
 # --- trace ---
