@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 	$(BIN)/lightning-solo train
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --timeout=300 --numprocesses=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=300 --numprocesses=2
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

@@ -151,7 +151,13 @@ class MemoryLogger(Callback):
         """Start afresh for this run."""
         self._start(str(getattr(stage, "value", stage)))  # Lightning gives an enum, whose str() is not its value
         self._device = trainer.strategy.root_device
-        self._path = path_below(trainer.log_dir or trainer.default_root_dir, self.file)
+        root = trainer.log_dir or trainer.default_root_dir
+        if "://" in str(root):
+            warnings.warn(
+                f"MemoryLogger: {root} is remote, so there is no {self.file}; the loggers get it all", stacklevel=2
+            )
+        else:
+            self._path = path_below(root, self.file)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what weights and whatever was there before take."""

@@ -287,6 +287,17 @@ def test_a_link_out_of_the_directory_is_refused(home: Any, make_trainer: Any, tm
     assert not list(outside.iterdir())
 
 
+def test_no_file_for_a_remote_root(
+    home: Any, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(home, default_root_dir="memory://runs", callbacks=[MemoryLogger(2)])
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="memory://runs is remote"):
+        trainer.fit(regression(home), loader(4))
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_file_lies_with_the_first_logger(home: Any, make_trainer: Any, tmp_path: Path) -> None:
     logger = home.loggers.CSVLogger(str(tmp_path), name="run", version=3)
     trainer = make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[MemoryLogger(every_n_steps=1)])

@@ -125,6 +125,23 @@ def test_recomputation_is_not_counted(home: Any, make_trainer: Any, clock: Any) 
     assert figures[0]["throughput/model_tflops_per_s"] > 0
 
 
+def test_manual_optimization_is_counted_as_it_is(home: Any, make_trainer: Any, clock: Any) -> None:
+    module, callback = regression(home, nn.Linear(8, 1)), Throughput()
+    module.automatic_optimization = False
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        clock(0.5)
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(module.step(batch))
+        optimizer.step()
+
+    module.training_step = training_step
+    make_trainer(home, callbacks=[callback]).fit(module, loader(3, batch_size=4))
+    # forward and the weight's gradient, 2 x 8 x 1 FLOPs a sample each; the input needs no gradient
+    assert callback.figures["throughput/model_tflops_per_s"] * 1e12 == pytest.approx(2 * 2 * 8 * 4 / 0.5)
+
+
 def test_validation_is_not_training_time(home: Any, make_trainer: Any, clock: Any) -> None:
     class Slow(home.Callback):  # type: ignore[name-defined,misc]
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
