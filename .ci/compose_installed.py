@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import lightning_solo as solo
-from lightning_solo.presets.compose import conf_folder
+from lightning_solo.presets.files import conf_folder
 
 here = Path.cwd()
 assert not (here / "lightning_solo").exists(), "run this outside the checkout"

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.presets.compose import describe, preset_files
+from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.units import GiB
 
 ROOT = Path(__file__).resolve().parents[1]

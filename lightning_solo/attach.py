@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_solo.build import check_machine, make_callbacks, trainer_arguments
-from lightning_solo.presets.compose import compose, compose_mapping, describe, preset_files
+from lightning_solo.presets.compose import compose, compose_mapping
+from lightning_solo.presets.files import describe, preset_files
 
 
 def trainer_kwargs(

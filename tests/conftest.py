@@ -9,11 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import lightning.pytorch  # both homes first: importing them sets environment variables
 import pytest
 import pytorch_lightning
 import torch
 
+hypothesis.settings.register_profile("solo", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("solo")
 HOMES = (lightning.pytorch.__name__, pytorch_lightning.__name__)
 
 

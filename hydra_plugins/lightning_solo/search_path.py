@@ -5,7 +5,8 @@ from __future__ import annotations
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from lightning_solo.presets.compose import conf_folder, register_schema
+from lightning_solo.presets.compose import register_schema
+from lightning_solo.presets.files import conf_folder
 
 
 class LightningSoloSearchPath(SearchPathPlugin):

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_solo.cli.hydra_section import check_hydra
 from lightning_solo.errors import ConflictError, PresetError, nearest
-from lightning_solo.presets.compose import (
-    VERSION_BASE,
-    compose,
-    conf_folder,
-    hydra_of_our_own,
-    preset_files,
-    refuse_twice,
-    to_plain,
-    user_conf_folder,
-)
+from lightning_solo.presets.compose import VERSION_BASE, compose, hydra_of_our_own, refuse_twice, to_plain
 from lightning_solo.presets.conflicts import needs_cuda
-from lightning_solo.presets.registry import is_allowed, targets
+from lightning_solo.presets.files import conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, from_mapping
 from lightning_solo.presets.signature import check_arguments, parameters
 
@@ -51,7 +43,6 @@ FLAGS_WITH_VALUE = (
     "-c",
     "--cfg",
 )
-LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter")
 CHECKED_VALUES = 20  # of one override in a sweep, before it starts; every job checks its own again
 TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", "data", "optimizer", "solo")
 
@@ -245,38 +236,6 @@ def compose_application(overrides: Sequence[str]) -> DictConfig:
     with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), **VERSION_BASE):
         everything = [*search_path_override(overrides), *overrides]
         return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
-
-
-def check_hydra(cfg: DictConfig) -> None:
-    """Refuse what Hydra itself would call before a line of ours runs: callbacks, launchers, log handlers.
-
-    Raises:
-        PresetError: a target that is not Hydra's own or a plugin's, or a resolver that makes one out of a string.
-    """
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(plain, dict)
-    for path, text in _strings(plain, ""):
-        if "oc.create" in text or "oc.decode" in text:
-            raise PresetError(f"{path}={text!r}: oc.create and oc.decode could make any object; write the value itself")
-    for path, target in targets(plain["hydra"], "hydra"):
-        if not is_allowed(str(target), ("hydra._internal.core_plugins", "hydra_plugins")):
-            raise PresetError(f"{path}._target_={target!r}: only Hydra's own launchers and sweepers, and its plugins'")
-    if plain["hydra"].get("callbacks"):
-        raise PresetError("hydra.callbacks: would run code of its own; a callback of Lightning goes to solo.callback")
-    for path, text in _strings({name: plain["hydra"][name] for name in ("job_logging", "hydra_logging")}, "hydra"):
-        if path.endswith((".class", ".()")) and text not in LOG_CLASSES:
-            raise PresetError(f"{path}={text!r}: allowed are {', '.join(LOG_CLASSES)}")
-
-
-def _strings(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _strings(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _strings(value, f"{path}[{index}]")
-    elif isinstance(node, str):
-        yield path, node
 
 
 def _explain(overrides: Sequence[str]) -> None:

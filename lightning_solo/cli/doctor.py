@@ -17,7 +17,8 @@ from rich.table import Table
 from lightning_solo.build import check_machine
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory
-from lightning_solo.presets.compose import compose, preset_files
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
 
 PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed")

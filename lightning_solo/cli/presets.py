@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.compose import describe, preset_files, user_conf_folder
+from lightning_solo.presets.files import describe, preset_files, user_conf_folder
 
 
 def run(arguments: Sequence[str]) -> int:

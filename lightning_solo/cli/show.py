@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lightning_solo.attach import show
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.compose import compose, preset_files
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
 
 
 def run(arguments: Sequence[str]) -> int:

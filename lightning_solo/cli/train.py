@@ -28,8 +28,9 @@ from lightning_solo.cli.command_line import (
 )
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError
-from lightning_solo.presets.compose import VERSION_BASE, conf_folder
+from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.conflicts import has_callback
+from lightning_solo.presets.files import conf_folder
 from lightning_solo.units import GiB
 
 INTERRUPTED = 130

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,27 +26,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.conflicts import check_conflicts
+from lightning_solo.presets.files import check_choice, check_file, conf_folder, user_conf_folder
 from lightning_solo.presets.schema import FIELDS, SoloConfig, from_mapping
 
 GROUPS = ("callback", "strategy")
-VERSION_BASE: dict[str, str] = (
-    {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
-)  # deprecated from 1.4 on
+# Hydra 1.3 warns without it, 1.4 with it
+VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
 _GIVEN = "_given_"
-
-
-def conf_folder() -> Path:
-    """Return the folder of our configurations: inside an installed wheel, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
-
-
-def user_conf_folder() -> Path | None:
-    """Return `./conf` of the folder the user stands in, if it holds presets or parts for the command line."""
-    folder = Path.cwd() / "conf"
-    groups = ("solo", "model", "data", "optimizer", "experiment")
-    return folder if any((folder / group).is_dir() for group in groups) else None
 
 
 def register_schema() -> None:
@@ -55,21 +40,6 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     if "schema" not in store.repo.get("solo", {}):  # each compose comes by; Hydra 1.5 refuses the second time
         store.store(group="solo/schema", name="solo", node=SoloConfig, provider="lightning-solo")
-
-
-def preset_files() -> dict[str, Path]:
-    """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) goes first, as in Hydra."""
-    files = {path.stem: path for path in sorted((conf_folder() / "library" / "solo").glob("*.yaml"))}
-    own = user_conf_folder()
-    if own is not None:
-        files.update({path.stem: path for path in sorted((own / "solo").glob("*.yaml"))})
-    return files
-
-
-def describe(path: Path) -> str:
-    """Return the first line of a preset's file: what it is for and which device it needs."""
-    first = path.read_text(encoding="utf-8-sig").partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def compose(preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> SoloConfig:
@@ -167,7 +137,7 @@ def _refuse_interpolations(node: Any, path: str) -> None:
 def _preset_in_store(preset: str | Mapping[str, Any], allow: Sequence[str]) -> Iterator[str]:
     """Yield the name under which Hydra finds the preset; fields given as a mapping are put into its store meanwhile."""
     if isinstance(preset, str):
-        _check_file(preset)
+        check_file(preset)
         yield preset
     elif isinstance(preset, Mapping):
         store = ConfigStore.instance()
@@ -179,21 +149,6 @@ def _preset_in_store(preset: str | Mapping[str, Any], allow: Sequence[str]) -> I
             del store.repo["solo"][f"{_GIVEN}.yaml"]
     else:
         raise PresetError(f"preset={preset!r}: must be a name or a mapping of fields (a Hydra application's cfg.solo)")
-
-
-def _check_file(name: str) -> None:
-    files = preset_files()
-    if name not in files:
-        raise PresetError(f"no preset {name!r}{nearest(name, files)}there are {', '.join(files)}")
-    path = files[name]
-    try:
-        node = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise PresetError(f"preset {name!r} can't be read: {path}: {error}") from error
-    if not isinstance(node, DictConfig) or not node:
-        raise PresetError(
-            f"preset {name!r}: {path}, line 1: must hold a mapping of fields such as `precision: bf16-mixed`"
-        )
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -214,7 +169,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
                     f"{text!r} would replace every callback of the preset; write +{text} to add one, "
                     f"~callback.<name> to remove one"
                 )
-            _check_choice(field, override.value())
+            check_choice(field, override.value())
         parsed.append(override)
     refuse_twice(parsed)
     return parsed
@@ -235,17 +190,6 @@ def refuse_twice(overrides: Sequence[Override]) -> None:
 
 def _is_group(override: Override) -> bool:
     return override.key_or_group.removeprefix("solo/") in GROUPS
-
-
-def _check_choice(group: str, value: object) -> None:
-    folders = [conf_folder() / "library" / "solo" / group, (user_conf_folder() or Path()) / "solo" / group]
-    choices = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    for name in value if isinstance(value, list) else [value]:
-        if name is not None and name not in choices:
-            there = ", ".join(choices)
-            raise PresetError(
-                f"{group}={name!r}: no {group} of that name{nearest(str(name), choices)}there are {there}"
-            )
 
 
 def _with_prefix(override: Override) -> str:

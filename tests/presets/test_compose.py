@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, PresetError
-from lightning_solo.presets.compose import compose, compose_mapping, describe, preset_files
+from lightning_solo.presets.compose import compose, compose_mapping
 from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.schema import FIELDS, PRECISIONS
 
 PRESETS = ("accumulation", "baseline", "bf16", "bf16_true", "checkpointing", "fp16", "zero_offload")
