@@ -131,7 +131,7 @@ class MemoryLogger(Callback):
 
         On a GPU the allocator's peak counts since its counters were last reset, which may have been before this run.
         """
-        return int(self._max["peak"].compute()) if "peak" in self._max else 0
+        return max(self._seen.get("peak", [0]))
 
     def _start(self, stage: str) -> None:
         self._fit = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}" if stage else ""
@@ -142,8 +142,7 @@ class MemoryLogger(Callback):
         self._phase: str | None = None
         self._peaks = dict.fromkeys(PHASES, 0)  # since the last row
         self._peak = self._peak_reserved = 0  # CUDA peaks that a reset by ``per_phase`` would have lost
-        self._max: dict[str, MaxMetric] = {}
-        self._mean: dict[str, MeanMetric] = {}
+        self._seen: dict[str, list[int]] = {}  # integers in the hooks; the metrics are computed for the table
 
     # --- when: Lightning's hooks ---
 
@@ -257,8 +256,9 @@ class MemoryLogger(Callback):
         reading = self._whole_run(read(self._device))
         for name, count in (*asdict(reading).items(), *phases.items()):
             if count is not None and name != "alloc_retries":
-                self._update(name, count)
-        self._update("peak", reading.peak_allocated if reading.resident is None else reading.resident)
+                self._seen.setdefault(name, []).append(count)
+        peak = reading.peak_allocated if reading.resident is None else reading.resident
+        self._seen.setdefault("peak", []).append(peak or 0)
         row: dict[str, object] = {
             "fit": self._fit,
             "stage": self._stage,
@@ -281,15 +281,6 @@ class MemoryLogger(Callback):
         }
         return Reading(**{**asdict(reading), **peaks})
 
-    def _update(self, name: str, count: int | None) -> None:
-        if name not in self._max:
-            # float64 holds every byte count exactly up to 2**53; the default float32 only up to 16 MiB
-            self._max[name], self._mean[name] = MaxMetric(), MeanMetric()
-            self._max[name].set_dtype(torch.float64)
-            self._mean[name].set_dtype(torch.float64)
-        self._max[name].update(count or 0)
-        self._mean[name].update(count or 0)
-
     def _write(self, row: Mapping[str, object]) -> None:
         if self._path is None:
             return
@@ -302,17 +293,21 @@ class MemoryLogger(Callback):
             self._path = None
 
     def _finish(self) -> None:
-        if self._fit and self.table and self._max:
+        if self._fit and self.table and self._seen:
             print_table(self._rows(), f"Memory, {self._stage} on {self._device}")
         self._fit = ""
 
     def _rows(self) -> dict[str, tuple[int, int]]:
         """Return the mean and the largest bytes of what was read, by name."""
-        return {
-            name.replace("_", " "): (int(self._mean[name].compute()), int(metric.compute()))
-            for name, metric in self._max.items()
-            if name != "peak"
-        }
+        rows = {}
+        for name, counts in self._seen.items():
+            # float64 holds every byte count exactly up to 2**53; the default float32 only up to 16 MiB
+            mean, largest = MeanMetric().set_dtype(torch.float64), MaxMetric().set_dtype(torch.float64)
+            mean.update(counts)
+            largest.update(counts)
+            rows[name.replace("_", " ")] = (int(mean.compute()), int(largest.compute()))
+        rows.pop("peak", None)
+        return rows
 
 
 def print_table(rows: Mapping[str, tuple[int, int]], title: str) -> None:
