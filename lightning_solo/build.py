@@ -35,13 +35,14 @@ def trainer_arguments(
         config: checked by `presets.compose`.
         callbacks: the user's own, appended behind the preset's.
         allow: prefixes of ``_target_`` that the user trusts.
-        lightning: the package whose Trainer will take the arguments, one of `HOMES`.
+        lightning: the package whose Trainer will take the arguments, one of `HOMES` (or ``"lightning"``).
 
     Raises:
         CapabilityError: this machine lacks what the preset needs.
         ConflictError: a callback of the preset is also among ``callbacks``.
-        PresetError: ``lightning`` is not one of its two homes, or a target is not what it seems.
+        PresetError: ``lightning`` is not one of its two homes, a target or one of ``callbacks`` is not what it seems.
     """
+    lightning = "lightning.pytorch" if lightning == "lightning" else lightning
     if lightning not in HOMES:
         raise PresetError(f"lightning={lightning!r}: must be one of {', '.join(map(repr, HOMES))}")
     check_machine(config, lightning)
@@ -57,6 +58,8 @@ def trainer_arguments(
     if config.strategy is not None:
         arguments["strategy"] = make("strategy", config.strategy, allow=allow, lightning=lightning)
     built = make_callbacks(config, allow)
+    for index, callback in enumerate(callbacks):
+        _refuse_other_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(built, callbacks)
     arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}), *built, *callbacks]
     return arguments

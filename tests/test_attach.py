@@ -194,7 +194,18 @@ def test_homes_are_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
         solo.trainer_kwargs("bf16", lightning="pl")
 
 
+def test_lightning_is_short_for_its_first_home() -> None:
+    assert "precision" in solo.trainer_kwargs("bf16", lightning="lightning")
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(solo.PresetError, match=r"callbacks\[0\]: a Callback of Lightning is needed"):
+        solo.trainer_kwargs("bf16", callbacks=[print])
+
+
 def test_a_string_for_a_list_is_refused() -> None:
+    with pytest.raises(solo.PresetError, match="overrides="):
+        solo.trainer_kwargs("bf16", {"precision": "32-true"})
     with pytest.raises(solo.PresetError, match="overrides="):
         solo.trainer_kwargs("bf16", "precision=32")
     with pytest.raises(solo.PresetError, match="allow="):

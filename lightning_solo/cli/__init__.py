@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lightning_solo.errors import SoloError, nearest
 
+INTERRUPTED = 130
 COMMANDS = {
     "train": "train a model under a preset (a Hydra application: key=value overrides, -m sweeps)",
     "presets": "list the presets: what each is for and which device it needs",
@@ -29,11 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(lightning_solo.__version__)
         raise SystemExit(0)
     if name not in COMMANDS:
-        _refuse(f"no command {name!r}{nearest(name, COMMANDS)}there are {', '.join(COMMANDS)}")
+        refuse(f"no command {name!r}{nearest(name, COMMANDS)}there are {', '.join(COMMANDS)}")
     try:
         code = importlib.import_module(f"lightning_solo.cli.{name}").run(given)
     except SoloError as error:
-        _refuse(str(error))
+        refuse(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     raise SystemExit(code)
 
 
@@ -42,6 +47,7 @@ def _usage() -> str:
     return f"lightning-solo: the largest model, at the best speed, on the one GPU you have\n\n{lines}"
 
 
-def _refuse(message: str) -> None:
+def refuse(message: str) -> NoReturn:
+    """Say why not, in one sentence, and exit with 2."""
     print(f"lightning-solo: {message}", file=sys.stderr)
     raise SystemExit(2)

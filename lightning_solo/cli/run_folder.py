@@ -56,13 +56,13 @@ class RunFolder:
             return
         before, now = (_flat(OmegaConf.to_container(c, resolve=False)) for c in (OmegaConf.load(self.config), cfg))
         changed = [
-            f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+            f"\n  {key}: {before.get(key)!r} before, {now.get(key)!r} now"
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
         ]
         if changed:
             raise ConflictError(
-                f"resume=auto: {self.path} was configured otherwise ({'; '.join(changed)}); "
+                f"resume=auto: {self.path} was configured otherwise:{''.join(changed)}\n"
                 f"give the former values, or write resume=override to go on with the new ones"
             )
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_solo.build import make, trainer_arguments
+from lightning_solo.cli import INTERRUPTED, refuse
 from lightning_solo.cli.command_line import (
     CheckedConfig,
     check_command_line,
@@ -32,8 +33,6 @@ from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.units import GiB
-
-INTERRUPTED = 130
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,8 +48,10 @@ def run(arguments: Sequence[str]) -> int:
 def _job(cfg: DictConfig) -> float | None:
     try:
         return train(cfg, Path(HydraConfig.get().runtime.output_dir))
-    except SoloError as error:  # Hydra prints this kind without a stack trace, and a sweep goes on
-        raise CompactHydraException(str(error)) from None
+    except SoloError as error:
+        if HydraConfig.get().mode == RunMode.RUN:
+            refuse(str(error))
+        raise CompactHydraException(str(error)) from None  # the sweep goes on; Hydra prints this kind without a trace
 
 
 def train(cfg: DictConfig, folder: Path) -> float | None:
@@ -145,7 +146,7 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
     if not saved.exists():
         console.print(f"interrupted before the first step; nothing to save in {run_folder.path}")
         return
-    console.print(f"interrupted at step {trainer.global_step}; saved {saved}")
+    console.print(f"interrupted at step {trainer.global_step}; saved {saved}", soft_wrap=True, highlight=False)
     if HydraConfig.get().mode == RunMode.RUN:
         given = [text for text in HydraConfig.get().overrides.task if not text.startswith(("run=", "resume="))]
         again = shlex.join([*given, f"run={run_folder.path.name}", "resume=auto"])

@@ -54,8 +54,8 @@ def compose(preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, a
         PresetError: unknown preset, field, argument or target; a value of a wrong type.
         ConflictError: two choices that cannot be combined.
     """
-    if isinstance(overrides, str):
-        raise PresetError(f"overrides={overrides!r}: must be a list of strings; write overrides=[{overrides!r}]")
+    if isinstance(overrides, (str, Mapping)):
+        raise PresetError(f"overrides={overrides!r}: must be a list of strings, such as ['precision=32-true']")
     if isinstance(allow, str) or not all(isinstance(prefix, str) and prefix for prefix in allow):
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=['my_project']")
     given = compose_mapping(preset, overrides, allow=allow)

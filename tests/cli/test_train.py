@@ -65,12 +65,12 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "first"
     assert steps_of(folder) == 4
 
-    again = train(tmp_path, *QUICK, "run=first", code=1)
+    again = train(tmp_path, *QUICK, "run=first", code=2)
     assert "holds a run already" in again
     assert "resume=auto" in again
 
     same = [*QUICK, "run=first", "resume=auto", "trainer.val_check_interval=2"]
-    changed = train(tmp_path, *same, "optimizer.lr=1e-5", "trainer.max_steps=6", code=1)  # row 29
+    changed = train(tmp_path, *same, "optimizer.lr=1e-5", "trainer.max_steps=6", code=2)  # row 29
     assert "optimizer.lr: 0.001 before, 1e-05 now" in changed
     assert "resume=override" in changed
     assert steps_of(folder) == 4
@@ -80,7 +80,7 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
 
     with (folder / "checkpoints" / "last.ckpt").open("r+b") as file:
         file.truncate(1000)
-    damaged = train(tmp_path, *same, "trainer.max_steps=8", code=1)
+    damaged = train(tmp_path, *same, "trainer.max_steps=8", code=2)
     assert "is damaged" in damaged
     assert "Traceback" not in damaged
 
@@ -164,7 +164,7 @@ def test_a_module_of_ones_own_from_the_folder_one_stands_in(tmp_path: Path) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
-    output = train(tmp_path, *QUICK, "solo=fp16", code=1)
+    output = train(tmp_path, *QUICK, "solo=fp16", code=2)
     assert "precision=16-mixed needs a CUDA device" in output
     assert "'bf16'" in output
     assert "Traceback" not in output
