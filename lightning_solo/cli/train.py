@@ -136,7 +136,7 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
         enable_version_counter=False,
     )
     # ModelCheckpoint saves with each validation; the steps after the last one would be lost
-    end = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last))
+    end = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last, weights_only=False))
     return [best, end]
 
 
