@@ -26,11 +26,12 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Fails, rather than skips, where there is no CUDA device. Runs in the environment at hand: PYTHON=python3 make gpu
+# Fails, rather than skips, where there is no CUDA device. Takes $(VENV) if it is there, else the environment at hand.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	PYTHONPATH=. $(PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu
-	PYTHONPATH=. $(PYTHON) examples/measure_presets.py
+	PYTHONPATH=. $(GPU_PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu
+	PYTHONPATH=. $(GPU_PYTHON) examples/measure_presets.py
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel --outdir dist
