@@ -116,6 +116,11 @@ def check_config(cfg: DictConfig) -> CheckedConfig:
     for kind in ("model", "data"):
         check_object(kind, plain[kind], allow)
     check_object("optimizer", plain["optimizer"], allow, given=["params"])
+    if plain["optimizer"] and "optimizer" not in (plain["model"] or {}):
+        raise ConflictError(
+            "optimizer and model: this model takes no optimizer, it brings its own; write optimizer=none, "
+            "or hand it over as an argument: '+model.optimizer=${optimizer}'"
+        )
     solo = compose(plain["solo"], allow=allow)
     check_arguments(plain["trainer"], parameters("lightning.pytorch.trainer.trainer:Trainer"), "trainer")
     _refuse_set_twice(solo, plain["trainer"])

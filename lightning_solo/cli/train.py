@@ -98,14 +98,24 @@ def _quieten() -> None:
 def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
     """Return (module, data module); the data module is None where the module brings its own loaders."""
     arguments = dict(checked.model)
-    if "name" in arguments and "optimizer" in arguments:
+    if "optimizer" in arguments:
         optimizer = checked.optimizer
         arguments["optimizer"] = make("optimizer", optimizer, allow=checked.allow, partial=True) if optimizer else None
     if not arguments:
         raise PresetError("model: none chosen; write model=byte_gpt_tiny, or model=custom model._target_=...")
     model = make("model", arguments, allow=checked.allow)
+    if "_target_" in arguments and checked.data.get("name") == "stdlib_text" and brings_data(model):
+        print(f"data: {type(model).__name__}'s own train_dataloader")
+        return model, None
     data = make("data", checked.data, allow=checked.allow) if checked.data else None
     return model, data
+
+
+def brings_data(model: Any) -> bool:
+    """Tell whether a module has a `train_dataloader` of its own, which a data module would silently replace."""
+    import lightning as L
+
+    return type(model).train_dataloader is not L.LightningModule.train_dataloader
 
 
 def own_arguments(folder: Path) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def test_refused_with_the_option_the_value_and_what_to_write(arguments: list[str
         ["+trainer.precision=64-true"],
         ["+trainer.callbacks=null"],
         ["solo=fp16", "+trainer.accelerator=cpu"],
+        ["model=custom", "model._target_=m.X", "optimizer=adamw", "allow=[m]"],
         ["solo=accumulation", "solo.accumulate_grad_batches=4"],
     ],
 )
@@ -102,6 +103,7 @@ def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
         ["+trainer.gradient_clip_val=1.0", "experiment=quick", "run=first", "resume=auto"],
         ["+trainer.precision=bf16", "optimizer=custom", "optimizer._target_=m.O", "+optimizer.lr=1", "allow=[m]"],
         ["-m", "seed=range(0,2000)"],
+        ["model=custom", "model._target_=m.X", "optimizer=sgd", "+model.optimizer=${optimizer}", "allow=[m]"],
     ],
 )
 def test_accepted(arguments: list[str]) -> None:

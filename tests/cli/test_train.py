@@ -158,6 +158,8 @@ def test_a_module_of_ones_own_from_the_folder_one_stands_in(tmp_path: Path) -> N
     assert state["global_step"] == 3
     assert state["state_dict"]["net.0.0.weight"].shape == (16, 16)
     assert state["state_dict"]["net.0.0.weight"].dtype == torch.bfloat16
+    as_in_help = train(tmp_path, *own[:2], "allow=[my_module_here]", "run=plain", "trainer.max_steps=2")
+    assert "data: MyModule's own train_dataloader" in as_in_help
     refused = train(tmp_path, *own, *rest[1:], "run=other", code=2)
     assert "allow=[my_module_here]" in refused
 
