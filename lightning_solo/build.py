@@ -155,7 +155,7 @@ def make(
     accepted = parameters_of_class(cls)
     if accepted is not None:
         check_arguments({**arguments, "params": ()} if partial else arguments, accepted, option)
-    return (lambda params: cls(params, **arguments)) if partial else cls(**arguments)
+    return functools.partial(cls, **arguments) if partial else cls(**arguments)
 
 
 def _instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
