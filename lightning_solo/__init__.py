@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_solo.callbacks.memory_logger import MemoryLogger
     from lightning_solo.callbacks.throughput import Throughput
     from lightning_solo.errors import (
+        BudgetError,
         CapabilityError,
         CheckpointError,
         ConflictError,
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
         PresetError,
         SoloError,
     )
+    from lightning_solo.strategies.zero_offload import ZeroOffloadStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccumulationSchedule",
     "ActivationCheckpointing",
+    "BudgetError",
     "CapabilityError",
     "CheckpointError",
     "ConflictError",
@@ -48,6 +51,7 @@ __all__ = [
     "PresetError",
     "SoloError",
     "Throughput",
+    "ZeroOffloadStrategy",
     "callbacks",
     "list_presets",
     "show",
@@ -62,6 +66,7 @@ _HOME = {
     "ActivationCheckpointing": "lightning_solo.callbacks",
     "MemoryLogger": "lightning_solo.callbacks",
     "Throughput": "lightning_solo.callbacks",
+    "ZeroOffloadStrategy": "lightning_solo.strategies.zero_offload",
 }
 
 

@@ -46,6 +46,7 @@ def trainer_arguments(
     if lightning not in HOMES:
         raise PresetError(f"lightning={lightning!r}: must be one of {', '.join(map(repr, HOMES))}")
     check_machine(config, lightning)
+    from lightning_solo.fitting import presets_that_fit
     from lightning_solo.guard import PresetGuard
 
     arguments: dict[str, Any] = {"devices": 1}
@@ -61,7 +62,8 @@ def trainer_arguments(
     for index, callback in enumerate(callbacks):
         _refuse_other_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(built, callbacks)
-    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}), *built, *callbacks]
+    advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
+    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}, advise), *built, *callbacks]
     return arguments
 
 
@@ -80,7 +82,9 @@ def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> N
     reason = needs_cuda(config)
     deepspeed = (config.strategy or {}).get("name") == "zero_offload"
     if deepspeed and not is_installed("deepspeed"):
-        raise CapabilityError("strategy=zero_offload needs the package deepspeed; write: pip install deepspeed")
+        raise CapabilityError(
+            "strategy=zero_offload needs the package deepspeed; write: DS_BUILD_OPS=0 pip install deepspeed"
+        )
     import torch
 
     cuda = torch.cuda.is_available()

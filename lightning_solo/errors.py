@@ -6,6 +6,7 @@ SoloError
 ├── ConflictError     (ValueError)    two choices that cannot be combined
 ├── NothingToDoError  (ValueError)    a technique that matched nothing in this module
 ├── CapabilityError   (RuntimeError)  this machine lacks CUDA, bf16, a compiler or a package
+├── BudgetError       (RuntimeError)  device or host memory does not suffice
 └── CheckpointError   (RuntimeError)  no valid checkpoint, or a run that is not the one it continues
 ```
 """
@@ -34,6 +35,20 @@ class NothingToDoError(SoloError, ValueError):
 
 class CapabilityError(SoloError, RuntimeError):
     """Something this machine lacks; the message names the remedy."""
+
+
+class BudgetError(SoloError, RuntimeError):
+    """Device memory, host memory or disk does not suffice; the message says how much is missing, part by part.
+
+    Attributes:
+        needed: bytes that the run needs, the margin included.
+        available: bytes that there are.
+    """
+
+    def __init__(self, message: str, needed: int = 0, available: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
 
 
 class CheckpointError(SoloError, RuntimeError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_solo.errors import CapabilityError, ConflictError
+from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +20,15 @@ class PresetGuard(Callback):
     Python itself refuses ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``: an argument given twice. This
     callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. Where that mapping
     replaces ``callbacks``, this one is lost with the others; then it says so in the log when it is thrown away.
+
+    Args:
+        promised: the arguments that the preset made for the Trainer.
+        advise: returns what to add to the message of a BudgetError: the presets that would fit the module.
     """
 
-    def __init__(self, promised: Mapping[str, Any]) -> None:
+    def __init__(self, promised: Mapping[str, Any], advise: Callable[[LightningModule], str] | None = None) -> None:
         self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
+        self._advise = advise
         self._attached = [False]  # shared with the finalizer, which must not hold the guard itself
         names = [type(callback).__name__ for callback in promised.get("callbacks", ())]
         if names:
@@ -65,6 +70,19 @@ class PresetGuard(Callback):
             raise CapabilityError(
                 f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
             )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Add to an error about memory the presets that would fit; whoever raised it knows only its own bytes."""
+        if self._advise is None or not isinstance(exception, BudgetError):
+            return
+        try:
+            advice = self._advise(pl_module)
+        except Exception:  # the advice must not take the place of the error
+            log.warning("lightning-solo: the presets that would fit could not be found", exc_info=True)
+            return
+        message = str(exception)
+        if advice not in message:
+            exception.args = (f"{message}\n{advice}",)
 
 
 def _say_if_lost(attached: list[bool], names: list[str]) -> None:

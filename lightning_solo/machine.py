@@ -1,9 +1,17 @@
-"""What this machine has, asked without torch: packages and host memory."""
+"""What this machine has, asked without torch: packages, host memory, and the tools to build extensions with."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -15,15 +23,109 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def host_memory() -> tuple[int, int]:
-    """Return (total, available) bytes of the host, the limit of the control group included."""
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Return (total, available) bytes of the host for this process, the limits of its control groups included.
+
+    Page cache counts as available: the kernel gives it back before anything fails.
+
+    Args:
+        root: the folder in which `proc` and `sys` are looked for.
+    """
     total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
+    meminfo = root / "proc/meminfo"
     if meminfo.is_file():
-        line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-        available = int(line.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total, available = min(total, int(text)), min(available, int(text) - used)
-    return total, available
+        fields = {name: text for name, _, text in (line.partition(":") for line in meminfo.read_text().splitlines())}
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    for limit, used in _memory_limits(root):
+        total, available = min(total, limit), min(available, limit - used)
+    return total, max(available, 0)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, used) bytes of the memory group of this process and of each above it, for cgroup v2 and v1."""
+    files = {  # the limit, what is used, and in memory.stat the page cache that can be given back
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    for version, group in _groups(root):
+        mount = root / "sys/fs/cgroup" / version
+        limit_file, used_file, cache = files[version]
+        folder = mount / group.lstrip("/")
+        # In a container the path may be that of the outside: those levels are not there, and the mount is our group.
+        for level in (folder, *folder.parents):
+            limit = _text(level / limit_file)
+            if limit.isdigit():
+                stat = dict(line.split() for line in _text(level / "memory.stat").splitlines())
+                used = int(_text(level / used_file) or 0) - int(stat.get(cache, 0))
+                yield int(limit), max(used, 0)
+            if level == mount:
+                break
+
+
+def _groups(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield ("", path) for cgroup v2 and ("memory", path) for v1, from lines such as `4:memory:/a/b` and `0::/a/b`."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            yield ("memory" if controllers else ""), path
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def tool_path() -> str:
+    """Return the folders in which tools are looked for: PATH, or without one the system's default."""
+    return os.environ.get("PATH") or os.defpath
+
+
+def cxx_compiler() -> str | None:
+    """Return the C++ compiler as a command line: CXX as it is if its program exists, else the first one found."""
+    if given := os.environ.get("CXX"):
+        words = shlex.split(given)
+        return given if words and shutil.which(words[0], path=tool_path()) else None
+    found = (shutil.which(name, path=tool_path()) for name in ("c++", "g++", "clang++"))
+    return next((path for path in found if path), None)
+
+
+def ninja_executable() -> str | None:
+    """Return the path of ninja: from the package ninja of this Python, else from PATH or beside the interpreter."""
+    if is_installed("ninja"):
+        folder = getattr(importlib.import_module("ninja"), "BIN_DIR", None)
+        if folder and (found := shutil.which("ninja", path=str(folder))):
+            return found
+    return shutil.which("ninja", path=os.pathsep.join([tool_path(), str(Path(sys.executable).parent)]))
+
+
+def has_python_headers() -> bool:
+    """Tell whether extensions of this Python can be compiled: Debian ships Python.h apart, in python3-dev."""
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
+def links(function: str, library: str) -> bool:
+    """Tell whether a program that calls a C function of a library can be linked, by the C++ compiler found."""
+    if (compiler := cxx_compiler()) is None:
+        return False
+    flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+    program = f'extern "C" void {function}(void); int main() {{ {function}(); }}'
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "calls.cpp"), Path(folder, "calls")
+        source.write_text(program)
+        command = [*shlex.split(compiler), *flags[0], str(source), *flags[1], f"-l{library}", "-o", str(target)]
+        environment = {**os.environ, "PATH": tool_path()}
+        return subprocess.run(command, capture_output=True, env=environment, check=False).returncode == 0
+
+
+def nvcc_release(cuda_home: str | None) -> tuple[int, int] | None:
+    """Return (major, minor) of the CUDA toolkit in a folder, or None where no nvcc runs."""
+    if cuda_home is None:
+        return None
+    try:
+        command = [str(Path(cuda_home, "bin", "nvcc")), "-V"]
+        found = re.search(r"release (\d+)\.(\d+)", subprocess.run(command, capture_output=True, text=True).stdout)
+    except OSError:
+        return None
+    return (int(found[1]), int(found[2])) if found else None

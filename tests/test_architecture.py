@@ -18,10 +18,12 @@ LEVELS = {
     "presets": 1,
     "memory": 1,
     "nn": 1,
+    "zero": 1,
     "callbacks": 2,
     "strategies": 2,
     "reference": 2,
     "guard": 2,
+    "fitting": 2,
     "build": 3,
     "attach": 5,
     "cli": 6,
@@ -71,6 +73,8 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
         assert not roots & HEAVY, "presets are checked without torch"
     if room(path) in ("memory", "nn"):
         assert not roots & (HEAVY - {"torch", "transformers"}), "mechanisms stand on plain torch"
+    if room(path) == "zero":
+        assert not roots & (HEAVY - {"torch", "deepspeed"}), "mechanisms stand on plain torch, and DeepSpeed's C++"
     if room(path) in ("build", "attach", "cli"):
         assert not top & HEAVY, "a typo is found before torch is imported"
 

@@ -27,7 +27,8 @@ def test_five_places(kind: str, name: str) -> None:
     room = ROOMS[kind]
     module, _, cls = NAMES[kind][name].partition(":")
     assert module == f"lightning_solo.{room}.{name}"
-    assert cls == "".join(word.capitalize() for word in name.split("_"))
+    suffix = "Strategy" if kind == "strategy" else ""  # as Lightning names its own
+    assert cls == "".join(word.capitalize() for word in name.split("_")) + suffix
     assert (ROOT / "lightning_solo" / room / f"{name}.py").is_file()
     assert yaml_of(kind, name).is_file()
     assert (ROOT / "tests" / room / f"test_{name}.py").is_file()

@@ -7,9 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_solo.errors import CapabilityError, ConflictError
+import lightning_solo as solo
+from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, PresetError
+from lightning_solo.fitting import Room, Sizes, model_states, presets_that_fit, zero_settings
 from lightning_solo.guard import PresetGuard
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.schema import SoloConfig
 from tests.modules import loader, regression
 
 
@@ -46,3 +51,98 @@ def test_row_21_gpu_precision_on_another_device(home: ModuleType, make_trainer: 
     trainer = make_trainer(home, callbacks=[PresetGuard({"accelerator": "cuda"})])
     with pytest.raises(CapabilityError, match="needs a CUDA device, but the Trainer runs on cpu"):
         fit(home, trainer)
+
+
+# --- an error about memory names the presets that would fit ---
+
+
+def too_small(home: ModuleType, error: Exception) -> Any:
+    """Return a strategy that finds in its setup that memory won't do."""
+
+    class TooSmall(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
+        def setup(self, trainer: Any) -> None:
+            raise error
+
+    return TooSmall(device="cpu")
+
+
+def test_a_budget_error_of_a_strategy_is_told_the_presets(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+    kwargs = solo.trainer_kwargs("baseline", lightning=home.__name__)
+    error = BudgetError("3 GiB are missing", needed=5, available=2)
+    trainer = make_trainer(home, strategy=too_small(home, error), callbacks=kwargs["callbacks"])
+    with pytest.raises(BudgetError) as raised:
+        fit(home, trainer)
+    assert raised.value is error
+    first, second = str(error).split("\n")
+    assert first == "3 GiB are missing"
+    assert second.startswith("presets that would fit, before activations, with AdamW: ")
+    assert "bf16_true (" in second
+    assert (error.needed, error.available) == (5, 2)
+
+
+def test_other_errors_are_left_alone(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+    error = CapabilityError("no compiler")
+    asked: list[Any] = []
+    guard = PresetGuard({}, lambda module: asked.append(module) or "")
+    with pytest.raises(CapabilityError, match=r"^no compiler$"):
+        fit(home, make_trainer(home, strategy=too_small(home, error), callbacks=[guard]))
+    assert not asked
+
+
+def test_advice_that_fails_does_not_hide_the_error(
+    home: ModuleType, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def advise(module: Any) -> str:
+        raise KeyError("on purpose")
+
+    guard = PresetGuard({}, advise)
+    with pytest.raises(BudgetError, match=r"^missing$"):
+        fit(home, make_trainer(home, strategy=too_small(home, BudgetError("missing")), callbacks=[guard]))
+    assert "could not be found" in caplog.text
+
+
+def every(config: SoloConfig) -> None:
+    """Let every preset through, as a machine on which all of them run."""
+
+
+def test_presets_by_what_their_model_states_need() -> None:
+    module = torch.nn.Linear(1000, 999, bias=False)
+    # 999,000 elements: 8 bytes for bf16_true and 16 for the others, and 5 % of margin; zero_offload takes more here
+    between = Room(0, int(12 * 999_000 * 1.05))
+    assert "AdamW: bf16_true (8.00 MiB on the host)" in presets_that_fit(module, every, between)
+    assert "baseline" not in presets_that_fit(module, every, between)
+    assert "baseline (16.01 MiB on the host)" in presets_that_fit(module, every, Room(0, 17 * 999_000))
+    none = presets_that_fit(module, every, Room(0, 10))
+    assert none.startswith("no preset would fit: the nearest, bf16_true, needs 8.00 MiB on the host")
+
+
+def test_presets_that_this_machine_cannot_run_are_left_out() -> None:
+    def only_fp16(config: SoloConfig) -> None:
+        if config.precision != "16-mixed":
+            raise PresetError("not here")
+
+    text = presets_that_fit(torch.nn.Linear(10, 10), only_fp16, Room(0, 2**30))
+    assert "fp16" in text
+    assert "bf16" not in text
+
+
+def test_model_states_on_a_gpu() -> None:
+    sizes = Sizes((1_000_000, 200_000), (100_000,), 64)
+    margin = 1.05
+    # 4 + 4 + 8 per trained parameter, 4 per frozen one
+    assert model_states(compose("bf16"), sizes, cuda=True) == Room(int((16 * 1_200_000 + 4 * 100_000 + 64) * margin), 0)
+    need = model_states(compose("zero_offload", ["strategy.pin_memory=false", "precision=32-true"]), sizes, cuda=True)
+    assert need is not None
+    # master 4, gradients 4, states 8, the copy out 4, two temporaries 8; the scratch of the largest
+    assert need.host == int((28 * 1_200_000 + 4 * 1_000_000) * margin)
+    # 64-true is no precision of DeepSpeed's, and a strategy of the user's is not known
+    assert model_states(SoloConfig(precision="64-true", strategy={"name": "zero_offload"}), sizes, cuda=True) is None
+    assert model_states(SoloConfig(strategy={"_target_": "mine.Strategy"}), sizes, cuda=True) is None
+
+
+def test_a_strategy_node_in_the_layouts_words() -> None:
+    node = {"stage": 3, "offload_parameters": True, "nvme_path": "/nvme", "pin_memory": False}
+    settings = zero_settings(node, "bf16-mixed", 4, cuda=True)
+    assert (settings.nvme_optimizer, settings.nvme_parameters, settings.accumulates) == (True, True, True)
+    plain = zero_settings({}, "32-true", 1, cuda=True)
+    assert (plain.stage, plain.nvme_optimizer, plain.offload_parameters, plain.pin_memory) == (2, False, False, True)

@@ -3,8 +3,8 @@
 Saves:      activations: global batch = factor x micro-batch, at the activations of one micro-batch
 Costs:      none beyond the smaller kernels of a micro-batch; a step comes once in ``factor`` batches
 Numerics:   gradients equal a hand-written loop's mean over the window; a short window counts by what it holds
-Conflicts:  manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate themselves,
-            such as DeepSpeed; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor)
+Conflicts:  manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate by themselves,
+            ZenFlow among them; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor)
 Reference:  https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches; Smith et al.,
             "Don't Decay the Learning Rate, Increase the Batch Size", https://arxiv.org/abs/1711.00489
 """
@@ -104,6 +104,15 @@ def rescale_short_window(optimizer: torch.optim.Optimizer, factor: int, held: in
     return bool(gradients)
 
 
+def weigh_losses(trainer: Any, factor: int, batch_idx: int) -> None:
+    """Let the losses of a short last window count by what it will hold, where no gradient is at hand at the step.
+
+    Such a strategy (ZeRO-Offload) has a ``loss_factor``. Where the loader's length is unknown it stays 1.
+    """
+    if hasattr(trainer.strategy, "loss_factor"):
+        trainer.strategy.loss_factor = factor / min(factor, trainer.num_training_batches - batch_idx)
+
+
 def with_step_count(trainer_class: type[Any], milestones: Milestones, by: Literal["epoch", "step"]) -> type[Any]:
     """Return a subclass of a Trainer class whose ``estimated_stepping_batches`` follows the schedule.
 
@@ -168,6 +177,8 @@ class AccumulationSchedule(Callback):
         self._factor, self._held, self._counted, self._warned = None, 0, False, False
         self._undo = (type(trainer), trainer.accumulate_grad_batches)
         trainer.__class__ = with_step_count(type(trainer), self.milestones, self.by)
+        if hasattr(trainer.strategy, "accumulation_varies"):
+            trainer.strategy.accumulation_varies = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look again: ``automatic_optimization`` may be set as late as in ``configure_model``."""
@@ -186,6 +197,7 @@ class AccumulationSchedule(Callback):
             self._change(trainer, factor, batch_idx)
         if batch_idx % factor == 0:
             self._held = 0
+            weigh_losses(trainer, factor, batch_idx)
         self._counted = False
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -197,7 +209,7 @@ class AccumulationSchedule(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Let a short window count by what it holds; Lightning divided each loss by the full factor."""
-        factor = trainer.accumulate_grad_batches
+        factor = round(trainer.accumulate_grad_batches / getattr(trainer.strategy, "loss_factor", 1.0))
         if not 0 < self._held < factor:
             return
         if not rescale_short_window(optimizer, factor, self._held) and not self._warned:
@@ -259,6 +271,9 @@ class AccumulationSchedule(Callback):
         if self._undo is not None:
             trainer.__class__, trainer.accumulate_grad_batches = self._undo
             self._undo = None
+            strategy: Any = trainer.strategy
+            if hasattr(strategy, "accumulation_varies"):
+                strategy.accumulation_varies, strategy.loss_factor = False, 1.0
 
 
 def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedule) -> None:

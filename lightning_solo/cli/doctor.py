@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from lightning_solo.build import check_machine
 from lightning_solo.errors import PresetError, SoloError
-from lightning_solo.machine import host_memory
+from lightning_solo.machine import cxx_compiler, host_memory, ninja_executable
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
@@ -83,13 +82,9 @@ def hardware() -> dict[str, str]:
 
 def tools() -> dict[str, str]:
     """Return the compiler and ninja that DeepSpeed's CPU optimizers and torch.compile build with."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    beside_python = shutil.which("ninja", path=str(Path(sys.executable).parent))
     return {
-        "C++ compiler": compiler or "none: torch.compile and DeepSpeed's CPU optimizers need one",
-        "ninja": shutil.which("ninja")
-        or beside_python
-        or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
+        "C++ compiler": cxx_compiler() or "none: torch.compile and DeepSpeed's CPU optimizers need one",
+        "ninja": ninja_executable() or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
     }
 
 

@@ -95,7 +95,9 @@ class _Call:
 
     def __init__(self, block: nn.Module, wrap: _Wrap, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.block, self.wrap, self.original = block, wrap, original
-        self.verify, wrap.verify = wrap.verify, False
+        # Under ZeRO's stage 3 the end of a whole second forward would let go of weights that backward is about to use.
+        partitioned = any(hasattr(parameter, "ds_id") for parameter in block.parameters())
+        self.verify, wrap.verify = wrap.verify and not partitioned, False
         self.inputs: tuple[Any, Any] | None = (args, kwargs)
         leaves, self.spec = tree_flatten(self.inputs)
         # The empty tensor names the block's device where the arguments hold no tensor that torch could see.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.schema import SoloConfig
@@ -32,6 +33,14 @@ def needs_cuda(config: SoloConfig) -> str | None:
     if config.precision in CUDA_PRECISIONS:
         return f"precision={config.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
     strategy = config.strategy or {}
+    if strategy.get("name") == "zero_offload" and zero_section(config).get("offload_optimizer", {}).get(
+        "super_offload"
+    ):
+        return (
+            "SuperOffload (strategy.config.zero_optimization.offload_optimizer.super_offload) needs a CUDA device, "
+            "DeepSpeed has it for nothing else; without one use the preset 'checkpointing', or to try the engine out "
+            "solo=zero_offload strategy.allow_cpu=true"
+        )
     if strategy.get("name") == "zero_offload" and not strategy.get("allow_cpu"):
         return (
             "strategy=zero_offload needs a CUDA device: it moves optimizer states from it to the host; "
@@ -45,6 +54,13 @@ def has_callback(config: SoloConfig, name: str) -> bool:
     return any(node.get("name") == name for node in config.callback.values())
 
 
+def zero_section(config: SoloConfig) -> Mapping[str, Any]:
+    """Return what the strategy's ``config`` says below ``zero_optimization``; a file is read later."""
+    given = (config.strategy or {}).get("config")
+    section = given.get("zero_optimization") if isinstance(given, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
+
+
 def _schedule_and_fixed_factor(config: SoloConfig) -> str | None:
     factor = config.accumulate_grad_batches
     if has_callback(config, "accumulation_schedule") and factor not in (None, 1):
@@ -52,18 +68,21 @@ def _schedule_and_fixed_factor(config: SoloConfig) -> str | None:
     return None
 
 
-def _schedule_under_deepspeed(config: SoloConfig) -> str | None:
-    if has_callback(config, "accumulation_schedule") and (config.strategy or {}).get("name") == "zero_offload":
-        return (
-            "strategy=zero_offload and callback.accumulation_schedule: DeepSpeed reads the factor once, at its start; "
-            "write a fixed accumulate_grad_batches=... and remove the schedule with ~callback.accumulation_schedule"
-        )
-    return None
-
-
 def _double_precision_under_deepspeed(config: SoloConfig) -> str | None:
     if config.precision == "64-true" and (config.strategy or {}).get("name") == "zero_offload":
         return "strategy=zero_offload and precision=64-true: DeepSpeed has no 64-bit mode; write precision=32-true"
+    return None
+
+
+def _zenflow_and_accumulation(config: SoloConfig) -> str | None:
+    factor = config.accumulate_grad_batches
+    varies = has_callback(config, "accumulation_schedule")
+    if "zenflow" in zero_section(config) and (varies or factor not in (None, 1)):
+        return (
+            "strategy.config.zero_optimization.zenflow and gradient accumulation: ZenFlow accumulates by itself, over "
+            "update_interval steps; drop accumulate_grad_batches or ~callback.accumulation_schedule, or write "
+            "solo=zero_offload"
+        )
     return None
 
 
@@ -75,7 +94,7 @@ def _one_callback_twice(config: SoloConfig) -> str | None:
 
 RULES: tuple[Callable[[SoloConfig], str | None], ...] = (
     _schedule_and_fixed_factor,
-    _schedule_under_deepspeed,
     _double_precision_under_deepspeed,
+    _zenflow_and_accumulation,
     _one_callback_twice,
 )

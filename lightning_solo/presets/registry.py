@@ -19,7 +19,7 @@ NAMES: dict[str, dict[str, str]] = {
         "throughput": "lightning_solo.callbacks.throughput:Throughput",
     },
     "strategy": {
-        "zero_offload": "lightning_solo.strategies.zero_offload:ZeroOffload",
+        "zero_offload": "lightning_solo.strategies.zero_offload:ZeroOffloadStrategy",
     },
     "model": {
         "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",

@@ -1,305 +1,240 @@
-"""Optimizer states and the optimizer's arithmetic on the host, by DeepSpeed's ZeRO stage 2.
+"""Optimizer states, the optimizer's arithmetic, and at stage 3 the weights too, on the host, by DeepSpeed's ZeRO.
 
-Saves:      on the device AdamW's two states (8 bytes per parameter), under bf16 also the fp32 master (4), and the
-            gradients (4, under bf16 2) but for two buckets: weights and a few buckets are what stays
-Costs:      16 bytes of host memory per parameter (master 4, gradient 4, states 4 + 4); the step runs on the CPU, and
-            gradients and weights cross the bus once per optimizer step
-Numerics:   bit-exact in fp32; with clipping within rounding (the norm is summed in another order).
-            `bf16-mixed` here means bf16 weights with an fp32 master, not autocast
-Conflicts:  whatever changes the accumulation, steps inside backward or compiles the module; clipping by value
-Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840
+Saves:      on the device the optimizer's states (AdamW: 8 bytes per parameter), under bf16 also the fp32 master (4),
+            and the gradients (4, under bf16 2) but for two buckets; stage 3 with ``offload_parameters`` the weights too
+Costs:      16 bytes of host memory per parameter (master 4, gradient 4, states 4 + 4), 20 with accumulation; the step
+            runs on the CPU, and gradients and weights cross the bus once per optimizer step
+Numerics:   equal to plain AdamW within rounding; bit-exact in fp32 with ``host_optimizer="torch"`` and no clipping.
+            `bf16-mixed` here means bf16 weights with an fp32 master, not autocast. A parameter that a step doesn't use
+            has a gradient of zero here, and is skipped by plain AdamW. ZenFlow's updates are stale: not AdamW
+Conflicts:  optimizers that look at a parameter's shape, clipping by value, a compiled LightningModule
+Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity,
+            https://arxiv.org/abs/2104.07857
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
-from lightning_solo.errors import CapabilityError, CheckpointError
-from lightning_solo.machine import is_installed
+from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError, PresetError
+from lightning_solo.machine import host_memory
+from lightning_solo.units import format_bytes
+from lightning_solo.zero.budget import check_device_budget, check_disk_budget, check_host_budget, disk_budget, layout_of
+from lightning_solo.zero.checkpoint import (
+    Group,
+    counters,
+    frozen_names,
+    groups_of,
+    load_optimizer,
+    load_weights,
+    optimizer_state_dict,
+    plain_state_dict,
+    set_counters,
+)
+from lightning_solo.zero.config import is_super_offload, merge, zenflow_of, zero_config
+from lightning_solo.zero.disk import run_folder
+from lightning_solo.zero.engine import destroy, make_engine, weights_of
+from lightning_solo.zero.extension import load_extension, what_is_missing
+from lightning_solo.zero.host_optimizer import HostOptimizer, host_optimizer
+from lightning_solo.zero.layout import ZeroLayout
+from lightning_solo.zero.module import ModuleAsFound
+from lightning_solo.zero.process import (
+    ONE_PROCESS,
+    close_process_group,
+    environment,
+    one_process,
+    open_process_group,
+    require_deepspeed,
+    require_device,
+)
+from lightning_solo.zero.states import ParameterStates, read, write
+from lightning_solo.zero.window import GradientWindow
+from lightning_solo.zero.zenflow import into_zenflow, require_matrices, share_options, with_optimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy as Base
 else:
     Base = object
 
-# What DeepSpeed's engine asks the environment for; a launcher's values would make it wait for other processes.
-ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 FABRIC = {
     "lightning.pytorch": "lightning.fabric.plugins.environments",
     "pytorch_lightning": "lightning_fabric.plugins.environments",
 }
-# By DeepSpeed's import; it changes how torch looks for CUDA in child processes
-SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
-# Plain values that DeepSpeed leaves on parameters, and the method that Lightning's redirection leaves on a module
-LEFT_BEHIND = frozenset(
-    {"_dp_group", "_hp_mapping", "_index_in_param_group", "forward", "grad_accum", "param_idx_in_group"}
-)
-MODULE_HOOKS = (
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
 
 
-def zero_config(pin_memory: bool, bucket_elements: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; Lightning adds accumulation, clipping and precision."""
-    return {
-        # Only for DeepSpeed's own throughput log. Lightning's guess fails on loaders without a batch sampler.
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        # Without it any optimizer but DeepSpeedCPUAdam is refused, which Lightning has no argument for.
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": pin_memory},
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-            "reduce_bucket_size": bucket_elements,
-            "allgather_bucket_size": bucket_elements,
-        },
-    }
+class ZeroOffloadStrategy(Base):
+    """Train with the optimizer on the host, and at stage 3 with the weights there too.
 
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, and leave them, and those that imports set, as they were."""
-    before = {name: os.environ.get(name) for name in (*variables, *SET_BY_IMPORTS)}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def require_deepspeed() -> None:
-    """Raise a CapabilityError that names the package and the command, where DeepSpeed is not installed."""
-    if not is_installed("deepspeed"):
-        raise CapabilityError(
-            "zero_offload needs the package deepspeed, which is not installed here; write: "
-            "pip install 'deepspeed>=0.16'"
-        )
-    with environment({}):
-        importlib.import_module("deepspeed")
-
-
-def open_process_group(backend: str) -> bool:
-    """Make a process group of this process alone, and DeepSpeed's handle on it; return False where there is a group.
-
-    It needs no address, no port and no launcher: the store is a dictionary in this process.
-    """
-    import deepspeed
-
-    opened = not torch.distributed.is_initialized()
-    if opened:
-        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    elif torch.distributed.get_world_size() > 1:
-        raise CapabilityError(
-            f"zero_offload runs in one process, but a group of {torch.distributed.get_world_size()} is open;"
-            " start it without a launcher such as torchrun"
-        )
-    # On the CPU, DeepSpeed compiles an operator for sums across the processes of one machine: here there is one.
-    # (The attribute deepspeed.comm.torch is torch itself, so the module goes by name.)
-    operators: Any = importlib.import_module("deepspeed.comm.torch")
-    build_shm_op = operators.build_shm_op
-    try:
-        operators.build_shm_op = lambda: None
-        with environment(ONE_PROCESS):
-            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-    except BaseException:
-        if opened:
-            close_process_group()
-        raise
-    finally:
-        operators.build_shm_op = build_shm_op
-    return opened
-
-
-def close_process_group() -> None:
-    """Destroy the process group, and DeepSpeed's handles on it, so that the next fit can open its own."""
-    import deepspeed
-
-    if torch.distributed.is_initialized():
-        if deepspeed.comm.is_initialized():
-            deepspeed.comm.destroy_process_group()
-        else:
-            torch.distributed.destroy_process_group()
-    # Otherwise the next init_distributed believes that it is done.
-    deepspeed.comm.comm.cdb = None
-
-
-def one_process(environment_class: type) -> Any:
-    """Return Lightning's description of a cluster that is this process, whatever a launcher's variables say."""
-    alone = {
-        "creates_processes_externally": property(lambda self: True),
-        "local_rank": lambda self: 0,
-        "node_rank": lambda self: 0,
-        # The parent's removes WORLD_SIZE from the environment.
-        "teardown": lambda self: None,
-    }
-    return type("OneProcess", (environment_class,), alone)()
-
-
-class ModuleAsFound:
-    """What DeepSpeed changes on a module: remembered before, undone by :meth:`restore`.
-
-    It registers hooks, leaves methods on each parameter (which pickling would follow into the engine), and under
-    mixed precision casts the weights; :meth:`restore` brings back the dtype with the values of the fp32 master.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        parts: list[Any] = [*module.parameters(), *module.modules()]
-        self.attributes = {part: set(vars(part)) for part in parts}
-        self.dtypes: dict[Tensor, torch.dtype] = {
-            tensor: tensor.dtype for tensor in (*module.parameters(), *module.buffers())
-        }
-
-    def restore(self, engine: Any) -> None:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        masters: dict[Tensor, Tensor] = {
-            p: safe_get_full_fp32_param(p) for p in self.module.parameters() if p.dtype != self.dtypes.get(p)
-        }
-        engine.destroy()
-        for part in self.module.modules():
-            for name in MODULE_HOOKS:
-                hooks = vars(part)[name]
-                for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
-                    del hooks[key]
-        for tensor, dtype in self.dtypes.items():
-            master = masters.get(tensor)  # None for those that kept their dtype
-            with torch.no_grad():
-                tensor.data = (tensor if master is None else master).detach().to(tensor.device, dtype, copy=True)
-        for part, names in self.attributes.items():
-            for name in set(vars(part)) - names:
-                if name in LEFT_BEHIND or is_deepspeeds(vars(part)[name]):
-                    delattr(part, name)
-
-
-def is_deepspeeds(value: Any) -> bool:
-    """Return whether a function or an object was made by DeepSpeed."""
-    owner = getattr(value, "__self__", value)
-    return any(
-        (getattr(thing, "__module__", None) or "").partition(".")[0] == "deepspeed"
-        for thing in (value, type(owner), getattr(value, "__func__", None))
-    )
-
-
-class ZeroOffload(Base):
-    """Train with the optimizer on the host: what to add to a ``DeepSpeedStrategy``; see :func:`zero_offload_class`.
+    ``ZeroOffloadStrategy(...)`` is for the Trainer of ``lightning``; :func:`zero_offload_class` gives that of
+    ``pytorch_lightning``.
 
     Args:
+        stage: 2 keeps the 16-bit weights on the device, 3 partitions them too.
+        offload_parameters: Keep the weights on the host, and bring them to the device block by block; stage 3.
+        nvme_path: A folder on a local SSD for optimizer states, and with ``offload_parameters`` weights; stage 3.
         pin_memory: Keep the host's copies in page-locked memory, which is what makes the transfers fast.
-        bucket_elements: Elements of gradients that are gathered on the device before they go to the host.
+        host_optimizer: ``"deepspeed"`` for its C++ Adam, AdamW or Adagrad, ``"torch"`` for your own on the host,
+            ``"auto"`` for the first where it can be built.
+        config: DeepSpeed's own configuration on top of ours, a mapping or a JSON file: buckets, SuperOffload, ZenFlow.
+        save_engine_directory: Write DeepSpeed's own checkpoint beside each file, as ``<file>.deepspeed``.
+        exclude_frozen_parameters: Leave weights that are not trained out of checkpoints.
         allow_cpu: Run the engine on the CPU, for tests and for trying: it saves nothing there.
 
     Raises:
-        CapabilityError: DeepSpeed is not installed, or, when a run starts, there is no CUDA device.
+        CapabilityError: DeepSpeed is not installed or too old, or, when a run starts, there is no CUDA device.
+        ConflictError: ``config`` contradicts the Trainer or the other arguments.
+        PresetError: an impossible value.
     """
 
     environment_class: type
+    home: str
+    config: Any
 
-    def __init__(self, pin_memory: bool = True, bucket_elements: int = 50_000_000, allow_cpu: bool = False) -> None:
-        require_deepspeed()
+    def __new__(cls, *args: Any, **kwargs: Any) -> ZeroOffloadStrategy:
+        """Make a strategy for the Trainer of ``lightning``; another home's class makes its own."""
+        made: ZeroOffloadStrategy = object.__new__(zero_offload_class() if cls is ZeroOffloadStrategy else cls)
+        return made
+
+    def __init__(
+        self,
+        stage: int = 2,
+        offload_parameters: bool = False,
+        nvme_path: str | None = None,
+        pin_memory: bool = True,
+        host_optimizer: str = "auto",
+        config: Mapping[str, Any] | str | None = None,
+        save_engine_directory: bool = False,
+        exclude_frozen_parameters: bool = False,
+        allow_cpu: bool = False,
+    ) -> None:
+        check_arguments(stage, offload_parameters, nvme_path, host_optimizer)
+        self.stage = stage
+        self.offload_parameters = offload_parameters
+        self.nvme_path = nvme_path
         self.pin_memory = pin_memory
-        self.bucket_elements = bucket_elements
+        self.host_optimizer = host_optimizer
+        self.given_config = config
+        self.save_engine_directory = save_engine_directory
         self.allow_cpu = allow_cpu
-        self._opened_group = False
-        self._found: ModuleAsFound | None = None
+        require_deepspeed()
         # A config given outright also keeps PL_DEEPSPEED_CONFIG_PATH out.
         super().__init__(
-            config=zero_config(pin_memory, bucket_elements), cluster_environment=one_process(self.environment_class)
+            config=self._new_config(),
+            cluster_environment=one_process(self.environment_class),
+            exclude_frozen_parameters=exclude_frozen_parameters,
         )
+        self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
+        self.loss_factor = 1.0  # and by this lets a short window count by what it holds
+        self._opened_group = False
+        self._stack = ExitStack()
+        self._found: ModuleAsFound | None = None
+        self._window: GradientWindow | None = None
+        self._host: HostOptimizer | None = None
+        self._groups: list[Group] = []
 
     def __repr__(self) -> str:
-        arguments = f"pin_memory={self.pin_memory}, bucket_elements={self.bucket_elements}, allow_cpu={self.allow_cpu}"
-        return f"{type(self).__name__}({arguments})"
+        names = ("stage", "offload_parameters", "nvme_path", "pin_memory", "host_optimizer")
+        more = ("save_engine_directory", "exclude_frozen_parameters", "allow_cpu")
+        values = {**{n: getattr(self, n) for n in names}, "config": self.given_config}
+        values |= {n: getattr(self, n) for n in more}
+        return f"ZeroOffloadStrategy({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
+        """Return DeepSpeed's configuration; ``folder`` is the run's own below ``nvme_path``, once there is one."""
+        ours = zero_config(
+            self.stage,
+            offload_parameters=self.offload_parameters,
+            nvme_path=self.nvme_path,
+            pin_memory=self.pin_memory,
+        )
+        merged = merge(ours, self.given_config)
+        for place in ("offload_optimizer", "offload_param"):
+            if folder is not None and place in merged["zero_optimization"]:
+                merged["zero_optimization"][place]["nvme_path"] = str(folder)
+        return merged
+
+    # --- one process ---
 
     @property
     def root_device(self) -> torch.device:
+        """The device, with the index that DeepSpeed asks for and "cpu" has not."""
         device: torch.device = super().root_device
-        # DeepSpeed asks for the index, which "cpu" has not.
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        # Each micro-batch goes through the engine. The last of an epoch is a step whatever the count says, as with
-        # every other strategy; stock Lightning lets the engine count across epochs, and its global_step drifts.
-        return not self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        """Lightning counts the micro-batches, as under every other strategy, the short last window included."""
+        return False
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The weights are loaded as under every other strategy: into the module, before the engine takes it."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The optimizer's states come from Lightning's file, after the engine is there."""
+        return True
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None  # Lightning connects it before it calls anything here
+        return self.lightning_module
 
     @property
     def _trainer(self) -> Any:
-        assert self.lightning_module is not None  # Lightning connects it before it calls anything here
-        return self.lightning_module.trainer
+        return self._module.trainer
+
+    @property
+    def _engine(self) -> Any:
+        return self.model
+
+    @property
+    def _zero(self) -> Any:
+        return self._engine.optimizer
 
     def _configure_launcher(self) -> None:
         # The parent's would write the variables of a cluster into the environment, and refuse notebooks.
         self._launcher = None
 
     def setup_environment(self) -> None:
-        self._require_device()
+        """Open the process group, once device and module are ones that can be trained.
+
+        Raises:
+            CapabilityError, ConflictError: what this machine, the Trainer or the module can't do; before the model is
+                built.
+        """
+        cuda_only = "SuperOffload" if is_super_offload(self.config) else None
+        require_device(self.root_device, allow_cpu=self.allow_cpu, cuda_only=cuda_only)
+        refuse_trainer(self._trainer)
+        if self.nvme_path is not None:
+            disk_budget(self.nvme_path)
+            require_extension("async_io")
         # Lightning would put a shuffling sampler for several processes into every training loader.
         self._trainer._accelerator_connector.use_distributed_sampler = False
         self._trainer.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
+        """Open a process group of this process alone."""
+        self._stack.enter_context(environment(ONE_PROCESS))  # stage 3 asks for LOCAL_RANK in every forward
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         self._opened_group = open_process_group(self._process_group_backend) or self._opened_group
 
-    def setup(self, trainer: Any) -> None:
-        # Anew for each run: the same Trainer may have another accumulation or clipping than last time.
-        self.config = zero_config(self.pin_memory, self.bucket_elements)
-        self._config_initialized = False
-        self._found = ModuleAsFound(trainer.lightning_module)
-        with environment(ONE_PROCESS):
-            super().setup(trainer)
-
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        # The parent empties each module's hooks, for the sake of an engine's that ours has removed already.
-        kept = [(part, name, vars(part)[name]) for part in model.modules() for name in MODULE_HOOKS]
-        super()._initialize_deepspeed_inference(model)
-        for part, name, hooks in kept:
-            if isinstance(hooks, dict):
-                hooks.update(vars(part)[name])
-            setattr(part, name, hooks)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # The engine's own count of micro-batches doesn't know where an epoch ends.
-        boundary = not self._trainer.fit_loop.epoch_loop._should_accumulate()
-        self.deepspeed_engine.set_gradient_accumulation_boundary(boundary)
-        return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # Lightning has divided the loss by the accumulation already; DeepSpeed would divide it once more.
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.model is self.lightning_module:
-            raise CheckpointError(
-                f"cannot save {filepath} now: the optimizer is gone with the engine, which ends with the fit;"
-                " save while it runs, e.g. with ModelCheckpoint(save_last=True)"
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
     def teardown(self) -> None:
+        """Leave module, environment and process as they were."""
         try:
             super().teardown()
         finally:
@@ -308,51 +243,289 @@ class ZeroOffload(Base):
     def _leave(self) -> None:
         """Take the engine off the module and close the process group; a second call does nothing."""
         engine, module = self.model, self.lightning_module
-        if self._found is not None and engine is not module:
-            self._found.restore(engine)
-            self.model = module
-        self._found = None
+        if self._window is not None:
+            self._window.remove()
+        if self._found is not None:
+            weights = dict(self._found.weights)
+            if engine is not None and engine is not module:
+                weights = weights_of(engine, self._found.module, weights)
+                destroy(engine, self._found.module)
+            self._found.restore(weights)
+            self.model, self.optimizers = module, []
+            del engine, weights
+            gc.collect()  # the engine refers to itself, and would keep the host's memory until some later collection
+        self._found, self._window, self._host, self._groups = None, None, None, []
         if self._opened_group:
             close_process_group()
         self._opened_group = False
+        self._stack.close()
 
-    def _require_device(self) -> None:
-        from deepspeed.accelerator import get_accelerator
+    # --- the engine ---
 
-        device = self.root_device
-        if device.type != "cuda" and not self.allow_cpu:
-            raise CapabilityError(
-                f"zero_offload needs a CUDA device, and this run is on {device.type!r}; write solo=bf16 or another"
-                " preset without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true"
+    def setup(self, trainer: Any) -> None:
+        """Make the engine, anew for each run: the same Trainer may have another accumulation or clipping now.
+
+        Raises:
+            BudgetError: the host has less memory, or the disk less space, than the engine will need.
+            ConflictError: optimizers that ZeRO can't step.
+        """
+        folder = None
+        if self.nvme_path is not None and trainer.training:
+            folder = self._stack.enter_context(run_folder(self.nvme_path))
+        self.config = self._new_config(folder)
+        self._config_initialized = False
+        self._found = ModuleAsFound(trainer.lightning_module)
+        self._found.keep_weights(self._dtype)
+        super().setup(trainer)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        precision: Any = self.precision_plugin
+        dtype: torch.dtype = precision._desired_dtype
+        return dtype
+
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        optimizer, configs = self._configured_optimizer()
+        self._host = host_optimizer(optimizer, [config.scheduler for config in configs], self.host_optimizer)
+        self._groups = groups_of(optimizer)
+        config = dict(self.config)
+        self._require_room(model, config)
+        # DeepSpeed's count knows neither where an epoch ends nor what a schedule does. With one micro-batch per step
+        # its own way has a copy less; in all else the caller says when a window ends.
+        config["managed_gradient_accumulation"] = not self._accumulates()
+        zenflow = zenflow_of(config)
+        if zenflow is not None:
+            require_matrices(model)
+            config = with_optimizer(config, self._host.optimizer)
+            into_zenflow(self._host.optimizer, overlap_step=bool(zenflow.get("overlap_step")))
+        self.model = make_engine(model, config, self._host.optimizer, self._dtype, self.root_device)
+        if zenflow is not None:
+            share_options(self._zero)
+        self._start_from_fp32()
+        # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
+        self._window = GradientWindow(model, forget=zenflow is None)
+        self.optimizers = [self._zero]
+        self.lr_scheduler_configs = configs
+
+    def _require_room(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        assert self._host is not None
+        layout = layout_of(
+            model,
+            self._groups,
+            self._host.optimizer,
+            config,
+            precision=self.precision_plugin.precision,
+            accumulates=self._accumulates(),
+            cuda=self.root_device.type == "cuda",
+        )
+        resident = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()) if t.is_cpu)
+        on_host = self.root_device.type == "cpu"
+        check_host_budget(layout, host_memory()[1], resident=resident, one_memory=on_host)
+        if not on_host:
+            check_device_budget(layout, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        if self.nvme_path is not None:
+            check_disk_budget(layout, self.nvme_path)
+
+        self._say(layout)
+
+    def _say(self, layout: ZeroLayout) -> None:
+        """Say which precision means which layout here, and what the host is going to hold."""
+        weights = str(self._dtype).removeprefix("torch.")
+        where = "the disk" if self.nvme_path else "the host"
+        rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
+        rank_zero_info(
+            f"zero_offload, stage {self.stage}, precision {self.precision_plugin.precision}: {weights} weights"
+            f"{' on ' + where + ', fetched' if self.offload_parameters else ''} for {self.root_device}, without"
+            f" autocast; fp32 master, gradients and states on {where}, stepped by"
+            f" {type(self._host.optimizer).__name__ if self._host else ''}; {format_bytes(layout.host_bytes)} of host"
+            f" memory, {format_bytes(layout.device_bytes)} on the device before activations"
+        )
+
+    def _accumulates(self) -> bool:
+        one = self._trainer.accumulate_grad_batches == 1 and not self.accumulation_varies
+        return not (one and self._module.automatic_optimization)
+
+    def _configured_optimizer(self) -> tuple[Any, list[Any]]:
+        make = importlib.import_module(f"{self.home}.core.optimizer")._init_optimizers_and_lr_schedulers
+        optimizers, configs = make(self.lightning_module)
+        if len(optimizers) != 1:
+            raise ConflictError(
+                f"strategy=zero_offload steps one optimizer, configure_optimizers returned {len(optimizers)}; write one"
+                " with several parameter groups, or take a preset without ZeRO, such as bf16_true or checkpointing"
             )
-        if device.type not in ("cuda", "cpu"):
-            raise CapabilityError(f"zero_offload runs on 'cuda', or with allow_cpu on 'cpu'; not on {device.type!r}")
-        if device.index != 0:
-            raise CapabilityError(
-                f"zero_offload runs on the first device it sees, not on {device};"
-                f" write CUDA_VISIBLE_DEVICES={device.index} and devices=1"
+        return optimizers[0], configs
+
+    def _start_from_fp32(self) -> None:
+        """Let the masters be the weights as found, not their 16-bit roundings; of the trained ones, keep no copy."""
+        found, zero = self._found, self._zero
+        assert found is not None
+        trained = {p: value for p, value in found.weights.items() if p.requires_grad}
+        write(zero, {p: ParameterStates(value.float()) for p, value in trained.items()})
+        for parameter in trained:
+            del found.weights[parameter]
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        # The parent empties each module's hooks, for the sake of an engine's that ours has removed already.
+        config = {key: self.config[key] for key in ("fp16", "bf16", "zero_optimization") if key in self.config}
+        if self.stage == 2:
+            config.pop("zero_optimization")  # it is about what training keeps
+        config["train_micro_batch_size_per_gpu"] = 1
+        self.model = make_engine(model, config, None, self._dtype, self.root_device)
+
+    # --- the step ---
+
+    def block_backward_sync(self) -> Any:
+        """Nothing: there is nobody to wait for, and the engine refuses its own."""
+        return nullcontext()
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the engine's backward; Lightning has divided the loss by the accumulation already."""
+        kwargs["scale_wrt_gas"] = False
+        loss: Tensor = super().backward(closure_loss * self.loss_factor, optimizer, *args, **kwargs)
+        assert self._window is not None
+        self._window.after_backward(self._zero)
+        return loss
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step once for the window's micro-batches; one in which every ``training_step`` returned None has no step."""
+        module = model or self._module
+        result = closure()
+        self.precision_plugin._after_closure(module, optimizer)
+        assert self._window is not None
+        if self._window.micro_batches:
+            self._window.before_step(self._zero)
+            self._engine.step()
+        return result
+
+    # --- checkpoints ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict with the fp32 masters, as a plain run would have it."""
+        module, engine = self._module, self._engine
+        if self._found is None or engine is module:
+            return super().lightning_module_state_dict()
+        state = plain_state_dict(module, weights_of(engine, module, self._found.weights))
+        if self.exclude_frozen_parameters:
+            state = {key: value for key, value in state.items() if key not in frozen_names(module)}
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state dict that the user's own optimizer would have."""
+        assert self._host is not None  # there is no optimizer without the engine
+        return optimizer_state_dict(self._host, self._groups, read(self._zero))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one plain file, and beside it DeepSpeed's directory where asked.
+
+        Raises:
+            CheckpointError: the optimizer is gone with the engine, and weights alone were not asked for.
+        """
+        if self._host is None and "optimizer_states" in checkpoint:
+            raise CheckpointError(
+                f"cannot save {filepath} now: the optimizer is gone with the engine, which ends with the fit;"
+                " save while it runs, as ModelCheckpoint(save_last=True) does, or weights alone: weights_only=True"
             )
-        if get_accelerator().device_name() != device.type:
-            raise CapabilityError(
-                f"DeepSpeed has chosen {get_accelerator().device_name()!r} for this process, and the run is on"
-                f" {device.type!r}; start it with DS_ACCELERATOR={device.type}"
+        left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
+        checkpoint["zero_offload"] = {"left_out": left_out, **(counters(self._engine) if self._host else {})}
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self.save_engine_directory and self._host is not None:
+            self._engine.save_checkpoint(f"{filepath}.deepspeed", tag="checkpoint")
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file, and DeepSpeed's directory beside it."""
+        super().remove_checkpoint(filepath)
+        shutil.rmtree(f"{filepath}.deepspeed", ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a plain file, of this strategy or of any other; ``weights_only`` is True unless said otherwise.
+
+        Raises:
+            CheckpointError: it is a directory of DeepSpeed's engine.
+        """
+        if Path(checkpoint_path).is_dir():
+            raise CheckpointError(
+                f"{checkpoint_path} is a directory of DeepSpeed's engine, which holds pickled objects; load the plain"
+                f" file that was saved beside it, or make one of its weights: python {checkpoint_path}/zero_to_fp32.py"
+                f" {checkpoint_path} weights"
             )
-        if device.type == "cpu":
-            warnings.warn(
-                "zero_offload runs on the CPU (allow_cpu=True): for tests and for trying only, it saves no memory here",
-                stacklevel=2,
-            )
+        safely = True if weights_only is None else weights_only
+        checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=safely)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights into the module, which the engine has not taken yet."""
+        assert self.lightning_module is not None
+        left_out = checkpoint.get("zero_offload", {}).get("left_out", ())
+        load_weights(self.lightning_module, checkpoint["state_dict"], left_out=left_out, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's states of a plain run or of ours into the engine, and the masters in full precision."""
+        assert self._host is not None
+        zero, module = self._zero, self._module
+        masters = {p: states.master for p, states in read(zero).items()}
+        for name, p in module.named_parameters():
+            saved = checkpoint["state_dict"].get(name)
+            if p in masters and saved is not None and saved.shape == masters[p].shape:
+                masters[p] = saved
+        write(zero, load_optimizer(self._host, self._groups, checkpoint["optimizer_states"][0], masters))
+        set_counters(self._engine, checkpoint.get("zero_offload", {}))
+
+
+def require_extension(name: str) -> None:
+    """Load one of DeepSpeed's extensions, building it once.
+
+    Raises:
+        CapabilityError: what the build needs is not here; names the remedy.
+    """
+    missing = what_is_missing(name)
+    if missing is not None:
+        raise CapabilityError(f"DeepSpeed's {name} can't be built here: {missing}")
+    load_extension(name)
+
+
+def check_arguments(stage: int, offload_parameters: bool, nvme_path: str | None, host_optimizer: str) -> None:
+    """Refuse values that no run could have.
+
+    Raises:
+        PresetError: names the argument, what is allowed and what to write.
+    """
+    if stage not in (2, 3) or isinstance(stage, bool):
+        raise PresetError(f"zero_offload.stage={stage!r}: allowed are 2 (weights on the device) and 3 (partitioned)")
+    if stage == 2 and (offload_parameters or nvme_path is not None):
+        name = "offload_parameters" if offload_parameters else "nvme_path"
+        raise PresetError(f"zero_offload.{name} needs stage=3, and stage=2 was given; write strategy.stage=3")
+    if host_optimizer not in ("auto", "deepspeed", "torch"):
+        raise PresetError(
+            f"zero_offload.host_optimizer={host_optimizer!r}: allowed are 'auto', 'deepspeed' and 'torch'"
+        )
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Refuse what the Trainer was told and the engine can't do, before the model is built.
+
+    Raises:
+        ConflictError: clipping by value.
+    """
+    if trainer.gradient_clip_val and str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "value":
+        raise ConflictError(
+            "strategy=zero_offload and gradient_clip_algorithm='value': DeepSpeed clips by the global norm only; write"
+            " gradient_clip_algorithm='norm'"
+        )
 
 
 @cache
-def zero_offload_class(lightning: str = "lightning.pytorch") -> type:
-    """Return ``ZeroOffload`` as a strategy for the Trainer of ``lightning.pytorch`` or of ``pytorch_lightning``."""
+def zero_offload_class(lightning: str | None = None) -> type:
+    """Return ``ZeroOffloadStrategy`` for the Trainer of ``lightning.pytorch`` or of ``pytorch_lightning``."""
+    if lightning is None:
+        other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+        lightning = "pytorch_lightning" if other else "lightning.pytorch"
     strategies = importlib.import_module(f"{lightning}.strategies")
     # Each home has a Fabric of its own.
     fabric = importlib.import_module(FABRIC[lightning])
     attributes = {
-        "__doc__": ZeroOffload.__doc__,
+        "__doc__": ZeroOffloadStrategy.__doc__,
         "__module__": __name__,
         "environment_class": fabric.LightningEnvironment,
+        "home": lightning,
     }
-    return type("ZeroOffload", (ZeroOffload, strategies.DeepSpeedStrategy), attributes)
+    return type("ZeroOffloadStrategy", (ZeroOffloadStrategy, strategies.DeepSpeedStrategy), attributes)

@@ -22,7 +22,10 @@ from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.schema import FIELDS, PRECISIONS
 
-PRESETS = ("accumulation", "baseline", "bf16", "bf16_true", "checkpointing", "fp16", "zero_offload")
+PRESETS = (
+    *("accumulation", "baseline", "bf16", "bf16_true", "checkpointing", "fp16", "super_offload", "zenflow"),
+    *("zero_offload", "zero_offload_nvme", "zero_offload_parameters"),
+)
 
 
 def refused(preset: Any, *overrides: str, allow: tuple[str, ...] = (), error: type[Exception] = PresetError) -> str:
@@ -158,10 +161,11 @@ class TestFaultMatrix:
         assert "'precision=16-true' and 'precision=32-true'" in message
 
     def test_row_17_schedule_under_deepspeed(self) -> None:
-        message = refused("zero_offload", "+callback=accumulation_schedule", error=ConflictError)
-        assert "zero_offload" in message
-        assert "accumulation_schedule" in message
-        assert "accumulate_grad_batches=" in message
+        composed = compose("zero_offload", ["+callback=accumulation_schedule"])  # the engine follows it
+        assert "accumulation_schedule" in composed.callback
+        message = refused("zenflow", "+callback=accumulation_schedule", error=ConflictError)
+        assert "zenflow" in message
+        assert "~callback.accumulation_schedule" in message
 
     def test_row_18_schedule_and_fixed_factor(self) -> None:
         message = refused("accumulation", "accumulate_grad_batches=4", error=ConflictError)

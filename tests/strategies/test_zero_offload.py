@@ -20,7 +20,10 @@ from torch import nn
 
 from lightning_solo.errors import CapabilityError, CheckpointError
 from lightning_solo.strategies import zero_offload
-from lightning_solo.strategies.zero_offload import zero_config, zero_offload_class
+from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.zero.config import zero_config
+from lightning_solo.zero.module import MODULE_HOOKS
+from lightning_solo.zero.process import close_process_group
 from tests.modules import Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -29,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def strategy(home: ModuleType, **arguments: Any) -> Any:
-    return zero_offload_class(home.__name__)(**{"allow_cpu": True, **arguments})
+    return zero_offload_class(home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
 
 
 def module(home: ModuleType, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
@@ -97,19 +100,20 @@ def test_the_configuration_is_ours_whatever_the_environment_says(
     home: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", "/no/such/file.json")
-    made = strategy(home, pin_memory=False, bucket_elements=1000)
-    assert made.config == zero_config(pin_memory=False, bucket_elements=1000)
+    made = strategy(home, pin_memory=False)
+    assert made.config == zero_config(pin_memory=False)
     assert made.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
     assert made.config["zero_force_ds_cpu_optimizer"] is False
     assert isinstance(made, home.strategies.DeepSpeedStrategy)
-    assert isinstance(made, zero_offload.ZeroOffload)
-    assert eval(repr(made), {"ZeroOffload": type(made)}).config == made.config
+    assert isinstance(made, zero_offload.ZeroOffloadStrategy)
+    assert eval(repr(made), {"ZeroOffloadStrategy": type(made)}).config == made.config
 
 
 def test_the_yaml_lists_the_constructor() -> None:
     given = yaml.safe_load((ROOT / "conf/library/solo/strategy/zero_offload.yaml").read_text())
     assert given.pop("name") == "zero_offload"
     made = zero_offload_class()(**given)
+    assert given.pop("config") is made.given_config is None
     assert {name: getattr(made, name) for name in given} == given
     assert repr(made) == repr(zero_offload_class()())
 
@@ -117,7 +121,7 @@ def test_the_yaml_lists_the_constructor() -> None:
 def test_without_deepspeed_the_package_and_the_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 24 of the fault matrix."""
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(CapabilityError, match=r"deepspeed.*pip install 'deepspeed>=0\.16'"):
+    with pytest.raises(CapabilityError, match=r"deepspeed.*pip install 'deepspeed>=0\.19"):
         zero_offload_class()()
 
 
@@ -247,7 +251,7 @@ def test_on_a_gpu_the_states_are_pinned_on_the_host_and_nothing_stays_allocated(
 
 
 def marks(made: Any) -> Any:
-    hooks = [(n, len(vars(part)[n])) for part in made.modules() for n in zero_offload.MODULE_HOOKS]
+    hooks = [(n, len(vars(part)[n])) for part in made.modules() for n in MODULE_HOOKS]
     names = [sorted(vars(part)) for part in (*made.net.modules(), *made.parameters())]
     return hooks, names, "forward" in vars(made), {name: t.dtype for name, t in made.state_dict().items()}
 
@@ -335,7 +339,7 @@ def test_a_group_of_the_user_is_used_and_kept(home: ModuleType, make_trainer: An
             make_trainer(home, strategy=strategy(home)).fit(module(home), loader())
             assert torch.distributed.is_initialized()
     finally:
-        zero_offload.close_process_group()
+        close_process_group()
 
 
 def test_with_an_empty_environment_and_with_a_launchers(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Which presets would fit where one did not: their model states against what device and host have now.
+
+A rule of thumb for an error message: bytes per parameter, AdamW assumed, activations left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_solo.errors import SoloError
+from lightning_solo.machine import host_memory
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
+from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.units import format_bytes
+from lightning_solo.zero.budget import MARGIN
+from lightning_solo.zero.layout import WEIGHT_BYTES, ZeroSettings, zero_layout
+
+# Weight and gradient in the precision, two states of AdamW in it: 2 + 2 + 4, 8 + 8 + 16. The others keep fp32 weights:
+# 4 + 4 + 8.
+TRUE_PRECISIONS = {"bf16-true": 2, "16-true": 2, "64-true": 8}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of each trainable and each frozen parameter of a module, and the bytes of its buffers."""
+
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...]
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes on device and host, needed or free. ``device`` of a run on the CPU is 0: all lies on the host."""
+
+    device: int
+    host: int
+
+    def missing(self, free: Room) -> int:
+        """Return how many bytes of this are not in ``free``."""
+        return max(self.device - free.device, 0) + max(self.host - free.host, 0)
+
+    def __str__(self) -> str:
+        device = f"{format_bytes(self.device)} on the device" if self.device else ""
+        return " and ".join(
+            part for part in (device, f"{format_bytes(self.host)} on the host" if self.host else "") if part
+        )
+
+
+def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None], free: Room | None = None) -> str:
+    """Return a sentence that names the presets whose model states would fit, or the smallest need if none does.
+
+    Args:
+        module: what is to be trained.
+        check: raises a SoloError for a preset that this machine can't run.
+        free: what there is; measured if not given.
+    """
+    parameters = list(module.parameters())
+    sizes = Sizes(
+        tuple(p.numel() for p in parameters if p.requires_grad),
+        tuple(p.numel() for p in parameters if not p.requires_grad),
+        sum(b.numel() * b.element_size() for b in module.buffers()),
+    )
+    free = free or free_room(module)
+    needs = {}
+    for name in preset_files():
+        try:
+            config = compose(name)
+            check(config)
+            need = model_states(config, sizes, cuda=torch.cuda.is_available())
+        except (SoloError, ValueError):  # not for this machine, or a file of the user's with a mistake in it
+            continue
+        if need is not None:
+            needs[name] = need
+    fitting = [f"{name} ({need})" for name, need in needs.items() if not need.missing(free)]
+    if fitting:
+        return f"presets that would fit, before activations, with AdamW: {', '.join(fitting)}"
+    if not needs:
+        return "no preset runs on this machine"
+    name, need = min(needs.items(), key=lambda item: item[1].missing(free))
+    return f"no preset would fit: the nearest, {name}, needs {need} before activations, with AdamW; use a smaller model"
+
+
+def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None:
+    """Return what a preset's model states need with AdamW and a margin; None for a strategy that is not ours."""
+    if config.strategy is None:
+        element = TRUE_PRECISIONS.get(config.precision or "", 4)
+        # weight, gradient and two states per trained parameter; the weight of a frozen one
+        states = element * (4 * sum(sizes.trainable) + sum(sizes.frozen)) + sizes.buffer_bytes
+        return _with_margin(states if cuda else 0, 0 if cuda else states)
+    precision = config.precision or "32-true"
+    if config.strategy.get("name") != "zero_offload" or precision not in WEIGHT_BYTES or not sizes.trainable:
+        return None
+    settings = zero_settings(config.strategy, precision, config.accumulate_grad_batches or 1, cuda=cuda)
+    layout = zero_layout([sizes.trainable], settings, frozen=sizes.frozen, buffer_bytes=sizes.buffer_bytes)
+    return _with_margin(layout.device_bytes, layout.host_bytes) if cuda else _with_margin(0, layout.one_memory_bytes)
+
+
+def zero_settings(node: dict[str, Any], precision: str, accumulation: int, *, cuda: bool) -> ZeroSettings:
+    """Return the layout's settings for the strategy node of a preset, by the strategy's own defaults."""
+    stage, offload = node.get("stage", 2), node.get("offload_parameters", False)
+    on_disk = stage == 3 and node.get("nvme_path") is not None
+    return ZeroSettings(
+        stage=stage,
+        precision=precision,
+        accumulates=accumulation > 1,
+        offload_parameters=offload,
+        nvme_optimizer=on_disk,
+        nvme_parameters=on_disk and offload,
+        pin_memory=node.get("pin_memory", True),
+        cuda=cuda,
+        reduce_bucket=node.get("bucket_elements", 50_000_000),
+    )
+
+
+def free_room(module: torch.nn.Module) -> Room:
+    """Return what a new run could have: what is free, and what this process and the module hold and would give back."""
+    on_host = sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()) if t.is_cpu)
+    host = host_memory()[1] + on_host
+    if not torch.cuda.is_available():
+        return Room(0, host)
+    return Room(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), host)
+
+
+def _with_margin(device: int, host: int) -> Room:
+    return Room(int(device * (1 + MARGIN)), int(host * (1 + MARGIN)))

@@ -1,0 +1,171 @@
+"""Whether what ZeRO-Offload will need is there: an error with numbers before the engine starts, not a kill later."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_solo.errors import BudgetError, CapabilityError
+from lightning_solo.units import format_bytes
+from lightning_solo.zero.checkpoint import Group
+from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
+
+# On top of what is counted: batches, Python and the libraries. Predictions were at most 2.1 % below what was measured
+# (examples/results/zero_host_cpu.json).
+MARGIN = 0.05
+# Settings of the layout -> DeepSpeed's names
+SIZES = {
+    "reduce_bucket": "reduce_bucket_size",
+    "sub_group": "sub_group_size",
+    "persistence_threshold": "stage3_param_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+}
+RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+
+# fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and gives back: measured for
+# torch's on the host (examples/results/zero_host_cpu.json); the others as AdamW.
+STATES = {"SGD": (1, 1), "Adagrad": (1, 1), "RMSprop": (1, 1), "Lion": (1, 1), "DeepSpeedCPUAdagrad": (1, 0)}
+STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0), "ZenFlowCPUAdam": (2, 0)}
+
+
+def layout_of(
+    module: nn.Module,
+    groups: Sequence[Group],
+    optimizer: Optimizer,
+    config: Mapping[str, Any],
+    *,
+    precision: str,
+    accumulates: bool,
+    cuda: bool,
+) -> ZeroLayout:
+    """Return what the engine will hold of a module, by DeepSpeed's configuration and the optimizer it will step.
+
+    Args:
+        module: not yet taken by the engine.
+        groups: of the optimizer, as the user gave them.
+        optimizer: what the engine steps on the host.
+        config: DeepSpeed's.
+        precision: Lightning's name for it.
+        accumulates: Whether there may be more than one micro-batch per optimizer step.
+        cuda: Whether the device is one.
+    """
+    zero = config["zero_optimization"]
+    states, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
+    if any(group.get("fused") for group in optimizer.param_groups):
+        temporaries = 0
+    settings = ZeroSettings(
+        stage=zero["stage"],
+        precision=precision,
+        states=states,
+        step_temporaries=temporaries,
+        accumulates=accumulates,
+        offload_parameters="offload_param" in zero,
+        nvme_optimizer=zero["offload_optimizer"]["device"] == "nvme",
+        nvme_parameters=zero.get("offload_param", {}).get("device") == "nvme",
+        pin_memory=zero["offload_optimizer"]["pin_memory"],
+        cuda=cuda,
+        overlap_comm=zero["overlap_comm"],
+        keeps_weights=True,
+        **{ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero},
+    )
+    frozen = [p.numel() for p in module.parameters() if not p.requires_grad]
+    return zero_layout(
+        [[p.numel() for p in group.parameters if p.requires_grad] for group in groups],
+        settings,
+        frozen=frozen,
+        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+    )
+
+
+def check_host_budget(
+    layout: ZeroLayout, available: int, *, resident: int = 0, one_memory: bool = False, margin: float = MARGIN
+) -> None:
+    """Refuse a run for which the host's memory does not suffice.
+
+    Args:
+        layout: of `zero_layout`.
+        available: bytes that are free on the host, as `machine.host_memory` tells.
+        resident: bytes of the module that lie on the host now: they are counted in the layout or will be given back.
+        one_memory: Whether the "device" is the host's memory too: DeepSpeed on the CPU.
+        margin: share added to the need, for what is not counted.
+
+    Raises:
+        BudgetError: says what is needed part by part, what there is, and how much is missing.
+    """
+    peak = layout.one_memory_bytes if one_memory else layout.host_bytes
+    parts = {**({f"device {k}": n for k, n in layout.device.items()} if one_memory else {}), **layout.host}
+    _refuse("host memory", peak, parts, available + resident, margin, "control-group limits included")
+
+
+def check_device_budget(layout: ZeroLayout, available: int, *, margin: float = MARGIN) -> None:
+    """Refuse a run whose model states alone do not fit on the device; activations come on top.
+
+    Raises:
+        BudgetError: as `check_host_budget`.
+    """
+    _refuse("device memory", layout.device_bytes, layout.device, available, margin, "activations come on top")
+
+
+def check_disk_budget(layout: ZeroLayout, folder: str | Path, *, margin: float = MARGIN) -> None:
+    """Refuse a run whose swapped tensors do not fit below a folder.
+
+    Raises:
+        BudgetError: as `check_host_budget`.
+        CapabilityError: as `disk_budget`.
+    """
+    _refuse("disk", layout.disk_bytes, layout.disk, disk_budget(folder), margin, f"below {folder}")
+
+
+def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) -> int:
+    """Return the bytes that are free for files below a folder, which need not exist yet.
+
+    Raises:
+        CapabilityError: the folder can't be made or written, or lies in memory; says what to write.
+    """
+    path = Path(folder).expanduser().absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    remedy = "write strategy.nvme_path=<a folder on a local SSD that you may write>"
+    if not stat.S_ISDIR(there.stat().st_mode):
+        raise CapabilityError(f"nvme_path={str(folder)!r}: {there} is a file; {remedy}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise CapabilityError(f"nvme_path={str(folder)!r}: {there} is read-only for this user; {remedy}")
+    kind = _file_system(there.resolve(), mounts)
+    if kind in RAM_FILE_SYSTEMS:
+        raise CapabilityError(
+            f"nvme_path={str(folder)!r} is {kind}: files there take the host's memory, which is what they should"
+            f" save; {remedy}"
+        )
+    system = os.statvfs(there)
+    return system.f_bavail * system.f_frsize
+
+
+def _file_system(path: Path, mounts: Path) -> str:
+    """Return the type of the file system in which a path lies; empty where the system does not tell."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return ""
+    points = [(Path(point.replace("\\040", " ")), kind) for _, point, kind, *_ in lines]
+    holding = [(len(point.parts), kind) for point, kind in points if path.is_relative_to(point)]
+    # Of two mounts on the same point the later one is seen.
+    return max(reversed(holding), key=lambda pair: pair[0])[1] if holding else ""
+
+
+def _refuse(what: str, peak: int, parts: Mapping[str, int], available: int, margin: float, note: str) -> None:
+    needed = int(peak * (1 + margin))
+    if needed <= available:
+        return
+    listed = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in parts.items() if n)
+    raise BudgetError(
+        f"zero_offload needs {format_bytes(needed)} of {what}, and there are {format_bytes(available)} ({note}): "
+        f"{format_bytes(needed - available)} are missing. Peak {format_bytes(peak)} and a margin of {margin:.0%}; "
+        f"while training: {listed or 'nothing'}",
+        needed,
+        available,
+    )

@@ -1,0 +1,142 @@
+"""The engine's states as the plain entries of a checkpoint, which torch and Lightning read without DeepSpeed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.zero.host_optimizer import HostOptimizer, from_original_state, to_original_state
+from lightning_solo.zero.states import ParameterStates
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of the engine, for its log
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group as the user gave it: the engine replaces its parameters by flat tensors."""
+
+    options: dict[str, Any]
+    parameters: list[Tensor]
+
+
+def groups_of(optimizer: Optimizer) -> list[Group]:
+    """Return an optimizer's groups, to be asked before the engine takes it; the options stay the optimizer's own."""
+    return [Group(group, list(group["params"])) for group in optimizer.param_groups]
+
+
+def plain_state_dict(module: nn.Module, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
+    """Return ``module.state_dict()`` as if each parameter had the value in ``values``; hooks and overrides act."""
+    before = {parameter: parameter.data for parameter in values}
+    try:
+        for parameter, value in values.items():
+            parameter.data = value
+        state: dict[str, Any] = module.state_dict()
+    finally:
+        for parameter, data in before.items():
+            parameter.data = data
+    return state
+
+
+def frozen_names(module: nn.Module) -> list[str]:
+    """Return the names of parameters that are not trained."""
+    return [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+
+
+def load_weights(module: nn.Module, state: Mapping[str, Any], *, left_out: Iterable[str], strict: bool) -> None:
+    """Load a state dict of which names may have been left out when it was saved; they keep their values.
+
+    Raises:
+        RuntimeError: torch's own, where ``strict`` and other names are missing or unknown.
+    """
+    missing, unexpected = module.load_state_dict(state, strict=False)
+    if strict and (unexpected or set(missing) - set(left_out)):
+        module.load_state_dict(state, strict=True)
+
+
+def optimizer_state_dict(
+    host: HostOptimizer, groups: Sequence[Group], states: Mapping[Tensor, ParameterStates]
+) -> dict[str, Any]:
+    """Return what ``state_dict()`` of the user's own optimizer would be, had it trained: states by parameter number."""
+    foreign = set(host.optimizer.defaults) - set(host.original.defaults)
+    numbers = {p: number for number, p in enumerate(p for group in groups for p in group.parameters)}
+    saved: dict[str, Any] = {"state": {}, "param_groups": []}
+    for group in groups:
+        options = {key: value for key, value in group.options.items() if key not in foreign and key != "params"}
+        saved["param_groups"].append({**options, "params": [numbers[p] for p in group.parameters]})
+    for parameter, number in numbers.items():
+        found = states.get(parameter)
+        if found is not None and (found.tensors or found.scalars):
+            saved["state"][number] = to_original_state(host, {**found.scalars, **found.tensors})
+    return saved
+
+
+def load_optimizer(
+    host: HostOptimizer,
+    groups: Sequence[Group],
+    saved: Mapping[str, Any],
+    masters: Mapping[Tensor, Tensor],
+) -> dict[Tensor, ParameterStates]:
+    """Take over the options of a user's optimizer's state dict, and return its states by parameter.
+
+    Args:
+        host: the optimizer of the engine.
+        groups: its groups as the user gave them.
+        saved: from ``state_dict()`` of such an optimizer, in a plain run or in ours.
+        masters: the fp32 value of each parameter.
+
+    Raises:
+        CheckpointError: other groups than the checkpoint's.
+    """
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    ours = [len(group.parameters) for group in groups]
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {theirs} parameters, this module's has {ours}; give"
+            " configure_optimizers the groups of the run that saved it, or start from its weights alone"
+        )
+    states, without = {}, 0
+    for group, given in zip(groups, saved["param_groups"], strict=True):
+        group.options.update({key: value for key, value in given.items() if key != "params"})
+        for parameter, number in zip(group.parameters, given["params"], strict=True):
+            if parameter not in masters:  # frozen
+                continue
+            state = from_original_state(host, saved["state"].get(number, {}))
+            without += not state
+            tensors = {key: value for key, value in state.items() if _is_elementwise(key, value, parameter, masters)}
+            scalars = {key: value for key, value in state.items() if key not in tensors}
+            states[parameter] = ParameterStates(masters[parameter], tensors, scalars)
+    if 0 < without < len(states):
+        warnings.warn(
+            f"zero_offload: {without} of {len(states)} parameters have no optimizer state in the checkpoint (the run"
+            " that saved it never used them); ZeRO counts their steps with the others'",
+            stacklevel=2,
+        )
+    return states
+
+
+def _is_elementwise(key: str, value: object, parameter: Tensor, masters: Mapping[Tensor, Tensor]) -> bool:
+    return key != "step" and torch.is_tensor(value) and value.shape == masters[parameter].shape
+
+
+def counters(engine: Any) -> dict[str, dict[str, Any]]:
+    """Return what the engine counts, and the state of fp16's loss scaler: plain values."""
+    scaler = vars(engine.optimizer.loss_scaler)
+    return {
+        "engine": {name: getattr(engine, name) for name in COUNTERS},
+        "loss_scaler": {name: value for name, value in scaler.items() if isinstance(value, int | float)},
+    }
+
+
+def set_counters(engine: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take over what :func:`counters` gave, where this engine has it too."""
+    for owner, values in ((engine, "engine"), (engine.optimizer.loss_scaler, "loss_scaler")):
+        for name, value in saved.get(values, {}).items():
+            if hasattr(owner, name):
+                setattr(owner, name, value)

@@ -1,0 +1,136 @@
+"""DeepSpeed's configuration: ours, with what the user adds, and without what would contradict either."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.errors import ConflictError, PresetError
+
+# What belongs to the Trainer or to the module: key of the configuration -> what to write instead
+ELSEWHERE = {
+    "train_batch_size": "the batch size of your loader and accumulate_grad_batches",
+    "train_micro_batch_size_per_gpu": "the batch size of your loader",
+    "gradient_accumulation_steps": "accumulate_grad_batches=N",
+    "gradient_clipping": "Trainer(gradient_clip_val=...)",
+    "fp16": "precision=16-mixed",
+    "bf16": "precision=bf16-mixed",
+    "optimizer": "the optimizer of your module's configure_optimizers",
+    "scheduler": "the scheduler of your module's configure_optimizers",
+    "activation_checkpointing": "callback=activation_checkpointing",
+}
+BUCKET_ELEMENTS = 50_000_000
+
+
+def zero_config(
+    stage: int = 2,
+    *,
+    offload_parameters: bool = False,
+    nvme_path: str | None = None,
+    pin_memory: bool = True,
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration; the strategy adds accumulation, clipping and precision when a run starts."""
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": pin_memory}
+    if nvme_path is not None:
+        place = {"device": "nvme", "pin_memory": pin_memory, "nvme_path": nvme_path}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "offload_optimizer": dict(place),
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        # Otherwise torch.nn.functional.linear is replaced for the whole process, and stays so.
+        "memory_efficient_linear": False,
+    }
+    if stage == 3:
+        zero["stage3_prefetch_bucket_size"] = BUCKET_ELEMENTS
+        if offload_parameters:
+            zero["offload_param"] = dict(place)
+    else:
+        zero["allgather_bucket_size"] = BUCKET_ELEMENTS
+    return {
+        # Only for DeepSpeed's own throughput log. Lightning's guess fails on loaders without a batch sampler.
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        # Without it any optimizer but DeepSpeed's CPU ones is refused, which Lightning has no argument for.
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+
+
+def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Return our configuration with the user's on top; ``"auto"`` stands for ours.
+
+    Args:
+        ours: from :func:`zero_config`.
+        given: a mapping, or the path of a JSON file.
+
+    Raises:
+        ConflictError: a key that belongs to the Trainer or to the strategy's own arguments; names what to write.
+        PresetError: the file is not there, or is no JSON mapping.
+    """
+    merged = copy.deepcopy(dict(ours))
+    for key, value in _read(given).items():
+        if key in ELSEWHERE and value != "auto" and not _says_nothing(value):
+            raise ConflictError(f"zero_offload.config.{key}={value!r}: write {ELSEWHERE[key]} instead")
+        if key not in ELSEWHERE:
+            _merge_into(merged, key, value, "zero_offload.config")
+    return merged
+
+
+def _says_nothing(value: object) -> bool:
+    """Tell whether a section is switched off, or holds nothing but ``"auto"``."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(item == "auto" for item in value.values())
+    return False
+
+
+def _merge_into(merged: dict[str, Any], key: str, value: Any, option: str) -> None:
+    option = f"{option}.{key}"
+    if value == "auto":
+        return
+    if isinstance(value, Mapping):
+        below = merged.setdefault(key, {})
+        if isinstance(below, dict):
+            for name, item in value.items():
+                _merge_into(below, name, item, option)
+            return
+    if _is_argument(option) and merged.get(key) != value:
+        raise ConflictError(
+            f"{option}={value!r}, but the strategy's own arguments make it {merged.get(key)!r}; write one of them: "
+            "stage=, offload_parameters=, nvme_path= and pin_memory= are arguments of zero_offload"
+        )
+    merged[key] = value
+
+
+def _is_argument(option: str) -> bool:
+    names = ("stage", "device", "nvme_path", "pin_memory")
+    return option.startswith("zero_offload.config.zero_optimization.") and option.rpartition(".")[2] in names
+
+
+def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    try:
+        found = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PresetError(
+            f"zero_offload.config={given!r}: {error}; write the path of a JSON file, or a mapping"
+        ) from None
+    if not isinstance(found, Mapping):
+        raise PresetError(f"zero_offload.config={given!r}: holds a {type(found).__name__}, a mapping is needed")
+    return found
+
+
+def is_super_offload(config: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration asks for SuperOffload."""
+    return bool(config["zero_optimization"]["offload_optimizer"].get("super_offload"))
+
+
+def zenflow_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the section of ZenFlow, if a configuration has one."""
+    found: Mapping[str, Any] | None = config["zero_optimization"].get("zenflow")
+    return found

@@ -1,0 +1,93 @@
+"""DeepSpeed's engine around a module that lies on the host, and the way out of it, with the trained weights."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_solo.zero.disk import align_gradients
+from lightning_solo.zero.states import FLAT_MASTERS, flat_tensors, read
+
+
+def make_engine(
+    module: nn.Module, config: Mapping[str, Any], optimizer: Optimizer | None, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Return DeepSpeed's engine for a module; at stage 3 no more than one parameter at a time goes to the device whole.
+
+    Args:
+        module: on the host.
+        config: DeepSpeed's configuration.
+        optimizer: steps on the host; None for an engine that only runs forward.
+        dtype: of the weights on the device.
+        device: with its index.
+    """
+    import deepspeed
+
+    if config.get("zero_optimization", {}).get("stage") == 3:
+        _partition(module, config, dtype, device)
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=device.index),
+        model=module,
+        optimizer=optimizer,
+        model_parameters=[p for p in module.parameters() if p.requires_grad] if optimizer else [],
+        config=dict(config),
+        dist_init_required=False,
+    )
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        align_gradients(engine.optimizer.optimizer_swapper)
+    return engine
+
+
+def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Give stage 3 the parameters one by one; deepspeed.initialize would first move them all to the device."""
+    import deepspeed
+
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    place = config["zero_optimization"].get("offload_param", {}).get("device")
+    deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), remote_device=place)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Tell whether an engine trains: otherwise there are no masters."""
+    return any(hasattr(engine.optimizer, name) for name in FLAT_MASTERS)
+
+
+def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Return parameter -> its value now, of the parameter's shape, where the parameter itself doesn't hold it.
+
+    That is the fp32 master of what is trained (a view, on the host), the value ``as_found`` of what was only cast, and
+    at stage 3 a copy of all the rest.
+    """
+    weights = dict(as_found)
+    if has_optimizer(engine):
+        weights.update({parameter: states.master for parameter, states in read(engine.optimizer).items()})
+    for parameter in module.parameters():
+        if parameter not in weights and hasattr(parameter, "ds_id"):
+            weights[parameter] = _gathered(parameter)
+    return weights
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().cpu().clone()
+
+
+def destroy(engine: Any, module: nn.Module) -> None:
+    """End an engine: its hooks, its buffers, its gradients, and the references to the module in DeepSpeed's globals."""
+    if has_optimizer(engine):
+        for flat, _ in flat_tensors(engine.optimizer):
+            flat.grad = None
+    engine.destroy()
+    stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    stack[:] = [other for other in stack if other is not module]

@@ -1,0 +1,266 @@
+"""DeepSpeed's C++ extensions, built so that it just works: checked beforehand, once, alone, and with a word about it.
+
+DeepSpeed compiles its CPU optimizers at first use, in silence, and fails late: ninja of a virtual environment is not
+found without its folder on PATH, and torch waits for ever for the lock file that a killed build leaves. Here each build
+has a fresh folder, which becomes the kept one by a rename once it is whole.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from lightning_solo.errors import CapabilityError, PresetError, nearest
+from lightning_solo.machine import (
+    cxx_compiler,
+    has_python_headers,
+    is_installed,
+    links,
+    ninja_executable,
+    nvcc_release,
+    tool_path,
+)
+from lightning_solo.zero.build_cache import alone, cache_folder, shown
+
+BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+# async_io takes symbols from pin_memory's library.
+STANDS_ON = {"async_io": "pin_memory"}
+STAMP = "built.json"
+TAIL_LINES = 15
+
+
+def what_is_missing(name: str) -> str | None:
+    """Return what keeps an extension from being loaded or built here, with the remedy, or None; it builds nothing.
+
+    Nothing is needed where the extension has been built already, by us or into DeepSpeed's wheel.
+
+    Raises:
+        PresetError: There is no such extension.
+    """
+    try:
+        with _environment({}):
+            builder = _builder(name)
+            base = STANDS_ON.get(name)
+            if base and (missing := what_is_missing(base)):
+                return missing
+            if _is_ready(builder) or _built(builder, cache_folder()):
+                return None
+            missing_tools = list(_missing_tools(builder))
+    except CapabilityError as error:
+        return str(error)
+    return _lacking(name, missing_tools) if missing_tools else None
+
+
+def load_extension(name: str) -> ModuleType:
+    """Return an extension of DeepSpeed, built if it has not been yet; DeepSpeed's own classes then find it loaded.
+
+    The environment is afterwards what it was. A build takes 35 to 185 s on two cores.
+
+    Raises:
+        PresetError: There is no such extension.
+        CapabilityError: This machine lacks something that the build needs, or the build failed.
+    """
+    with _environment({}):
+        builder = _builder(name)
+        if name in STANDS_ON:
+            load_extension(STANDS_ON[name])
+        if _is_ready(builder):
+            return _load(builder)
+        folder = cache_folder()
+        if (module := _adopt(builder, folder)) is not None:
+            return module
+        with alone(folder, name):
+            # Whoever held the lock may have built it.
+            module = _adopt(builder, folder)
+            return _build(builder, folder) if module is None else module
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and leave all as they were: importing DeepSpeed sets some as well."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _builder(name: str) -> Any:
+    """Return DeepSpeed's builder of an extension for the accelerator of this machine."""
+    if name not in BUILDERS:
+        raise PresetError(f"no extension {name!r}{nearest(name, BUILDERS)}there are {', '.join(BUILDERS)}")
+    if not is_installed("deepspeed"):
+        raise CapabilityError(
+            f"{name} is an extension of the package deepspeed, which is not installed here; write: "
+            "pip install 'deepspeed>=0.16'"
+        )
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(BUILDERS[name])
+    if builder is None:
+        raise CapabilityError(
+            f"this version of DeepSpeed has no {name} for {get_accelerator()._name!r}; write: pip install -U deepspeed"
+        )
+    return builder
+
+
+def _is_ready(builder: Any) -> bool:
+    """Return whether an extension is loaded, or was compiled when DeepSpeed was installed (DS_BUILD_OPS=1)."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import accelerator_name, installed_ops
+
+    compiled = installed_ops.get(builder.name, False) and accelerator_name == get_accelerator()._name
+    return compiled or builder.name in builder._loaded_ops
+
+
+def _load(builder: Any) -> ModuleType:
+    """Return what DeepSpeed's builder loads, or builds in the environment as it is now."""
+    try:
+        module: ModuleType = builder.load(verbose=False)
+    except Exception as error:  # torch and DeepSpeed raise half a dozen types, down to KeyError
+        tail = "\n".join(f"  {line}" for line in str(error).splitlines()[-TAIL_LINES:])
+        raise CapabilityError(
+            f"DeepSpeed's {builder.name} could not be built or loaded, with the compiler {cxx_compiler()}; use"
+            f" another one (CXX=g++ before the command), or an optimizer of torch's. The end of what it said:\n{tail}"
+        ) from error
+    return module
+
+
+def _lacking(name: str, tools: list[str]) -> str:
+    return f"DeepSpeed's {name} has to be built, and this machine lacks " + "; ".join(tools)
+
+
+def _missing_tools(builder: Any) -> Iterator[str]:
+    """Yield what the build of an extension lacks on this machine, each with its remedy."""
+    if cxx_compiler() is None:
+        given = os.environ.get("CXX")
+        yield f"the C++ compiler that CXX names, {given!r} (unset CXX)" if given else "a C++ compiler (apt install g++)"
+    elif not has_python_headers():
+        yield "Python.h (apt install python3-dev)"
+    elif builder.name == "async_io" and not links("io_submit", "aio"):
+        yield "libaio with its header (apt install libaio-dev, or set CFLAGS and LDFLAGS to where it is)"
+    if ninja_executable() is None:
+        yield "ninja (pip install ninja)"
+    if (toolkit := _missing_toolkit(builder)) is not None:
+        yield toolkit
+
+
+def _missing_toolkit(builder: Any) -> str | None:
+    """Return what lacks of the CUDA toolkit: needed by builders for CUDA where there is a device to build for."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    if not isinstance(builder, CUDAOpBuilder) or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    major = int(torch.version.cuda.split(".")[0])
+    found = nvcc_release(CUDA_HOME)
+    if found is None:
+        return f"nvcc of CUDA {major} (install the CUDA toolkit, and set CUDA_HOME to its folder)"
+    if found[0] != major and os.environ.get("DS_SKIP_CUDA_CHECK", "0") != "1":
+        return f"nvcc of CUDA {major}: {CUDA_HOME} holds {found[0]}.{found[1]} (set CUDA_HOME to one that fits torch)"
+    return None
+
+
+def _sources(builder: Any) -> dict[str, list[int]]:
+    """Return size and time of each file that an extension is compiled from."""
+    sources = [Path(builder.deepspeed_src_path(path)) for path in builder.sources()]
+    headers = [file for path in builder.include_paths() for file in Path(builder.deepspeed_src_path(path)).glob("*.h")]
+    return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in (*sources, *headers)}
+
+
+def _built(builder: Any, folder: Path) -> Path | None:
+    """Return the library of an extension that is kept in the folder, if its sources are still those it came from."""
+    try:
+        stamp = json.loads((folder / builder.name / STAMP).read_text(encoding="utf-8"))
+        file = folder / builder.name / stamp["file"]
+        return file if file.is_file() and stamp["sources"] == _sources(builder) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _adopt(builder: Any, folder: Path) -> ModuleType | None:
+    """Load an extension that is kept in the folder, and tell DeepSpeed; return None where there is none that loads.
+
+    Neither compiler nor ninja is asked: torch would want both, only to see that there is nothing to do.
+    """
+    file = _built(builder, folder)
+    spec = importlib.util.spec_from_file_location(file.stem, file) if file else None
+    if spec is None or spec.loader is None:
+        return None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError:  # a torch of the same version was compiled anew
+        return None
+    builder._loaded_ops[builder.name] = module
+    return _load(builder)
+
+
+def _build(builder: Any, folder: Path) -> ModuleType:
+    """Build an extension in a fresh folder, move it to where it is kept, and return it; the lock is held."""
+    name = builder.name
+    if missing := list(_missing_tools(builder)):
+        raise CapabilityError(_lacking(name, missing))
+    _remove_leftovers(folder, name)
+    attempt = Path(tempfile.mkdtemp(prefix=f"{name}.building-", dir=folder))
+    tools = os.pathsep.join([str(Path(ninja_executable() or "").parent), tool_path()])
+    variables = {"TORCH_EXTENSIONS_DIR": str(attempt), "PATH": tools, "CXX": cxx_compiler() or ""}
+    started = time.monotonic()
+    try:
+        text = f"building DeepSpeed's {name}, one to three minutes, once; into {folder}"
+        with _environment(variables), shown(text):
+            module = _load(builder)
+        _keep(builder, module, attempt, folder)
+    finally:
+        shutil.rmtree(attempt, ignore_errors=True)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"built DeepSpeed's {name} in {time.monotonic() - started:.0f} s"
+    )
+    return module
+
+
+def _keep(builder: Any, module: ModuleType, attempt: Path, folder: Path) -> None:
+    """Move a whole build to where it is kept."""
+    built, kept = attempt / builder.name, folder / builder.name
+    file = Path(str(module.__file__)).name
+    stamp = {"file": file, "sources": _sources(builder), "python": sys.version}
+    (built / STAMP).write_text(json.dumps(stamp, indent=1), encoding="utf-8")
+    if kept.exists():
+        kept.rename(attempt / "outdated")  # other processes may be running it
+    built.rename(kept)
+    module.__file__ = str(kept / file)  # pin_memory's builder opens it once more, by name
+
+
+def _remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what a killed build left, and say so; the lock is held, so nobody is building."""
+    for path in sorted(folder.glob(f"{name}.building-*")):
+        lock = path / name / "lock"
+        warnings.warn(
+            f"a build of DeepSpeed's {name} was killed; what it left is removed: {lock if lock.exists() else path}",
+            stacklevel=5,
+        )
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,90 @@
+"""What DeepSpeed changes on a module, remembered before and undone after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Plain values that DeepSpeed leaves on parameters and modules, and the method of Lightning's redirection
+LEFT_BEHIND = frozenset(
+    {
+        "_dp_group",
+        "_external_params",
+        "_hp_mapping",
+        "_in_forward",
+        "_index_in_param_group",
+        "_original_parameters",
+        "_z3_optimizer",
+        "applied_pre_backward_ref_cnt",
+        "forward",
+        "grad_accum",
+        "is_external_param",
+        "nvme_swapper",
+        "param_idx_in_group",
+    }
+)
+MODULE_HOOKS = (
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
+
+
+class ModuleAsFound:
+    """A module as it was before the engine, and the way back.
+
+    The engine casts the weights, moves them, registers hooks and leaves methods on each parameter, which pickling
+    would follow into the engine; stage 3 empties the parameters and swaps the mapping that holds them.
+
+    ``weights`` are the values as found, on the host, of parameters whose dtype the engine changes: what the fp32
+    masters start from (DeepSpeed's own would start from their 16-bit roundings), and what the frozen ones go back to.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parts: list[Any] = [*module.parameters(), *module.modules()]
+        self.attributes = {part: set(vars(part)) for part in parts}
+        self.dtypes: dict[Tensor, torch.dtype] = {
+            tensor: tensor.dtype for tensor in (*module.parameters(), *module.buffers())
+        }
+        self.weights: dict[Tensor, Tensor] = {}
+
+    def keep_weights(self, dtype: torch.dtype) -> None:
+        """Keep, on the host, each parameter that the engine is going to cast to ``dtype``."""
+        self.weights = {p: p.detach().cpu() for p in self.module.parameters() if p.dtype != dtype}
+
+    def restore(self, weights: dict[Tensor, Tensor]) -> None:
+        """Bring back hooks, attributes and dtypes, and the weights.
+
+        Args:
+            weights: parameter -> its value, of its shape, taken from the engine before it was destroyed. What is not
+                among them keeps its value.
+        """
+        for part in self.module.modules():
+            for name in MODULE_HOOKS:
+                hooks = vars(part)[name]
+                for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
+                    del hooks[key]
+            if is_deepspeeds(vars(part)["_parameters"]):
+                vars(part)["_parameters"] = dict(vars(part)["_parameters"])
+        for tensor, dtype in self.dtypes.items():
+            value = weights.get(tensor, tensor)
+            with torch.no_grad():
+                tensor.data = value.detach().to(tensor.device, dtype, copy=True)
+        for part, names in self.attributes.items():
+            for name in set(vars(part)) - names:
+                if name in LEFT_BEHIND or name.startswith("ds_") or is_deepspeeds(vars(part)[name]):
+                    delattr(part, name)
+
+
+def is_deepspeeds(value: Any) -> bool:
+    """Return whether a function or an object was made by DeepSpeed."""
+    owner = getattr(value, "__self__", value)
+    return any(
+        (getattr(thing, "__module__", None) or "").partition(".")[0] == "deepspeed"
+        for thing in (value, type(owner), getattr(value, "__func__", None))
+    )

@@ -1,0 +1,158 @@
+"""A process group of one process for DeepSpeed: no launcher, no port, no MPI, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch._C._distributed_c10d import HashStore
+
+from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import is_installed
+
+# The first release in which the caller may say when a window of gradient accumulation ends, offloading included.
+OLDEST = "0.19.8"
+# What DeepSpeed's engine asks the environment for; a launcher's values would make it wait for other processes.
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+# By DeepSpeed's import; it changes how torch looks for CUDA in child processes
+SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and leave them, and those that imports set, as they were."""
+    before = {name: os.environ.get(name) for name in (*variables, *SET_BY_IMPORTS)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def require_deepspeed() -> None:
+    """Import DeepSpeed, which leaves no environment variable behind.
+
+    Raises:
+        CapabilityError: it is not installed, or too old; names the command.
+    """
+    remedy = f"write: DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST}'"
+    if not is_installed("deepspeed"):
+        raise CapabilityError(f"zero_offload needs the package deepspeed, which is not installed here; {remedy}")
+    found = importlib.metadata.version("deepspeed")
+    if Version(found) < Version(OLDEST):
+        raise CapabilityError(f"zero_offload needs deepspeed {OLDEST} or newer, and {found} is installed; {remedy}")
+    with environment({}):
+        importlib.import_module("deepspeed")
+
+
+def open_process_group(backend: str) -> bool:
+    """Make a process group of this process alone, and DeepSpeed's handle on it; return False where there is a group.
+
+    It needs no address, no port and no launcher: the store is a dictionary in this process.
+
+    Raises:
+        CapabilityError: a group of more than one process is open.
+    """
+    import deepspeed
+
+    opened = not torch.distributed.is_initialized()
+    if opened:
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    elif torch.distributed.get_world_size() > 1:
+        raise CapabilityError(
+            f"zero_offload runs in one process, but a group of {torch.distributed.get_world_size()} is open;"
+            " start it without a launcher such as torchrun"
+        )
+    # On the CPU, DeepSpeed compiles an operator for sums across the processes of one machine: here there is one.
+    # (The attribute deepspeed.comm.torch is torch itself, so the module goes by name.)
+    operators: Any = importlib.import_module("deepspeed.comm.torch")
+    build_shm_op = operators.build_shm_op
+    try:
+        operators.build_shm_op = lambda: None
+        with environment(ONE_PROCESS):
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    except BaseException:
+        if opened:
+            close_process_group()
+        raise
+    finally:
+        operators.build_shm_op = build_shm_op
+    return opened
+
+
+def close_process_group() -> None:
+    """Destroy the process group, and DeepSpeed's handles on it, so that the next fit can open its own."""
+    import deepspeed
+
+    if torch.distributed.is_initialized():
+        if deepspeed.comm.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        else:
+            torch.distributed.destroy_process_group()
+    # Otherwise the next init_distributed believes that it is done.
+    deepspeed.comm.comm.cdb = None
+
+
+def one_process(environment_class: type) -> Any:
+    """Return Lightning's description of a cluster that is this process, whatever a launcher's variables say."""
+    alone = {
+        "creates_processes_externally": property(lambda self: True),
+        "local_rank": lambda self: 0,
+        "node_rank": lambda self: 0,
+        # The parent's removes WORLD_SIZE from the environment.
+        "teardown": lambda self: None,
+    }
+    return type("OneProcess", (environment_class,), alone)()
+
+
+def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | None = None) -> None:
+    """Refuse a device on which DeepSpeed's engine can't run, or saves nothing; say so where that is allowed.
+
+    Args:
+        device: with its index.
+        allow_cpu: Whether the CPU will do.
+        cuda_only: what was asked for that has no CPU version, if anything.
+
+    Raises:
+        CapabilityError: names the device and what to write.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if device.type != "cuda" and cuda_only is not None:
+        raise CapabilityError(
+            f"{cuda_only} needs a CUDA device, and this run is on {device.type!r}: DeepSpeed has it for CUDA only;"
+            " write solo=zero_offload_parameters, or another preset"
+        )
+    if device.type != "cuda" and not allow_cpu:
+        raise CapabilityError(
+            f"zero_offload needs a CUDA device, and this run is on {device.type!r}; write solo=bf16 or another"
+            " preset without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true"
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise CapabilityError(f"zero_offload runs on 'cuda', or with allow_cpu on 'cpu'; not on {device.type!r}")
+    if device.index != 0:
+        raise CapabilityError(
+            f"zero_offload runs on the first device it sees, not on {device};"
+            f" write CUDA_VISIBLE_DEVICES={device.index} and devices=1"
+        )
+    if get_accelerator().device_name() != device.type:
+        raise CapabilityError(
+            f"DeepSpeed has chosen {get_accelerator().device_name()!r} for this process, and the run is on"
+            f" {device.type!r}; start it with DS_ACCELERATOR={device.type}"
+        )
+    if device.type == "cpu":
+        warnings.warn(
+            "zero_offload runs on the CPU (allow_cpu=True): for tests and for trying only, it saves no memory here",
+            stacklevel=2,
+        )

@@ -1,0 +1,143 @@
+"""The fp32 masters and optimizer states inside ZeRO's flat tensors, parameter by parameter: read, and written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.errors import CheckpointError
+
+# Where ZeRO's optimizers keep them, at stage 2 and 3
+FLAT_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+
+
+@dataclass(frozen=True)
+class ParameterStates:
+    """What the engine keeps of one parameter on the host: tensors of the parameter's shape, and plain values."""
+
+    master: Tensor
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in a flat tensor."""
+
+    parameter: Tensor
+    start: int
+    shape: torch.Size
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of ``flat``, in the parameter's shape: a view."""
+        return flat.narrow(0, self.start, self.shape.numel()).view(self.shape)
+
+
+def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
+    """Return each flat fp32 master of ZeRO's optimizer (stage 2 or 3, one process), and what lies in it."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        return [
+            (flat, [Place(p, zero.grad_position[zero.get_param_id(p)][1], p.ds_shape) for p in group])
+            for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        ]
+    return [
+        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape) for p in group])
+        for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+    ]
+
+
+@contextmanager
+def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]:
+    """Have the flat tensor ``index`` and its states in host memory; yield whether they came from the disk.
+
+    Args:
+        zero: ZeRO's optimizer.
+        index: position in :func:`flat_tensors`.
+        written: write them back afterwards.
+    """
+    from_disk = bool(getattr(zero, "swap_optimizer", False)) and zero._swappable_optimizer_subgroup(index)
+    if from_disk:
+        zero._optimizer_states_and_gradient_swap_in(index)
+    try:
+        yield from_disk
+    finally:
+        if from_disk and written:
+            zero._optimizer_states_and_gradient_swap_out(index)
+        elif from_disk:
+            zero._release_swap_buffers(index)
+
+
+def read(zero: Any, folder: Path | None = None) -> dict[Tensor, ParameterStates]:
+    """Return the states of every trainable parameter: views, or where they lie on disk, copies.
+
+    Args:
+        zero: ZeRO's optimizer.
+        folder: an empty folder for the copies of what lies on disk, which are files mapped into memory; they must
+            not outlive it. None copies into memory.
+    """
+    found = {}
+    for index, (flat, places) in enumerate(flat_tensors(zero)):
+        with in_memory(zero, index) as from_disk:
+            state = zero.optimizer.state.get(flat, {})
+            tensors = {key: value for key, value in state.items() if is_elementwise(value, flat)}
+            scalars = {key: value for key, value in state.items() if key not in tensors}
+            for number, place in enumerate(places):
+                views = {name: place.of(value.detach()) for name, value in {"": flat, **tensors}.items()}
+                if from_disk:
+                    views = {
+                        name: _copied(view, folder and folder / f"{index}-{number}-{name}")
+                        for name, view in views.items()
+                    }
+                # A copy of the plain values for each: one count of steps for many parameters would count too fast.
+                found[place.parameter] = ParameterStates(views.pop(""), views, copy.deepcopy(scalars))
+    return found
+
+
+def is_elementwise(value: object, flat: Tensor) -> bool:
+    """Tell whether a state has an element for each element of the flat tensor."""
+    return torch.is_tensor(value) and value.shape == flat.shape and value.dim() > 0
+
+
+def _copied(view: Tensor, path: Path | None) -> Tensor:
+    if path is None or view.numel() == 0:
+        return view.clone()
+    mapped = torch.from_file(str(path), shared=True, size=view.numel(), dtype=view.dtype)
+    return mapped.view(view.shape).copy_(view)
+
+
+def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
+    """Copy states into the engine's flat tensors; parameters that are not among ``states`` keep theirs.
+
+    Raises:
+        CheckpointError: parameters that share a flat tensor differ in a plain value, such as the count of steps.
+    """
+    for index, (flat, places) in enumerate(flat_tensors(zero)):
+        given = [(place, states[place.parameter]) for place in places if place.parameter in states]
+        with in_memory(zero, index, written=True):
+            for place, value in given:
+                place.of(flat.detach()).copy_(value.master)
+            for key in dict.fromkeys(key for _, value in given for key in value.tensors):
+                state = zero.optimizer.state[flat]
+                if key not in state:  # a fresh engine has none: optimizers make them in their first step
+                    state[key] = torch.zeros_like(flat, requires_grad=False)
+                for place, value in given:
+                    if key in value.tensors:
+                        place.of(state[key]).copy_(value.tensors[key])
+            for key in dict.fromkeys(key for _, value in given for key in value.scalars):
+                zero.optimizer.state[flat][key] = _shared(key, [v.scalars[key] for _, v in given if key in v.scalars])
+
+
+def _shared(key: str, values: list[Any]) -> Any:
+    if any(bool(value != values[0]) for value in values):
+        raise CheckpointError(
+            f"the checkpoint's optimizer counts {key!r} apart for each parameter, from {min(values)} to {max(values)};"
+            " ZeRO keeps one count for all, so it can't go on exactly: start from the weights, without the optimizer"
+        )
+    return values[0].clone() if torch.is_tensor(values[0]) else values[0]

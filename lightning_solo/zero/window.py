@@ -1,0 +1,76 @@
+"""Which parameters got a gradient in a window, so that none is updated with a gradient of an earlier one.
+
+DeepSpeed (0.19.8) keeps each parameter's gradient on the host and overwrites it when the next one comes. A parameter
+that a step didn't use gets none, and is updated once more with its last; in a later micro-batch of a window its new
+gradient is added to the last window's. Here both are set to zero, as a gradient of zero is what such a parameter has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.zero.states import flat_tensors
+
+
+class GradientWindow:
+    """The micro-batches between two optimizer steps of one engine.
+
+    Args:
+        module: of the engine.
+        forget: Whether earlier gradients are to be forgotten, or the window only counts.
+    """
+
+    def __init__(self, module: nn.Module, *, forget: bool = True) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad] if forget else []
+        self.micro_batches = 0
+        self._used: set[Tensor] = set()
+        hook: Any = Tensor.register_post_accumulate_grad_hook
+        self._hooks = [hook(p, self._used.add) for p in self.parameters]
+
+    def after_backward(self, zero: Any) -> None:
+        """Forget what the last window accumulated, for parameters that the first micro-batch of this one didn't use."""
+        self.micro_batches += 1
+        if self.micro_batches == 1:
+            for parameter in self._unused():
+                accumulated = _accumulated(zero, parameter)
+                if accumulated is not None:
+                    accumulated.zero_()
+
+    def before_step(self, zero: Any) -> None:
+        """Give a gradient of zero to the parameters that no micro-batch of the window used, and end the window."""
+        unused = set(self._unused())
+        if unused:
+            for index, (flat, places) in enumerate(flat_tensors(zero)):
+                for place in places:
+                    if place.parameter in unused:
+                        _forget(zero, index, flat, place.start, place.shape.numel())
+        self._used.clear()
+        self.micro_batches = 0
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _unused(self) -> list[Tensor]:
+        return [p for p in self.parameters if p not in self._used]
+
+
+def _accumulated(zero: Any, parameter: Tensor) -> Tensor | None:
+    """Return the host buffer in which ZeRO accumulates a parameter's gradients, if it has one."""
+    if hasattr(zero, "accumulated_grads_in_cpu"):  # stage 2
+        found: Tensor | None = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
+        return found
+    partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    return partitions.get(parameter.ds_id)  # type: ignore[attr-defined,no-any-return]
+
+
+def _forget(zero: Any, index: int, flat: Tensor, start: int, numel: int) -> None:
+    if getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(index):
+        zeros = torch.zeros(numel, dtype=zero.master_weights_and_grads_dtype)
+        zero.optimizer_swapper.swap_out_gradients(parameter=flat, gradient_offsets=[start], gradient_tensors=[zeros])
+    elif flat.grad is not None:
+        flat.grad.narrow(0, start, numel).zero_()

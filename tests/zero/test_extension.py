@@ -1,0 +1,339 @@
+"""DeepSpeed's extensions: checked beforehand, built once and alone, kept where nobody else writes.
+
+Builds run with DeepSpeed, torch and ninja as they are; only the compiler is a script that hands out what the real one
+made before, so that a build takes a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_solo.errors import CapabilityError, PresetError
+from lightning_solo.machine import cxx_compiler, links, ninja_executable, nvcc_release
+from lightning_solo.zero import build_cache, extension
+from lightning_solo.zero.build_cache import alone, cache_folder, shown
+from lightning_solo.zero.extension import load_extension, what_is_missing
+
+pytest.importorskip("deepspeed", reason="listed on Linux only")
+pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds cpu_adam
+ROOT = Path(__file__).parents[2]
+LOAD = """
+import os, sys
+before = dict(os.environ)
+from lightning_solo.zero.extension import load_extension, what_is_missing
+assert what_is_missing("cpu_adam") is None, what_is_missing("cpu_adam")
+module = load_extension("cpu_adam")
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+from deepspeed.ops.op_builder import CPUAdamBuilder
+assert CPUAdamBuilder().load() is module
+print("loaded", module.__file__)
+"""
+
+
+@pytest.fixture
+def library() -> Path:
+    """The library that the real compiler made, in the user's cache."""
+    return Path(str(load_extension("cpu_adam").__file__))
+
+
+@pytest.fixture
+def root(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test alone."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def compiler(folder: Path, library: Path | None, wait_for: Path | None = None) -> Path:
+    """Write a compiler that copies the library when it links; fails without one; waits for a file to appear."""
+    wait = f"while [ ! -e '{wait_for}' ]; do sleep 0.1; done" if wait_for else ":"
+    link = f"cp '{library}' \"$out\"" if library else "echo 'fatal error: no such thing' >&2; exit 1"
+    script = folder / "g++"
+    script.write_text(f"""#!/bin/sh
+out=
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done
+case "$out" in
+*.so) {link} ;;
+*.o) echo "$out" >> '{folder}/compiled'; {wait}; : > "$out" ;;
+esac
+""")
+    script.chmod(0o755)
+    return script
+
+
+def start(code: str = LOAD, **environment: str) -> subprocess.Popen[str]:
+    """Start Python with this environment and no other: no HOME, no PATH."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+# --- acted ---
+
+
+def test_it_is_built_once_and_deepspeed_finds_it(root: Path, tmp_path: Path, library: Path) -> None:
+    tools = tmp_path / "tools"  # on PATH, and no ninja among them
+    tools.mkdir()
+    for tool in ("cp", "which"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    given = {"TORCH_EXTENSIONS_DIR": str(root), "CXX": str(compiler(tmp_path, library)), "PATH": str(tools)}
+    first = start(**given)
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 0, err
+    assert (tmp_path / "compiled").read_text().count(".o\n") == 2  # cpu_adam.cpp, cpu_adam_impl.cpp
+    assert "building DeepSpeed's cpu_adam" in err
+    assert "built DeepSpeed's cpu_adam in" in err
+    kept = cache_folder() / "cpu_adam" / "cpu_adam.so"
+    assert out.splitlines()[-1] == f"loaded {kept}"
+    assert sorted(path.name for path in cache_folder().iterdir()) == ["cpu_adam", "cpu_adam.lock"]
+    # Built, it needs nothing more: neither a compiler nor a word.
+    second = start(TORCH_EXTENSIONS_DIR=str(root), CXX="/nowhere/g++")
+    out, err = second.communicate(timeout=120)
+    assert (second.returncode, out.splitlines()[-1:]) == (0, [f"loaded {kept}"]), err
+    assert "built DeepSpeed" not in err
+    assert "building" not in err
+
+
+def test_changed_sources_are_built_again(root: Path, library: Path) -> None:
+    builder = extension._builder("cpu_adam")
+    shutil.copytree(library.parent, cache_folder() / "cpu_adam")
+    kept = cache_folder() / "cpu_adam"
+    assert extension._built(builder, cache_folder()) == kept / library.name
+    stamp = json.loads((kept / extension.STAMP).read_text())
+    next(iter(stamp["sources"].values()))[1] += 1  # the time of one file
+    (kept / extension.STAMP).write_text(json.dumps(stamp))
+    assert extension._built(builder, cache_folder()) is None
+    (kept / extension.STAMP).write_text(json.dumps(stamp)[:20])
+    assert extension._built(builder, cache_folder()) is None
+
+
+def test_a_library_that_does_not_load_counts_as_not_built(root: Path, library: Path) -> None:
+    shutil.copytree(library.parent, cache_folder() / "cpu_lion")
+    stamp = cache_folder() / "cpu_lion" / extension.STAMP
+    builder = extension._builder("cpu_lion")
+    sources = extension._sources(builder)
+    stamp.write_text(json.dumps({"file": "cpu_adam.so", "sources": sources}))
+    library_there = cache_folder() / "cpu_lion" / "cpu_adam.so"
+    library_there.write_bytes(b"torn")
+    assert extension._built(builder, cache_folder()) == library_there
+    assert extension._adopt(builder, cache_folder()) is None
+    assert "cpu_lion" not in builder._loaded_ops
+
+
+def test_an_empty_environment_loads_what_the_user_has_built(library: Path) -> None:
+    environment = {"XDG_CACHE_HOME": cache} if (cache := os.environ.get("XDG_CACHE_HOME")) else {}
+    process = start(**environment)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out.splitlines()[-1:]) == (0, [f"loaded {library}"]), err
+
+
+# --- what a build lacks ---
+
+
+def test_what_is_missing_names_the_remedy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert what_is_missing("cpu_lion") is None
+    monkeypatch.setenv("CXX", "/nowhere/g++ -O2")
+    assert "CXX names, '/nowhere/g++ -O2' (unset CXX)" in str(what_is_missing("cpu_lion"))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cxx_compiler() is None
+    assert "a C++ compiler (apt install g++)" in str(what_is_missing("cpu_lion"))
+    monkeypatch.delenv("PATH")
+    assert cxx_compiler() is not None  # os.defpath
+    assert what_is_missing("cpu_lion") is None
+    monkeypatch.setattr(extension, "ninja_executable", lambda: None)
+    assert "ninja (pip install ninja)" in str(what_is_missing("cpu_lion"))
+    with pytest.raises(CapabilityError, match="lacks ninja"):
+        load_extension("cpu_lion")
+    with pytest.raises(PresetError, match=r"did you mean 'cpu_adam'\?"):
+        what_is_missing("cpu_adm")
+
+
+def test_ninja_is_found_without_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ninja_executable() is not None
+
+
+def test_libaio_is_tried_with_the_linker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert links("cos", "m")
+    assert not links("no_such_function", "m")
+    assert not links("cos", "no_such_library")
+    monkeypatch.setattr(extension, "links", lambda function, library: (function, library) != ("io_submit", "aio"))
+    assert "apt install libaio-dev" in str(what_is_missing("async_io"))
+
+
+def test_a_cuda_extension_needs_the_toolkit_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.utils.cpp_extension
+    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder  # the one for CUDA
+
+    builder = AsyncIOBuilder()
+    assert extension._missing_toolkit(builder) is None
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert extension._missing_toolkit(builder) is None  # no device: built for the CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
+    assert "nvcc of CUDA 12 (install" in str(extension._missing_toolkit(builder))
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
+    assert nvcc_release(str(tmp_path)) == (11, 8)
+    assert "holds 11.8 (set CUDA_HOME" in str(extension._missing_toolkit(builder))
+    monkeypatch.setattr(torch.version, "cuda", "11.7")
+    assert extension._missing_toolkit(builder) is None
+
+
+# --- failures leave nothing ---
+
+
+def test_a_failed_build_shows_the_end_and_can_be_repeated(root: Path, tmp_path: Path, library: Path) -> None:
+    code = """
+from lightning_solo.errors import CapabilityError
+from lightning_solo.zero.extension import load_extension
+import shutil, sys, threading
+for attempt in range(2):  # torch's own versioner would skip the second, and fail to import
+    try:
+        load_extension("cpu_adam")
+    except CapabilityError as error:
+        assert "fatal error: no such thing" in str(error), error
+        assert "CXX=g++" in str(error)
+    else:
+        raise AssertionError
+assert threading.enumerate() == [threading.main_thread()]
+print("failed twice")
+"""
+    failing = compiler(tmp_path, None)
+    process = start(code, TORCH_EXTENSIONS_DIR=str(root), CXX=str(failing))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out.splitlines()[-1:]) == (0, ["failed twice"]), err
+    assert [path.name for path in cache_folder().iterdir()] == ["cpu_adam.lock"]
+    process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(tmp_path, library)))
+    assert "loaded" in process.communicate(timeout=120)[0]
+
+
+@pytest.fixture
+def killed(root: Path, tmp_path: Path, library: Path) -> Iterator[Path]:
+    """The folder of a build whose process was killed while it compiled."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(slow, library, wait_for=slow / "go")))
+    until(slow / "compiled")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    yield next(cache_folder().glob("cpu_adam.building-*"))
+    (slow / "go").touch()  # ninja and the compiler outlive it
+    process.communicate()
+
+
+def test_a_killed_build_is_named_and_removed(root: Path, tmp_path: Path, library: Path, killed: Path) -> None:
+    lock = killed / "cpu_adam" / "lock"
+    assert lock.exists()  # torch would wait for it for ever
+    process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(tmp_path, library)))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"a build of DeepSpeed's cpu_adam was killed; what it left is removed: {lock}" in err
+    assert not killed.exists()
+
+
+# --- one builder at a time ---
+
+
+def test_a_second_process_waits_and_builds_nothing(root: Path, tmp_path: Path, library: Path) -> None:
+    given = {"TORCH_EXTENSIONS_DIR": str(root), "CXX": str(compiler(tmp_path, library, wait_for=tmp_path / "go"))}
+    first = start(**given)
+    until(tmp_path / "compiled")
+    second = start(**given)
+    assert second.stderr is not None
+    seen = ""
+    for line in second.stderr:
+        seen += line
+        if "waiting for" in line or "building" in line:
+            break
+    (tmp_path / "go").touch()
+    out, rest = second.communicate(timeout=120)
+    _, err = first.communicate(timeout=120)
+    assert f"waiting for process {first.pid} on" in seen, seen + rest
+    assert (first.returncode, second.returncode) == (0, 0), err + rest
+    assert "loaded" in out
+    assert "building" not in seen + rest
+    assert (tmp_path / "compiled").read_text().count(".o\n") == 2
+
+
+def test_the_lock_is_free_again_after_an_exception(root: Path) -> None:
+    with pytest.raises(KeyError), alone(cache_folder(), "cpu_lion"):
+        raise KeyError
+    with alone(cache_folder(), "cpu_lion"):
+        assert f"process {os.getpid()} on" in (cache_folder() / "cpu_lion.lock").read_text()
+
+
+def test_the_spinner_leaves_no_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    before = threading.enumerate()
+    with shown("building something"):
+        during = threading.enumerate()
+    assert len(during) == len(before) + 1
+    assert threading.enumerate() == before
+    assert "building something" in capsys.readouterr().err
+
+
+# --- the folder ---
+
+
+def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cache_folder()
+    assert folder.relative_to(tmp_path).parts[:2] == ("lightning_solo", "extensions")
+    assert f"torch{torch.__version__}-deepspeed" in folder.name
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+    folder.parent.chmod(0o770)
+    with pytest.raises(
+        CapabilityError, match=r"others may write into the folder .*/extensions, .*TORCH_EXTENSIONS_DIR"
+    ):
+        cache_folder()
+    assert "others may write" in str(what_is_missing("cpu_lion"))
+
+
+def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = cache_folder()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CapabilityError, match=f"belongs to user {os.getuid()}, and you are 12345") as refused:
+        cache_folder()
+    assert str(folder) in str(refused.value)
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with pytest.raises(CapabilityError, match="write TORCH_EXTENSIONS_DIR="):
+        cache_folder()
+
+
+def test_another_processor_has_another_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = cache_folder()
+    monkeypatch.setattr(build_cache, "_processor_flags", lambda: "flags : sse2")
+    assert cache_folder() != here
