@@ -1,0 +1,108 @@
+"""Stage 3, weights that a step doesn't use, and plain checkpoints, on the real engine beside a plain Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.zero.disk import split_aligned
+from tests.modules import Stack, loader, regression
+
+pytest.importorskip("deepspeed", reason="listed on Linux only")
+pytestmark = [
+    # DeepSpeed's own call, at stage 3, on torch 2.13
+    pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_scatter_tensor` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
+]
+STAGES = [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload_parameters": True}]
+
+
+class Sometimes(Stack):
+    """A stack whose first block is used in every other call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.blocks[1:](x) if self.calls % 2 else self.blocks(x))
+
+
+def strategy(home: ModuleType, **arguments: Any) -> Any:
+    return zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch", **arguments)
+
+
+def module(home: ModuleType, net: type[nn.Module] = Stack) -> Any:
+    torch.manual_seed(0)
+    made = regression(home, net(blocks=2))
+    made.configure_optimizers = lambda: torch.optim.AdamW(made.parameters(), lr=1e-2)
+    return made
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("arguments", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_every_stage_gives_the_plain_runs_weights(
+    home: ModuleType, make_trainer: Any, arguments: Any, accumulation: int
+) -> None:
+    plain, offloaded = module(home), module(home)
+    make_trainer(home, accumulate_grad_batches=accumulation).fit(plain, loader())
+    trainer = make_trainer(home, strategy=strategy(home, **arguments), accumulate_grad_batches=accumulation)
+    trainer.fit(offloaded, loader())
+    assert same(offloaded, plain)
+    assert not same(offloaded, module(home))
+
+
+@pytest.mark.parametrize("arguments", STAGES[:2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_weights_that_a_step_does_not_use_get_a_gradient_of_zero(
+    home: ModuleType, make_trainer: Any, arguments: Any, accumulation: int
+) -> None:
+    plain, offloaded = module(home, Sometimes), module(home, Sometimes)
+
+    def zeros(*_: Any) -> None:
+        for p in plain.parameters():
+            p.grad = torch.zeros_like(p)
+
+    plain.optimizer_zero_grad = zeros
+    make_trainer(home, accumulate_grad_batches=accumulation).fit(plain, loader())
+    trainer = make_trainer(home, strategy=strategy(home, **arguments), accumulate_grad_batches=accumulation)
+    trainer.fit(offloaded, loader())
+    assert same(offloaded, plain)
+
+
+@pytest.mark.parametrize("arguments", STAGES)
+@pytest.mark.parametrize("saves_plain", [False, True])
+def test_a_plain_run_and_ours_resume_one_another(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any, saves_plain: bool
+) -> None:
+    undisturbed, first, second = module(home), module(home), module(home)
+    make_trainer(home, max_epochs=2).fit(undisturbed, loader())
+    keep = home.callbacks.ModelCheckpoint(dirpath=tmp_path / "kept", filename="first")
+    saving = {} if saves_plain else {"strategy": strategy(home, **arguments)}
+    make_trainer(home, enable_checkpointing=True, callbacks=[keep], **saving).fit(first, loader())
+    saved = torch.load(keep.best_model_path, weights_only=True)
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float32}
+    loading = {"strategy": strategy(home, **arguments)} if saves_plain else {}
+    make_trainer(home, max_epochs=2, **loading).fit(second, loader(), ckpt_path=keep.best_model_path)
+    assert same(second, undisturbed)
+    assert not same(second, first)
+
+
+def test_fragments_are_split_at_aligned_offsets() -> None:
+    for offset, numel in ((0, 1), (7, 30), (8, 16), (9, 3), (255, 1000)):
+        parts = split_aligned(offset, numel, 8)
+        assert [i for start, length in parts for i in range(start, start + length)] == list(
+            range(offset, offset + numel)
+        )
+        assert sum(start % 8 == 0 and length % 8 == 0 for start, length in parts) == (len(parts) > 1 or offset == 8)
