@@ -14,11 +14,11 @@ Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Raj
 
 from __future__ import annotations
 
-import gc
 import importlib
 import shutil
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
@@ -26,29 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import check_device_budget, check_disk_budget, check_host_budget, disk_budget, layout_of
-from lightning_solo.zero.checkpoint import (
-    Group,
-    counters,
-    frozen_names,
-    groups_of,
-    load_optimizer,
-    load_weights,
-    optimizer_state_dict,
-    plain_state_dict,
-    set_counters,
-)
-from lightning_solo.zero.config import is_super_offload, merge, zenflow_of, zero_config
+from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
+from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zero_config
 from lightning_solo.zero.disk import run_folder
-from lightning_solo.zero.engine import destroy, make_engine, weights_of
-from lightning_solo.zero.extension import load_extension, what_is_missing
-from lightning_solo.zero.host_optimizer import HostOptimizer, host_optimizer
+from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
 from lightning_solo.zero.layout import ZeroLayout
-from lightning_solo.zero.module import ModuleAsFound
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
@@ -58,9 +46,16 @@ from lightning_solo.zero.process import (
     require_deepspeed,
     require_device,
 )
-from lightning_solo.zero.states import ParameterStates, read, write
-from lightning_solo.zero.window import GradientWindow
-from lightning_solo.zero.zenflow import into_zenflow, require_matrices, share_options, with_optimizer
+from lightning_solo.zero.refusals import (
+    ONE_OPTIMIZER,
+    check_arguments,
+    refuse_clipping_by_value,
+    refuse_module,
+    refuse_trainer,
+    require_extension,
+    the_optimizer,
+)
+from lightning_solo.zero.run import EngineRun
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy as Base
@@ -138,10 +133,8 @@ class ZeroOffloadStrategy(Base):
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._opened_group = False
         self._stack = ExitStack()
-        self._found: ModuleAsFound | None = None
-        self._window: GradientWindow | None = None
-        self._host: HostOptimizer | None = None
-        self._groups: list[Group] = []
+        self._run: EngineRun | None = None
+        self._clipped = False  # whether clip_gradients was called since the last step
 
     def __repr__(self) -> str:
         names = ("stage", "offload_parameters", "nvme_path", "pin_memory", "host_optimizer")
@@ -159,6 +152,7 @@ class ZeroOffloadStrategy(Base):
             pin_memory=self.pin_memory,
         )
         merged = merge(ours, self.given_config)
+        check_zero_section(merged)
         for place in ("offload_optimizer", "offload_param"):
             if folder is not None and place in merged["zero_optimization"]:
                 merged["zero_optimization"][place]["nvme_path"] = str(folder)
@@ -197,12 +191,9 @@ class ZeroOffloadStrategy(Base):
         return self._module.trainer
 
     @property
-    def _engine(self) -> Any:
-        return self.model
-
-    @property
-    def _zero(self) -> Any:
-        return self._engine.optimizer
+    def _training(self) -> EngineRun:
+        assert self._run is not None  # made in setup, before anything steps or saves
+        return self._run
 
     def _configure_launcher(self) -> None:
         # The parent's would write the variables of a cluster into the environment, and refuse notebooks.
@@ -242,19 +233,11 @@ class ZeroOffloadStrategy(Base):
 
     def _leave(self) -> None:
         """Take the engine off the module and close the process group; a second call does nothing."""
-        engine, module = self.model, self.lightning_module
-        if self._window is not None:
-            self._window.remove()
-        if self._found is not None:
-            weights = dict(self._found.weights)
-            if engine is not None and engine is not module:
-                weights = weights_of(engine, self._found.module, weights)
-                destroy(engine, self._found.module)
-            self._found.restore(weights)
-            self.model, self.optimizers = module, []
-            del engine, weights
-            gc.collect()  # the engine refers to itself, and would keep the host's memory until some later collection
-        self._found, self._window, self._host, self._groups = None, None, None, []
+        if self._run is not None:
+            self._run.end()
+            self.model, self.optimizers = self.lightning_module, []
+            vars(self.precision_plugin).pop("clip_gradients", None)
+        self._run = None
         if self._opened_group:
             close_process_group()
         self._opened_group = False
@@ -274,46 +257,36 @@ class ZeroOffloadStrategy(Base):
             folder = self._stack.enter_context(run_folder(self.nvme_path))
         self.config = self._new_config(folder)
         self._config_initialized = False
-        self._found = ModuleAsFound(trainer.lightning_module)
-        self._found.keep_weights(self._dtype)
+        precision: Any = self.precision_plugin
+        refuse_module(trainer.lightning_module, self.stage)
+        self._run = EngineRun(trainer.lightning_module, precision._desired_dtype, self.root_device)
+        # Lightning's does nothing under DeepSpeed, and nothing would say that gradients are not clipped.
+        precision.clip_gradients = self.clip_gradients
         super().setup(trainer)
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        precision: Any = self.precision_plugin
-        dtype: torch.dtype = precision._desired_dtype
-        return dtype
+    def init_deepspeed(self) -> None:
+        """Make the engine, without the parent's warning: here ``clip_gradients`` clips."""
+        if self._trainer.training:
+            self._initialize_deepspeed_train(self._module)
+        else:
+            self._training.evaluate(self.config)
+        self.model = self._training.engine
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         optimizer, configs = self._configured_optimizer()
-        self._host = host_optimizer(optimizer, [config.scheduler for config in configs], self.host_optimizer)
-        self._groups = groups_of(optimizer)
-        config = dict(self.config)
-        self._require_room(model, config)
-        # DeepSpeed's count knows neither where an epoch ends nor what a schedule does. With one micro-batch per step
-        # its own way has a copy less; in all else the caller says when a window ends.
-        config["managed_gradient_accumulation"] = not self._accumulates()
-        zenflow = zenflow_of(config)
-        if zenflow is not None:
-            require_matrices(model)
-            config = with_optimizer(config, self._host.optimizer)
-            into_zenflow(self._host.optimizer, overlap_step=bool(zenflow.get("overlap_step")))
-        self.model = make_engine(model, config, self._host.optimizer, self._dtype, self.root_device)
-        if zenflow is not None:
-            share_options(self._zero)
-        self._start_from_fp32()
-        # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
-        self._window = GradientWindow(model, forget=zenflow is None)
-        self.optimizers = [self._zero]
+        host = make_host_optimizer(optimizer, [config.scheduler for config in configs], self.host_optimizer)
+        groups = groups_of(optimizer)
+        self._require_room(model, groups, host.optimizer)
+        self._training.train(self.config, host, groups, accumulates=self._accumulates())
+        self.optimizers = [self._training.zero]
         self.lr_scheduler_configs = configs
 
-    def _require_room(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        assert self._host is not None
+    def _require_room(self, model: nn.Module, groups: Sequence[Group], optimizer: Optimizer) -> None:
         layout = layout_of(
             model,
-            self._groups,
-            self._host.optimizer,
-            config,
+            groups,
+            optimizer,
+            self.config,
             precision=self.precision_plugin.precision,
             accumulates=self._accumulates(),
             cuda=self.root_device.type == "cuda",
@@ -325,19 +298,18 @@ class ZeroOffloadStrategy(Base):
             check_device_budget(layout, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         if self.nvme_path is not None:
             check_disk_budget(layout, self.nvme_path)
+        self._say(layout, optimizer)
 
-        self._say(layout)
-
-    def _say(self, layout: ZeroLayout) -> None:
+    def _say(self, layout: ZeroLayout, optimizer: Optimizer) -> None:
         """Say which precision means which layout here, and what the host is going to hold."""
-        weights = str(self._dtype).removeprefix("torch.")
+        weights = str(self._training.dtype).removeprefix("torch.")
         where = "the disk" if self.nvme_path else "the host"
         rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
         rank_zero_info(
             f"zero_offload, stage {self.stage}, precision {self.precision_plugin.precision}: {weights} weights"
             f"{' on ' + where + ', fetched' if self.offload_parameters else ''} for {self.root_device}, without"
             f" autocast; fp32 master, gradients and states on {where}, stepped by"
-            f" {type(self._host.optimizer).__name__ if self._host else ''}; {format_bytes(layout.host_bytes)} of host"
+            f" {type(optimizer).__name__}; {format_bytes(layout.host_bytes)} of host"
             f" memory, {format_bytes(layout.device_bytes)} on the device before activations"
         )
 
@@ -347,30 +319,14 @@ class ZeroOffloadStrategy(Base):
 
     def _configured_optimizer(self) -> tuple[Any, list[Any]]:
         make = importlib.import_module(f"{self.home}.core.optimizer")._init_optimizers_and_lr_schedulers
-        optimizers, configs = make(self.lightning_module)
-        if len(optimizers) != 1:
-            raise ConflictError(
-                f"strategy=zero_offload steps one optimizer, configure_optimizers returned {len(optimizers)}; write one"
-                " with several parameter groups, or take a preset without ZeRO, such as bf16_true or checkpointing"
-            )
-        return optimizers[0], configs
-
-    def _start_from_fp32(self) -> None:
-        """Let the masters be the weights as found, not their 16-bit roundings; of the trained ones, keep no copy."""
-        found, zero = self._found, self._zero
-        assert found is not None
-        trained = {p: value for p, value in found.weights.items() if p.requires_grad}
-        write(zero, {p: ParameterStates(value.float()) for p, value in trained.items()})
-        for parameter in trained:
-            del found.weights[parameter]
-
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        # The parent empties each module's hooks, for the sake of an engine's that ours has removed already.
-        config = {key: self.config[key] for key in ("fp16", "bf16", "zero_optimization") if key in self.config}
-        if self.stage == 2:
-            config.pop("zero_optimization")  # it is about what training keeps
-        config["train_micro_batch_size_per_gpu"] = 1
-        self.model = make_engine(model, config, None, self._dtype, self.root_device)
+        try:
+            optimizers, configs = make(self.lightning_module)
+        except RuntimeError as error:
+            # Lightning's advice, to optimize by hand, would end at the next refusal.
+            if "multiple optimizers" not in str(error):
+                raise
+            raise ConflictError(f"strategy=zero_offload steps one optimizer, not several; {ONE_OPTIMIZER}") from None
+        return the_optimizer(optimizers), configs
 
     # --- the step ---
 
@@ -382,37 +338,46 @@ class ZeroOffloadStrategy(Base):
         """Run the engine's backward; Lightning has divided the loss by the accumulation already."""
         kwargs["scale_wrt_gas"] = False
         loss: Tensor = super().backward(closure_loss * self.loss_factor, optimizer, *args, **kwargs)
-        assert self._window is not None
-        self._window.after_backward(self._zero)
+        self._training.after_backward()
         return loss
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip in the step to come, by the global norm; what ``LightningModule.clip_gradients`` ends in.
+
+        Raises:
+            ConflictError: clipping by value, or another norm than the Trainer's under SuperOffload.
+        """
+        refuse_clipping_by_value(clip_val, gradient_clip_algorithm)
+        self._training.clip_next_step(clip_val)
+        self._clipped = True
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step once for the window's micro-batches; one in which every ``training_step`` returned None has no step."""
         module = model or self._module
         result = closure()
         self.precision_plugin._after_closure(module, optimizer)
-        assert self._window is not None
-        if self._window.micro_batches:
-            self._window.before_step(self._zero)
-            self._engine.step()
+        if module.automatic_optimization and not self._clipped:
+            warnings.warn(
+                "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: under"
+                " zero_offload gradients lie in the engine, and parameters have no .grad",
+                stacklevel=2,
+            )
+        self._clipped = False
+        self._training.step()
         return result
 
     # --- checkpoints ---
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with the fp32 masters, as a plain run would have it."""
-        module, engine = self._module, self._engine
-        if self._found is None or engine is module:
-            return super().lightning_module_state_dict()
-        state = plain_state_dict(module, weights_of(engine, module, self._found.weights))
-        if self.exclude_frozen_parameters:
-            state = {key: value for key, value in state.items() if key not in frozen_names(module)}
-        return state
+        module, run = self._module, self._run
+        state = run.state_dict() if run is not None and run.engine is not None else module.state_dict()
+        left_out = frozen_names(module) if self.exclude_frozen_parameters else ()
+        return {key: value for key, value in state.items() if key not in left_out}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state dict that the user's own optimizer would have."""
-        assert self._host is not None  # there is no optimizer without the engine
-        return optimizer_state_dict(self._host, self._groups, read(self._zero))
+        return self._training.optimizer_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one plain file, and beside it DeepSpeed's directory where asked.
@@ -420,16 +385,17 @@ class ZeroOffloadStrategy(Base):
         Raises:
             CheckpointError: the optimizer is gone with the engine, and weights alone were not asked for.
         """
-        if self._host is None and "optimizer_states" in checkpoint:
+        training = self._run is not None and self._run.host is not None
+        if not training and "optimizer_states" in checkpoint:
             raise CheckpointError(
                 f"cannot save {filepath} now: the optimizer is gone with the engine, which ends with the fit;"
                 " save while it runs, as ModelCheckpoint(save_last=True) does, or weights alone: weights_only=True"
             )
         left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
-        checkpoint["zero_offload"] = {"left_out": left_out, **(counters(self._engine) if self._host else {})}
+        checkpoint["zero_offload"] = {"left_out": left_out, **(self._training.counters() if training else {})}
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if self.save_engine_directory and self._host is not None:
-            self._engine.save_checkpoint(f"{filepath}.deepspeed", tag="checkpoint")
+        if self.save_engine_directory and training:
+            self._training.engine.save_checkpoint(f"{filepath}.deepspeed", tag="checkpoint")
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file, and DeepSpeed's directory beside it."""
@@ -460,57 +426,8 @@ class ZeroOffloadStrategy(Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's states of a plain run or of ours into the engine, and the masters in full precision."""
-        assert self._host is not None
-        zero, module = self._zero, self._module
-        masters = {p: states.master for p, states in read(zero).items()}
-        for name, p in module.named_parameters():
-            saved = checkpoint["state_dict"].get(name)
-            if p in masters and saved is not None and saved.shape == masters[p].shape:
-                masters[p] = saved
-        write(zero, load_optimizer(self._host, self._groups, checkpoint["optimizer_states"][0], masters))
-        set_counters(self._engine, checkpoint.get("zero_offload", {}))
-
-
-def require_extension(name: str) -> None:
-    """Load one of DeepSpeed's extensions, building it once.
-
-    Raises:
-        CapabilityError: what the build needs is not here; names the remedy.
-    """
-    missing = what_is_missing(name)
-    if missing is not None:
-        raise CapabilityError(f"DeepSpeed's {name} can't be built here: {missing}")
-    load_extension(name)
-
-
-def check_arguments(stage: int, offload_parameters: bool, nvme_path: str | None, host_optimizer: str) -> None:
-    """Refuse values that no run could have.
-
-    Raises:
-        PresetError: names the argument, what is allowed and what to write.
-    """
-    if stage not in (2, 3) or isinstance(stage, bool):
-        raise PresetError(f"zero_offload.stage={stage!r}: allowed are 2 (weights on the device) and 3 (partitioned)")
-    if stage == 2 and (offload_parameters or nvme_path is not None):
-        name = "offload_parameters" if offload_parameters else "nvme_path"
-        raise PresetError(f"zero_offload.{name} needs stage=3, and stage=2 was given; write strategy.stage=3")
-    if host_optimizer not in ("auto", "deepspeed", "torch"):
-        raise PresetError(
-            f"zero_offload.host_optimizer={host_optimizer!r}: allowed are 'auto', 'deepspeed' and 'torch'"
-        )
-
-
-def refuse_trainer(trainer: Any) -> None:
-    """Refuse what the Trainer was told and the engine can't do, before the model is built.
-
-    Raises:
-        ConflictError: clipping by value.
-    """
-    if trainer.gradient_clip_val and str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "value":
-        raise ConflictError(
-            "strategy=zero_offload and gradient_clip_algorithm='value': DeepSpeed clips by the global norm only; write"
-            " gradient_clip_algorithm='norm'"
-        )
+        self._training.load_optimizer_state_dict(checkpoint["optimizer_states"][0], checkpoint["state_dict"])
+        self._training.set_counters(checkpoint.get("zero_offload", {}))
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +23,8 @@ ELSEWHERE = {
     "optimizer": "the optimizer of your module's configure_optimizers",
     "scheduler": "the scheduler of your module's configure_optimizers",
     "activation_checkpointing": "callback=activation_checkpointing",
+    "zero_allow_untested_optimizer": "nothing (any optimizer is allowed), or strategy.host_optimizer=...",
+    "zero_force_ds_cpu_optimizer": "strategy.host_optimizer=deepspeed",
 }
 BUCKET_ELEMENTS = 50_000_000
 
@@ -70,10 +74,14 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
 
     Raises:
         ConflictError: a key that belongs to the Trainer or to the strategy's own arguments; names what to write.
-        PresetError: the file is not there, or is no JSON mapping.
+        PresetError: the file is not there, or is no JSON mapping; or a section is misspelt, which DeepSpeed would
+            pass over.
     """
     merged = copy.deepcopy(dict(ours))
+    known = {**ours, **ELSEWHERE}
     for key, value in _read(given).items():
+        if key not in known and (close := difflib.get_close_matches(key, known, n=1, cutoff=0.8)):
+            raise PresetError(f"zero_offload.config.{key}: DeepSpeed has no such section; did you mean {close[0]!r}?")
         if key in ELSEWHERE and value != "auto" and not _says_nothing(value):
             raise ConflictError(f"zero_offload.config.{key}={value!r}: write {ELSEWHERE[key]} instead")
         if key not in ELSEWHERE:
@@ -92,6 +100,11 @@ def _merge_into(merged: dict[str, Any], key: str, value: Any, option: str) -> No
     option = f"{option}.{key}"
     if value == "auto":
         return
+    if isinstance(merged.get(key), dict) and not isinstance(value, Mapping):
+        raise ConflictError(
+            f"{option}={value!r}: it is a section that zero_offload needs; write a mapping of what to change in it, or"
+            " leave it out"
+        )
     if isinstance(value, Mapping):
         below = merged.setdefault(key, {})
         if isinstance(below, dict):
@@ -123,6 +136,24 @@ def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise PresetError(f"zero_offload.config={given!r}: holds a {type(found).__name__}, a mapping is needed")
     return found
+
+
+def check_zero_section(config: Mapping[str, Any]) -> None:
+    """Let DeepSpeed read its section on ZeRO, which refuses unknown keys and values of another type.
+
+    Raises:
+        PresetError: names each.
+    """
+    pydantic = importlib.import_module("pydantic")
+    read: Any = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    try:
+        read(**copy.deepcopy(config["zero_optimization"]))
+    except pydantic.ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, {e['input']!r}" for e in error.errors())
+        raise PresetError(
+            f"zero_offload.config.zero_optimization: DeepSpeed refuses {found}; its keys are listed at"
+            " https://www.deepspeed.ai/docs/config-json/"
+        ) from None
 
 
 def is_super_offload(config: Mapping[str, Any]) -> bool:

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_solo.errors import CapabilityError
+
 log = logging.getLogger(__name__)
 
 PREFIX = "zero_offload-"
@@ -30,13 +32,21 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
     """Make a folder of this run's own below ``parent``, and remove it, with those that killed runs have left there.
 
     A run holds the lock of its folder while it lives; the kernel gives it back however the run ends.
+
+    Raises:
+        CapabilityError: nothing can be written there.
     """
     parent = Path(parent).expanduser().absolute()
     made = not parent.exists()
-    parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.glob(f"{PREFIX}*"):
-        _remove_if_left(left)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f"{PREFIX}*"):
+            _remove_if_left(left)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    except OSError as error:
+        raise CapabilityError(
+            f"nvme_path={str(parent)!r}: {error}; write strategy.nvme_path=<a folder on a local SSD that you may write>"
+        ) from None
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:

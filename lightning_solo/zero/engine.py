@@ -57,8 +57,8 @@ def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype,
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Tell whether an engine trains: otherwise there are no masters."""
-    return any(hasattr(engine.optimizer, name) for name in FLAT_MASTERS)
+    """Tell whether an engine trains: otherwise there are no masters. None is one that was not made."""
+    return any(hasattr(getattr(engine, "optimizer", None), name) for name in FLAT_MASTERS)
 
 
 def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:

@@ -1,0 +1,112 @@
+"""What no run of ZeRO-Offload could have: refused with what to write instead, before the engine takes the module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.zero.extension import load_extension, what_is_missing
+
+ONE_OPTIMIZER = (
+    "write one with several parameter groups, or take a preset without ZeRO, such as bf16_true or checkpointing"
+)
+
+
+def check_arguments(stage: int, offload_parameters: bool, nvme_path: str | None, host_optimizer: str) -> None:
+    """Refuse values that no run could have.
+
+    Raises:
+        PresetError: names the argument, what is allowed and what to write.
+    """
+    if stage not in (2, 3) or isinstance(stage, bool):
+        raise PresetError(f"zero_offload.stage={stage!r}: allowed are 2 (weights on the device) and 3 (partitioned)")
+    if stage == 2 and (offload_parameters or nvme_path is not None):
+        name = "offload_parameters" if offload_parameters else "nvme_path"
+        raise PresetError(f"zero_offload.{name} needs stage=3, and stage=2 was given; write strategy.stage=3")
+    if host_optimizer not in ("auto", "deepspeed", "torch"):
+        raise PresetError(
+            f"zero_offload.host_optimizer={host_optimizer!r}: allowed are 'auto', 'deepspeed' and 'torch'"
+        )
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Refuse what the Trainer was told and the engine can't do, before the model is built.
+
+    Raises:
+        ConflictError: clipping by value, or more than one device.
+    """
+    refuse_clipping_by_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    devices = trainer.num_devices * trainer.num_nodes
+    if devices != 1:
+        raise ConflictError(f"strategy=zero_offload is for one device, and the Trainer has {devices}; write devices=1")
+
+
+def refuse_clipping_by_value(clip_val: float | None, algorithm: Any) -> None:
+    """Refuse a clipping that DeepSpeed doesn't have.
+
+    Args:
+        clip_val: None or 0 clips nothing.
+        algorithm: Lightning's name for it, or its enumeration.
+
+    Raises:
+        ConflictError: the algorithm is "value".
+    """
+    if clip_val and str(getattr(algorithm, "value", algorithm)) == "value":
+        raise ConflictError(
+            "strategy=zero_offload and gradient_clip_algorithm='value': DeepSpeed clips by the global norm only; write"
+            " gradient_clip_algorithm='norm'"
+        )
+
+
+def refuse_module(module: nn.Module, stage: int) -> None:
+    """Refuse a module that stage 3 can't run.
+
+    Raises:
+        ConflictError: a part was wrapped by ``torch.compile``.
+    """
+    wrapped = [name for name, part in module.named_modules() if hasattr(part, "_orig_mod")]
+    if stage == 3 and wrapped:
+        name = wrapped[0]
+        raise ConflictError(
+            f"strategy=zero_offload at stage 3 and torch.compile({name}): DeepSpeed gives each module a mapping of"
+            f" parameters of its own, which torch's wrapper doesn't take; compile in place: {name}.compile()"
+        )
+
+
+def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """Return the one optimizer of a module.
+
+    Raises:
+        ConflictError: there are several.
+        NothingToDoError: there is none, or nothing that it trains.
+    """
+    if len(optimizers) != 1:
+        raise ConflictError(
+            f"strategy=zero_offload steps one optimizer, configure_optimizers returned {len(optimizers)};"
+            f" {ONE_OPTIMIZER}"
+        )
+    optimizer = optimizers[0]
+    # Lightning's stand-in for none has no groups.
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise NothingToDoError(
+            f"strategy=zero_offload and no trained parameter in {type(optimizer).__name__}: there is nothing to"
+            " offload; return an optimizer of parameters with requires_grad from configure_optimizers, or leave"
+            " strategy out"
+        )
+    return optimizer
+
+
+def require_extension(name: str) -> None:
+    """Load one of DeepSpeed's extensions, building it once.
+
+    Raises:
+        CapabilityError: what the build needs is not here; names the remedy.
+    """
+    missing = what_is_missing(name)
+    if missing is not None:
+        raise CapabilityError(f"DeepSpeed's {name} can't be built here: {missing}")
+    load_extension(name)

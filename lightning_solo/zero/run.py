@@ -1,0 +1,176 @@
+"""One run of DeepSpeed's engine around a module: made, stepped, saved, loaded, and ended with the module as before.
+
+Plain torch and DeepSpeed: a training loop of one's own may use it as the strategy does. A process group is open.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.errors import ConflictError
+from lightning_solo.zero.checkpoint import (
+    Group,
+    counters,
+    load_optimizer,
+    optimizer_state_dict,
+    plain_state_dict,
+    set_counters,
+)
+from lightning_solo.zero.config import is_super_offload, zenflow_of
+from lightning_solo.zero.engine import destroy, make_engine, weights_of
+from lightning_solo.zero.host_optimizer import HostOptimizer
+from lightning_solo.zero.module import ModuleAsFound
+from lightning_solo.zero.states import ParameterStates, read, write
+from lightning_solo.zero.window import GradientWindow
+from lightning_solo.zero.zenflow import into_zenflow, require_matrices, share_options, with_optimizer
+
+
+class EngineRun:
+    """An engine around a module that lies on the host, from the first look at the module to the way back.
+
+    Args:
+        module: on the host.
+        dtype: of the weights on the device; the masters are fp32 whatever it is.
+        device: with its index.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.device = device
+        self.engine: Any = None
+        self.host: HostOptimizer | None = None
+        self._groups: Sequence[Group] = ()
+        self._window: GradientWindow | None = None
+        self._clipping = 0.0
+        self._found = ModuleAsFound(module)
+        self._found.keep_weights(dtype)
+
+    def train(
+        self, config: Mapping[str, Any], host: HostOptimizer, groups: Sequence[Group], *, accumulates: bool
+    ) -> None:
+        """Make an engine that trains, with masters that start from the weights as found.
+
+        Args:
+            config: DeepSpeed's.
+            host: the optimizer that it steps.
+            groups: of the user's optimizer, from `groups_of`.
+            accumulates: Whether :meth:`step` may come after several backward passes.
+
+        Raises:
+            ConflictError: ZenFlow, and an optimizer or a module that it can't train.
+        """
+        # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller says when a
+        # window ends. With one micro-batch per step its own way has a copy less.
+        config = {**config, "managed_gradient_accumulation": not accumulates}
+        zenflow = zenflow_of(config)
+        if zenflow is not None:
+            require_matrices(self.module)
+            config = with_optimizer(config, host.optimizer)
+            into_zenflow(host.optimizer, overlap_step=bool(zenflow.get("overlap_step")))
+        self.host, self._groups = host, groups
+        self.engine = make_engine(self.module, config, host.optimizer, self.dtype, self.device)
+        if zenflow is not None:
+            share_options(self.zero)
+        self._start_from_fp32()
+        self._clipping = self.zero.clip_grad
+        # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
+        self._window = GradientWindow(self.module, forget=zenflow is None)
+
+    def evaluate(self, config: Mapping[str, Any]) -> None:
+        """Make an engine that only runs forward; at stage 2 there is nothing of ZeRO in it."""
+        kept = {key: config[key] for key in ("fp16", "bf16", "zero_optimization") if key in config}
+        if config["zero_optimization"]["stage"] == 2:
+            kept.pop("zero_optimization")  # it is about what training keeps
+        kept["train_micro_batch_size_per_gpu"] = 1
+        self.engine = make_engine(self.module, kept, None, self.dtype, self.device)
+
+    @property
+    def zero(self) -> Any:
+        """ZeRO's optimizer, around the host's."""
+        return self.engine.optimizer
+
+    def _start_from_fp32(self) -> None:
+        """Let the masters be the weights as found, not their 16-bit roundings; of the trained ones, keep no copy."""
+        trained = {p: value for p, value in self._found.weights.items() if p.requires_grad}
+        write(self.zero, {p: ParameterStates(value.float()) for p, value in trained.items()})
+        for parameter in trained:
+            del self._found.weights[parameter]
+
+    def after_backward(self) -> None:
+        """Note which parameters the micro-batch used; to be called after each backward pass of the engine."""
+        assert self._window is not None
+        self._window.after_backward(self.zero)
+
+    def clip_next_step(self, norm: float) -> None:
+        """Clip the gradients of the window by their global norm in its step; 0 leaves them.
+
+        Raises:
+            ConflictError: SuperOffload, which steps before all gradients are there.
+        """
+        if norm != self._clipping and is_super_offload(self.engine.config):
+            raise ConflictError(
+                f"SuperOffload and clip_gradients({norm}): it steps while the gradients come, and has to know before;"
+                f" write Trainer(gradient_clip_val={norm})"
+            )
+        self.zero.clip_grad = float(norm)
+
+    def step(self) -> None:
+        """Step for the micro-batches since the last one; without any there is no step."""
+        assert self._window is not None
+        if self._window.micro_batches:
+            self._window.before_step(self.zero)
+            self.engine.step()
+        self.zero.clip_grad = self._clipping
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict with fp32 masters, as a plain run would have it; tensors are shared."""
+        return plain_state_dict(self.module, weights_of(self.engine, self.module, self._found.weights))
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the state dict that the user's own optimizer would have."""
+        assert self.host is not None
+        return optimizer_state_dict(self.host, self._groups, read(self.zero))
+
+    def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        """Take over the states of a plain run or of ours, and the masters in full precision.
+
+        Args:
+            saved: the optimizer's state dict.
+            weights: the module's; what is not in it keeps its master.
+
+        Raises:
+            CheckpointError: as `load_optimizer` and `write`.
+        """
+        assert self.host is not None
+        masters = {p: states.master for p, states in read(self.zero).items()}
+        for name, p in self.module.named_parameters():
+            value = weights.get(name)
+            if p in masters and value is not None and value.shape == masters[p].shape:
+                masters[p] = value
+        write(self.zero, load_optimizer(self.host, self._groups, saved, masters))
+
+    def counters(self) -> dict[str, dict[str, Any]]:
+        """Return what the engine counts, if it trains: plain values."""
+        return counters(self.engine) if self.host is not None else {}
+
+    def set_counters(self, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`counters` gave."""
+        set_counters(self.engine, saved)
+
+    def end(self) -> None:
+        """Take the engine off the module, which is as it was found but for its training."""
+        if self._window is not None:
+            self._window.remove()
+        weights = weights_of(self.engine, self.module, self._found.weights)
+        if self.engine is not None:
+            destroy(self.engine, self.module)
+        self._found.restore(weights)
+        self.engine, self.host, self._groups, self._window = None, None, (), None
+        del weights
+        gc.collect()  # the engine refers to itself, and would keep the host's memory until some later collection

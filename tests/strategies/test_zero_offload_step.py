@@ -1,0 +1,242 @@
+"""What modules do around a step under ZeRO-Offload: skip it, take it by hand, clip; and what is refused, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.strategies.zero_offload import zero_offload_class
+from tests.modules import Stack, loader, regression
+
+pytest.importorskip("deepspeed", reason="listed on Linux only")
+pytestmark = [
+    # DeepSpeed's own call, at stage 3, on torch 2.13
+    pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_scatter_tensor` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
+]
+STAGES = pytest.mark.parametrize("stage", [2, 3])
+
+
+def strategy(home: ModuleType, **arguments: Any) -> Any:
+    return zero_offload_class(home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
+
+
+def module(home: ModuleType, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
+    torch.manual_seed(0)
+    made = regression(home, Stack(blocks=2))
+    made.configure_optimizers = lambda: optimizer(made.parameters(), lr=1e-2)
+    return made
+
+
+@torch.no_grad()
+def largest_difference(a: nn.Module, b: nn.Module) -> float:
+    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# --- a step that is left out, or taken by hand ---
+
+
+@STAGES
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")  # once per process
+@pytest.mark.parametrize(
+    ("accumulation", "without_loss"),
+    # whole steps, half a window, a window, the first of one, a short last one
+    [(1, {0, 3}), (2, {3}), (2, {2, 3}), (4, {0}), (4, {8, 9})],
+)
+def test_a_micro_batch_without_loss_is_left_out_as_in_a_plain_run(
+    home: ModuleType, make_trainer: Any, stage: int, accumulation: int, without_loss: set[int]
+) -> None:
+    def skipping() -> Any:
+        made = module(home)
+        whole = made.training_step
+        made.training_step = lambda batch, batch_idx: None if batch_idx in without_loss else whole(batch, batch_idx)
+        return made
+
+    plain, offloaded = skipping(), skipping()
+    make_trainer(home, accumulate_grad_batches=accumulation).fit(plain, loader())
+    trainer = make_trainer(home, strategy=strategy(home, stage=stage), accumulate_grad_batches=accumulation)
+    trainer.fit(offloaded, loader())
+    assert largest_difference(plain, offloaded) == 0
+    assert largest_difference(plain, module(home)) > 0
+
+
+def by_hand(made: Any, every: int = 1, clip: float | None = None) -> Any:
+    """Return the module with a training step that steps by itself."""
+    made.automatic_optimization = False
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer = made.optimizers()
+        made.manual_backward(made.step(batch) / every)
+        if (batch_idx + 1) % every == 0:
+            if clip is not None and batch_idx % 2:
+                made.clip_gradients(optimizer, gradient_clip_val=clip, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    made.training_step = training_step
+    return made
+
+
+@STAGES
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_by_hand_are_those_of_a_plain_run(home: ModuleType, make_trainer: Any, stage: int, every: int) -> None:
+    plain, offloaded = by_hand(module(home), every), by_hand(module(home), every)
+    make_trainer(home).fit(plain, loader())
+    trainer = make_trainer(home, strategy=strategy(home, stage=stage))
+    trainer.fit(offloaded, loader())
+    assert trainer.global_step == 10 // every
+    assert largest_difference(plain, offloaded) == 0
+
+
+# --- clipping ---
+
+
+@STAGES
+def test_clipping_by_hand_clips_that_step_and_no_other(home: ModuleType, make_trainer: Any, stage: int) -> None:
+    plain, offloaded, unclipped = (by_hand(module(home, torch.optim.SGD), clip=clip) for clip in (0.1, 0.1, None))
+    make_trainer(home).fit(plain, loader())
+    make_trainer(home).fit(unclipped, loader())
+    make_trainer(home, strategy=strategy(home, stage=stage)).fit(offloaded, loader())
+    assert largest_difference(plain, offloaded) < 1e-6  # the norm is summed in another order
+    assert largest_difference(unclipped, offloaded) > 1e-3
+
+
+@STAGES
+def test_a_modules_own_clipping_clips(home: ModuleType, make_trainer: Any, stage: int) -> None:
+    def clipping(clips: bool) -> Any:
+        made = module(home, torch.optim.SGD)
+
+        def configure(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+            norm = 0.1 if clips and made.trainer.global_step % 2 else 0.0
+            made.clip_gradients(optimizer, gradient_clip_val=norm, gradient_clip_algorithm="norm")
+
+        made.configure_gradient_clipping = configure
+        return made
+
+    plain, offloaded, unclipped = clipping(True), clipping(True), clipping(False)
+    make_trainer(home).fit(plain, loader())
+    make_trainer(home).fit(unclipped, loader())
+    trainer = make_trainer(home, strategy=strategy(home, stage=stage))
+    trainer.fit(offloaded, loader())
+    assert largest_difference(plain, offloaded) < 1e-6
+    assert largest_difference(unclipped, offloaded) > 1e-3
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+
+
+def test_clipping_that_finds_no_gradient_is_told(home: ModuleType, make_trainer: Any) -> None:
+    made = module(home)
+    made.configure_gradient_clipping = lambda *_, **__: nn.utils.clip_grad_norm_(made.parameters(), 0.1)
+    with pytest.warns(UserWarning, match=r"didn't call self.clip_gradients.*no \.grad"):
+        make_trainer(home, strategy=strategy(home)).fit(made, loader())
+
+
+# --- refused ---
+
+
+def without_optimizer(made: Any) -> None:
+    made.configure_optimizers = lambda: None
+
+
+def frozen(made: Any) -> None:
+    made.requires_grad_(False)
+
+
+def two_optimizers(made: Any) -> None:
+    parts = (made.net.blocks, made.net.head)
+    made.configure_optimizers = lambda: [torch.optim.AdamW(part.parameters()) for part in parts]
+
+
+def two_by_hand(made: Any) -> None:
+    made.automatic_optimization = False
+    two_optimizers(made)
+
+
+def lbfgs(made: Any) -> None:
+    made.configure_optimizers = lambda: torch.optim.LBFGS(made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (without_optimizer, NothingToDoError, "no trained parameter.*configure_optimizers"),
+        (frozen, NothingToDoError, "no trained parameter.*requires_grad"),
+        (two_optimizers, ConflictError, "one optimizer, not several; write one with several parameter groups"),
+        (two_by_hand, ConflictError, "configure_optimizers returned 2; write one with several parameter groups"),
+        (lbfgs, ConflictError, "LBFGS.*AdamW"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned .None:UserWarning")
+def test_what_cannot_be_stepped_is_refused_and_leaves_nothing(
+    home: ModuleType, make_trainer: Any, change: Any, error: type[Exception], message: str
+) -> None:
+    made = module(home)
+    change(made)
+    with pytest.raises(error, match=message):
+        make_trainer(home, strategy=strategy(home)).fit(made, loader())
+    assert not torch.distributed.is_initialized()
+    assert largest_difference(made, module(home)) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by the global norm only.*'norm'"),
+        ({"devices": 2}, "one device, and the Trainer has 2; write devices=1"),
+    ],
+)
+def test_a_trainer_that_it_cannot_follow_is_refused_before_the_model_is_built(
+    home: ModuleType, make_trainer: Any, arguments: Any, message: str
+) -> None:
+    made = module(home)
+    made.configure_model = lambda: pytest.fail("the model was built")
+    with pytest.raises(ConflictError, match=message):
+        make_trainer(home, strategy=strategy(home), **arguments).fit(made, loader())
+
+
+# Dynamo's look at DeepSpeed's hooks
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_part_in_torchs_wrapper_is_refused_at_stage_3_and_trains_in_place(
+    home: ModuleType, make_trainer: Any
+) -> None:
+    wrapped, plain, in_place = module(home), module(home), module(home)
+    wrapped.net = torch.compile(wrapped.net, backend="eager")
+    with pytest.raises(ConflictError, match=r"torch.compile\(net\).*net\.compile\(\)"):
+        make_trainer(home, strategy=strategy(home, stage=3)).fit(wrapped, loader())
+    in_place.net.compile(backend="eager")
+    make_trainer(home).fit(plain, loader())
+    make_trainer(home, strategy=strategy(home, stage=3)).fit(in_place, loader())
+    make_trainer(home, strategy=strategy(home, stage=2)).fit(wrapped, loader())
+    assert largest_difference(plain, in_place) == largest_difference(plain, wrapped) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"zero_optimization": {"reduce_bucket_sise": 1}}, PresetError, "refuses reduce_bucket_sise"),
+        ({"zero_optimization": {"reduce_bucket_size": "many"}}, PresetError, "refuses reduce_bucket_size.*'many'"),
+        ({"zero_optimisation": {"stage": 3}}, PresetError, "did you mean 'zero_optimization'"),
+        ({"zero_optimization": None}, ConflictError, "a section that zero_offload needs"),
+        ({"zero_optimization": {"offload_optimizer": None}}, ConflictError, "a section that zero_offload needs"),
+        ({"zero_force_ds_cpu_optimizer": True}, ConflictError, "write strategy.host_optimizer=deepspeed"),
+    ],
+)
+def test_a_configuration_that_deepspeed_would_misread_is_refused_at_once(
+    home: ModuleType, config: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        strategy(home, config=config)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(home: ModuleType, make_trainer: Any) -> None:
+    made = module(home)
+    with pytest.raises(CapabilityError, match=r"nvme_path='/proc/no.*local SSD|async_io can't be built"):
+        make_trainer(home, strategy=strategy(home, stage=3, nvme_path="/proc/no")).fit(made, loader())
+    assert not torch.distributed.is_initialized()
