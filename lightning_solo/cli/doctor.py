@@ -81,10 +81,14 @@ def hardware() -> dict[str, str]:
 
 
 def tools() -> dict[str, str]:
-    """Return the compiler and ninja that DeepSpeed's CPU optimizers and torch.compile build with."""
+    """Return what DeepSpeed's extensions and torch.compile are built with, and whether those can be."""
+    from lightning_solo.zero.extension import what_is_missing
+
     return {
         "C++ compiler": cxx_compiler() or "none: torch.compile and DeepSpeed's CPU optimizers need one",
         "ninja": ninja_executable() or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
+        "DeepSpeed's CPUAdam": what_is_missing("cpu_adam") or "can be built, or is",
+        "its disk I/O (NVMe)": what_is_missing("async_io") or "can be built, or is",
     }
 
 
