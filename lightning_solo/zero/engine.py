@@ -72,11 +72,12 @@ def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]
         weights.update({parameter: states.master for parameter, states in read(engine.optimizer).items()})
     for parameter in module.parameters():
         if parameter not in weights and hasattr(parameter, "ds_id"):
-            weights[parameter] = _gathered(parameter)
+            weights[parameter] = gathered(parameter)
     return weights
 
 
-def _gathered(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor) -> Tensor:
+    """Return a copy, on the host, of a parameter that stage 3 has partitioned."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.zero.changes import OutsideChanges
 from lightning_solo.zero.checkpoint import (
     Group,
     counters,
@@ -47,6 +48,7 @@ class EngineRun:
         self.host: HostOptimizer | None = None
         self._groups: Sequence[Group] = ()
         self._window: GradientWindow | None = None
+        self._changes: OutsideChanges | None = None
         self._clipping = 0.0
         self._found = ModuleAsFound(module)
         self._found.keep_weights(dtype)
@@ -81,6 +83,7 @@ class EngineRun:
         self._clipping = self.zero.clip_grad
         # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
         self._window = GradientWindow(self.module, forget=zenflow is None)
+        self._changes = OutsideChanges(self.module)
 
     def evaluate(self, config: Mapping[str, Any]) -> None:
         """Make an engine that only runs forward; at stage 2 there is nothing of ZeRO in it."""
@@ -124,12 +127,18 @@ class EngineRun:
         """Step for the micro-batches since the last one; without any there is no step."""
         assert self._window is not None
         if self._window.micro_batches:
+            self._take_over_changes()
             self._window.before_step(self.zero)
             self.engine.step()
         self.zero.clip_grad = self._clipping
 
+    def _take_over_changes(self) -> None:
+        if self._changes is not None:
+            self._changes.take_over(self.zero, self._found.weights)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with fp32 masters, as a plain run would have it; tensors are shared."""
+        self._take_over_changes()
         return plain_state_dict(self.module, weights_of(self.engine, self.module, self._found.weights))
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -167,10 +176,11 @@ class EngineRun:
         """Take the engine off the module, which is as it was found but for its training."""
         if self._window is not None:
             self._window.remove()
+        self._take_over_changes()
         weights = weights_of(self.engine, self.module, self._found.weights)
         if self.engine is not None:
             destroy(self.engine, self.module)
         self._found.restore(weights)
-        self.engine, self.host, self._groups, self._window = None, None, (), None
+        self.engine, self.host, self._groups, self._window, self._changes = None, None, (), None, None
         del weights
         gc.collect()  # the engine refers to itself, and would keep the host's memory until some later collection

@@ -200,6 +200,27 @@ def test_a_trainer_that_it_cannot_follow_is_refused_before_the_model_is_built(
         make_trainer(home, strategy=strategy(home), **arguments).fit(made, loader())
 
 
+@pytest.mark.parametrize(
+    ("callback", "remedy"),
+    [
+        ("StochasticWeightAveraging", "average saved checkpoints"),
+        ("EMAWeightAveraging", "average saved checkpoints"),
+        ("LearningRateFinder", "without ZeRO"),
+        ("BatchSizeFinder", "limit_train_batches"),
+        ("GradientAccumulationScheduler", "AccumulationSchedule"),
+        ("BackboneFinetuning", "requires_grad_"),
+    ],
+)
+def test_a_callback_that_works_on_what_the_engine_holds_is_refused(
+    home: ModuleType, make_trainer: Any, callback: str, remedy: str
+) -> None:
+    arguments = {"StochasticWeightAveraging": [1e-3], "GradientAccumulationScheduler": [{0: 2}]}
+    made = getattr(home.callbacks, callback)(*arguments.get(callback, []))
+    with pytest.raises(ConflictError, match=f"{callback}.*{remedy}"):
+        make_trainer(home, strategy=strategy(home), callbacks=[made]).fit(module(home), loader())
+    assert not torch.distributed.is_initialized()
+
+
 # Dynamo's look at DeepSpeed's hooks
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

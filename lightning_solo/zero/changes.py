@@ -1,0 +1,62 @@
+"""Weights that somebody else than the engine changes during a run: clamped, normalized, loaded, a teacher's average.
+
+DeepSpeed (0.19.8) steps fp32 masters and copies them over the weights, so such a change lasts until the next step. Here
+it is found by the count that torch keeps of changes in place, and taken over into the master.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.zero.engine import gathered
+from lightning_solo.zero.states import ParameterStates, read, write
+
+
+class OutsideChanges:
+    """What was changed in place, under ``torch.no_grad()``, since one last looked; ``p.data`` counts nothing.
+
+    Args:
+        module: of an engine that has been made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self._versions = {p: p._version for p in self._names}
+        self._looked_at: set[Tensor] = set()
+
+    def take_over(self, zero: Any, kept: dict[Tensor, Tensor]) -> None:
+        """Let the masters be what the weights were changed to.
+
+        Args:
+            zero: ZeRO's optimizer.
+            kept: parameter -> fp32 value of what is not trained; replaced where it was changed.
+        """
+        changed = {p: p._version for p, version in self._versions.items() if p._version != version}
+        if not changed:
+            return
+        self._versions |= changed
+        partitioned = {p: gathered(p) for p in changed if hasattr(p, "ds_id")}
+        self._say_if_lost(zero, kept, partitioned)
+        values = {p: partitioned.get(p, p.detach()).float() for p in changed}
+        write(zero, {p: ParameterStates(value) for p, value in values.items() if p.requires_grad})
+        kept.update({p: value.cpu() for p, value in values.items() if p in kept})
+
+    def _say_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:
+        """Warn of weights whose first change left them as before: stage 3 empties them outside of the forward pass."""
+        first = {p: value for p, value in partitioned.items() if p not in self._looked_at}
+        self._looked_at |= set(first)
+        if not first:
+            return
+        before = {**kept, **{p: states.master for p, states in read(zero).items()}}
+        lost = [p for p, value in first.items() if p in before and torch.equal(value, before[p].to(value.dtype))]
+        if lost:
+            warnings.warn(
+                f"zero_offload: {len(lost)} parameters ({', '.join(self._names[p] for p in lost[:3])}) were changed in"
+                " place and are as before. At stage 3 they are empty outside of the forward pass; write with"
+                " deepspeed.zero.GatheredParameters(parameters, modifier_rank=0): around the change, or it is lost",
+                stacklevel=2,
+            )
