@@ -45,6 +45,7 @@ from lightning_solo.zero.process import (
     open_process_group,
     require_deepspeed,
     require_device,
+    without_deprecations,
 )
 from lightning_solo.zero.refusals import (
     ONE_OPTIMIZER,
@@ -220,6 +221,7 @@ class ZeroOffloadStrategy(Base):
     def setup_distributed(self) -> None:
         """Open a process group of this process alone."""
         self._stack.enter_context(environment(ONE_PROCESS))  # stage 3 asks for LOCAL_RANK in every forward
+        self._stack.enter_context(without_deprecations())
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         self._opened_group = open_process_group(self._process_group_backend) or self._opened_group

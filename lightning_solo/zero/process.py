@@ -40,6 +40,19 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def without_deprecations() -> Iterator[None]:
+    """Keep quiet torch's word on two functions that DeepSpeed (0.19.8) calls in every step of stage 3, each time."""
+    message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+
 def require_deepspeed() -> None:
     """Import DeepSpeed, which leaves no environment variable behind.
 

@@ -15,9 +15,6 @@ from tests.modules import Stack, loader, regression
 
 deepspeed = pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
-    # DeepSpeed's own call, at stage 3, on torch 2.13
-    pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_scatter_tensor` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
 ]
 
