@@ -34,7 +34,7 @@ from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import check_device_budget, check_disk_budget, check_host_budget, disk_budget, layout_of
 from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
 from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zero_config
-from lightning_solo.zero.disk import run_folder
+from lightning_solo.zero.disk import parameter_buffers, run_folder
 from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
 from lightning_solo.zero.layout import ZeroLayout
 from lightning_solo.zero.process import (
@@ -235,15 +235,17 @@ class ZeroOffloadStrategy(Base):
 
     def _leave(self) -> None:
         """Take the engine off the module and close the process group; a second call does nothing."""
-        if self._run is not None:
-            self._run.end()
-            self.model, self.optimizers = self.lightning_module, []
-            vars(self.precision_plugin).pop("clip_gradients", None)
-        self._run = None
-        if self._opened_group:
-            close_process_group()
-        self._opened_group = False
-        self._stack.close()
+        run, self._run = self._run, None
+        try:
+            if run is not None:
+                self.model, self.optimizers = self.lightning_module, []
+                vars(self.precision_plugin).pop("clip_gradients", None)
+                run.end()
+        finally:
+            if self._opened_group:
+                close_process_group()
+            self._opened_group = False
+            self._stack.close()
 
     # --- the engine ---
 
@@ -255,7 +257,7 @@ class ZeroOffloadStrategy(Base):
             ConflictError: optimizers that ZeRO can't step.
         """
         folder = None
-        if self.nvme_path is not None and trainer.training:
+        if self.nvme_path is not None:
             folder = self._stack.enter_context(run_folder(self.nvme_path))
         self.config = self._new_config(folder)
         self._config_initialized = False
@@ -268,6 +270,12 @@ class ZeroOffloadStrategy(Base):
 
     def init_deepspeed(self) -> None:
         """Make the engine, without the parent's warning: here ``clip_gradients`` clips."""
+        if self.nvme_path is not None and self.offload_parameters:
+            weights = self.config["zero_optimization"]["offload_param"]
+            weights |= {
+                **parameter_buffers(self._module, self._training.dtype.itemsize),
+                **weights,
+            }  # the user's come first
         if self._trainer.training:
             self._initialize_deepspeed_train(self._module)
         else:

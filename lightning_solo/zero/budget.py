@@ -26,6 +26,12 @@ SIZES = {
     "persistence_threshold": "stage3_param_persistence_threshold",
     "max_live_parameters": "stage3_max_live_parameters",
 }
+# The same below offload_param
+WEIGHT_SIZES = {
+    "parameter_buffer": "buffer_size",
+    "parameter_buffer_count": "buffer_count",
+    "max_in_cpu": "max_in_cpu",
+}
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 # fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and gives back: measured for
@@ -56,6 +62,7 @@ def layout_of(
         cuda: Whether the device is one.
     """
     zero = config["zero_optimization"]
+    weights = zero.get("offload_param", {})
     states, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
     if any(group.get("fused") for group in optimizer.param_groups):
         temporaries = 0
@@ -67,12 +74,13 @@ def layout_of(
         accumulates=accumulates,
         offload_parameters="offload_param" in zero,
         nvme_optimizer=zero["offload_optimizer"]["device"] == "nvme",
-        nvme_parameters=zero.get("offload_param", {}).get("device") == "nvme",
+        nvme_parameters=weights.get("device") == "nvme",
         pin_memory=zero["offload_optimizer"]["pin_memory"],
         cuda=cuda,
         overlap_comm=zero["overlap_comm"],
         keeps_weights=True,
         **{ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero},
+        **{ours: int(weights[theirs]) for ours, theirs in WEIGHT_SIZES.items() if theirs in weights},
     )
     frozen = [p.numel() for p in module.parameters() if not p.requires_grad]
     return zero_layout(

@@ -53,6 +53,9 @@ def zero_config(
         zero["stage3_prefetch_bucket_size"] = BUCKET_ELEMENTS
         if offload_parameters:
             zero["offload_param"] = dict(place)
+        if offload_parameters and nvme_path is not None:
+            # Otherwise weights that are used again within 1e9 elements stay, each in one of a few buffers.
+            zero["stage3_max_reuse_distance"] = 0
     else:
         zero["allgather_bucket_size"] = BUCKET_ELEMENTS
     return {

@@ -1,9 +1,15 @@
-"""The folder of one run for what lies on disk, and gradients there at aligned addresses.
+"""The folder of one run for what lies on disk; gradients there at aligned addresses; buffers that suffice.
 
-The second is a fault of DeepSpeed's (0.19.8), contained for one engine. ZeRO-Infinity reads a gradient from its file
-straight into its place in the flat gradient, past the page cache. Where that place is no multiple of the disk's
-alignment (a bias before it is enough) the read fails without a word, and the optimizer steps with what was in the
-buffer. DeepSpeed splits off lengths that are not aligned; here offsets are too.
+The last two are faults of DeepSpeed's (0.19.8), contained for one engine.
+
+ZeRO-Infinity reads a gradient from its file straight into its place in the flat gradient, past the page cache. Where
+that place is no multiple of the disk's alignment (a bias before it is enough) the read fails without a word, and the
+optimizer steps with what was in the buffer. DeepSpeed splits off lengths that are not aligned; here offsets are too.
+
+Weights are read ahead, in the order of a training step, into a few buffers that are given back once they were used. A
+forward pass without a backward (validation) never uses what was read ahead for the latter, and the run ends with
+"Not enough buffers"; so it does where a module has more parameters, or larger ones, than the buffers. Where there are
+more buffers, a weight that is used twice in what is read ahead is read twice, which ends with "already assigned".
 """
 
 from __future__ import annotations
@@ -18,9 +24,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_solo.errors import CapabilityError
+from lightning_solo.zero.layout import MIN_DISK_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -91,3 +98,50 @@ def align_gradients(swapper: Any) -> None:
         return parts, starts
 
     swapper._adjust_for_misaligned_lengths = split
+
+
+def parameter_buffers(module: nn.Module, element_bytes: int) -> dict[str, int]:
+    """Return how many buffers, of how many elements, a module's weights need on their way from the disk.
+
+    Args:
+        module: not yet partitioned.
+        element_bytes: of a weight on the device; parameters below ``MIN_DISK_BYTES`` stay in memory.
+    """
+    on_disk = [
+        [n for p in part.parameters(recurse=False) if (n := p.numel()) * element_bytes >= MIN_DISK_BYTES]
+        for part in module.modules()
+    ]
+    # DeepSpeed's 5, and those of one module and of the one that is read ahead for it
+    return {
+        "buffer_size": max((max(numels) for numels in on_disk if numels), default=MIN_DISK_BYTES),
+        "buffer_count": max(5, 2 * max(map(len, on_disk))),
+    }
+
+
+def contain_reading_ahead(engine: Any) -> None:
+    """Let an engine with weights on disk read each ahead once, and give all buffers back before a forward pass."""
+    swapper = _swapper(engine)
+    if swapper is None:
+        return
+    swap_in = swapper.swap_in
+
+    def once(params: Sequence[Tensor], async_op: bool = True, swap_in_buffers: Any = None) -> None:
+        swap_in(list(dict.fromkeys(params)) if swap_in_buffers is None else params, async_op, swap_in_buffers)
+
+    swapper.swap_in = once
+    engine.register_forward_pre_hook(release_buffers)
+
+
+def _swapper(engine: Any) -> Any:
+    return next((s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None), None)
+
+
+def release_buffers(engine: Any, *_: Any) -> None:
+    """Give back the buffers of weights that were read ahead or kept for a use that didn't come; between two passes."""
+    swapper = _swapper(engine)
+    if swapper is None or not swapper.param_id_to_buffer_id:
+        return
+    swapper.synchronize_reads()
+    getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
+    held = [p for p in engine.module.parameters() if p.ds_id in swapper.param_id_to_buffer_id]
+    swapper.remove_partition_and_release_buffers(held)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_solo.zero.disk import align_gradients
+from lightning_solo.zero.disk import align_gradients, contain_reading_ahead, release_buffers
 from lightning_solo.zero.states import FLAT_MASTERS, flat_tensors, read
 
 
@@ -41,6 +41,7 @@ def make_engine(
     )
     if getattr(engine.optimizer, "swap_optimizer", False):
         align_gradients(engine.optimizer.optimizer_swapper)
+    contain_reading_ahead(engine)
     return engine
 
 
@@ -70,6 +71,8 @@ def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]
     weights = dict(as_found)
     if has_optimizer(engine):
         weights.update({parameter: states.master for parameter, states in read(engine.optimizer).items()})
+    if engine is not None:
+        release_buffers(engine)
     for parameter in module.parameters():
         if parameter not in weights and hasattr(parameter, "ds_id"):
             weights[parameter] = gathered(parameter)

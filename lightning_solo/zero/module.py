@@ -69,8 +69,10 @@ class ModuleAsFound:
                 hooks = vars(part)[name]
                 for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
                     del hooks[key]
-            if is_deepspeeds(vars(part)["_parameters"]):
-                vars(part)["_parameters"] = dict(vars(part)["_parameters"])
+            parameters = vars(part)["_parameters"]
+            if is_deepspeeds(parameters):
+                parameters._in_forward = False  # left by an exception there; looking one up would fetch it
+                vars(part)["_parameters"] = dict(parameters)
         for tensor, dtype in self.dtypes.items():
             value = weights.get(tensor, tensor)
             with torch.no_grad():
