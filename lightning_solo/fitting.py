@@ -96,13 +96,23 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
     precision = config.precision or "32-true"
     if config.strategy.get("name") != "zero_offload" or precision not in WEIGHT_BYTES or not sizes.trainable:
         return None
-    settings = zero_settings(config.strategy, precision, config.accumulate_grad_batches or 1, cuda=cuda)
+    settings = zero_settings(
+        config.strategy, precision, config.accumulate_grad_batches or 1, max(sizes.trainable), cuda=cuda
+    )
     layout = zero_layout([sizes.trainable], settings, frozen=sizes.frozen, buffer_bytes=sizes.buffer_bytes)
     return _with_margin(layout.device_bytes, layout.host_bytes) if cuda else _with_margin(0, layout.one_memory_bytes)
 
 
-def zero_settings(node: dict[str, Any], precision: str, accumulation: int, *, cuda: bool) -> ZeroSettings:
-    """Return the layout's settings for the strategy node of a preset, by the strategy's own defaults."""
+def zero_settings(node: dict[str, Any], precision: str, accumulation: int, largest: int, *, cuda: bool) -> ZeroSettings:
+    """Return the layout's settings for the strategy node of a preset, by the strategy's own defaults.
+
+    Args:
+        node: of a preset.
+        precision: Lightning's name for it.
+        accumulation: micro-batches per optimizer step.
+        largest: elements of the largest parameter.
+        cuda: Whether the device is one.
+    """
     stage, offload = node.get("stage", 2), node.get("offload_parameters", False)
     on_disk = stage == 3 and node.get("nvme_path") is not None
     return ZeroSettings(
@@ -114,7 +124,7 @@ def zero_settings(node: dict[str, Any], precision: str, accumulation: int, *, cu
         nvme_parameters=on_disk and offload,
         pin_memory=node.get("pin_memory", True),
         cuda=cuda,
-        reduce_bucket=node.get("bucket_elements", 50_000_000),
+        parameter_buffer=largest,
     )
 
 

@@ -142,7 +142,7 @@ def test_model_states_on_a_gpu() -> None:
 
 def test_a_strategy_node_in_the_layouts_words() -> None:
     node = {"stage": 3, "offload_parameters": True, "nvme_path": "/nvme", "pin_memory": False}
-    settings = zero_settings(node, "bf16-mixed", 4, cuda=True)
+    settings = zero_settings(node, "bf16-mixed", 4, 1000, cuda=True)
     assert (settings.nvme_optimizer, settings.nvme_parameters, settings.accumulates) == (True, True, True)
-    plain = zero_settings({}, "32-true", 1, cuda=True)
+    plain = zero_settings({}, "32-true", 1, 1000, cuda=True)
     assert (plain.stage, plain.nvme_optimizer, plain.offload_parameters, plain.pin_memory) == (2, False, False, True)
