@@ -86,6 +86,16 @@ def _zenflow_and_accumulation(config: SoloConfig) -> str | None:
     return None
 
 
+def _zenflow_and_its_directory(config: SoloConfig) -> str | None:
+    if "zenflow" in zero_section(config) and (config.strategy or {}).get("save_engine_directory"):
+        return (
+            "strategy.config.zero_optimization.zenflow and strategy.save_engine_directory=true: DeepSpeed's directory "
+            "holds ZenFlow's matrices transposed, and its script reads them as they are; drop save_engine_directory, "
+            "the plain file has the weights"
+        )
+    return None
+
+
 def _one_callback_twice(config: SoloConfig) -> str | None:
     names = [node["name"] for node in config.callback.values() if "name" in node]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -96,5 +106,6 @@ RULES: tuple[Callable[[SoloConfig], str | None], ...] = (
     _schedule_and_fixed_factor,
     _double_precision_under_deepspeed,
     _zenflow_and_accumulation,
+    _zenflow_and_its_directory,
     _one_callback_twice,
 )

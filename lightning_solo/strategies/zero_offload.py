@@ -31,7 +31,14 @@ from torch.optim import Optimizer
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.units import format_bytes
-from lightning_solo.zero.budget import check_device_budget, check_disk_budget, check_host_budget, disk_budget, layout_of
+from lightning_solo.zero.budget import (
+    check_device_budget,
+    check_disk_budget,
+    check_host_budget,
+    disk_budget,
+    layout_of,
+    states_of,
+)
 from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
 from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zero_config
 from lightning_solo.zero.disk import parameter_buffers, run_folder
@@ -41,6 +48,7 @@ from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
     environment,
+    leave_process_group,
     one_process,
     open_process_group,
     require_deepspeed,
@@ -132,7 +140,7 @@ class ZeroOffloadStrategy(Base):
         )
         self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
-        self._opened_group = False
+        self._opened_group: bool | None = None  # False: it is the user's
         self._stack = ExitStack()
         self._run: EngineRun | None = None
         self._clipped = False  # whether clip_gradients was called since the last step
@@ -224,7 +232,7 @@ class ZeroOffloadStrategy(Base):
         self._stack.enter_context(without_deprecations())
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        self._opened_group = open_process_group(self._process_group_backend) or self._opened_group
+        self._opened_group = open_process_group(self._process_group_backend) or bool(self._opened_group)
 
     def teardown(self) -> None:
         """Leave module, environment and process as they were."""
@@ -244,7 +252,9 @@ class ZeroOffloadStrategy(Base):
         finally:
             if self._opened_group:
                 close_process_group()
-            self._opened_group = False
+            elif self._opened_group is False:
+                leave_process_group()
+            self._opened_group = None
             self._stack.close()
 
     # --- the engine ---
@@ -272,10 +282,8 @@ class ZeroOffloadStrategy(Base):
         """Make the engine, without the parent's warning: here ``clip_gradients`` clips."""
         if self.nvme_path is not None and self.offload_parameters:
             weights = self.config["zero_optimization"]["offload_param"]
-            weights |= {
-                **parameter_buffers(self._module, self._training.dtype.itemsize),
-                **weights,
-            }  # the user's come first
+            for name, value in parameter_buffers(self._module, self._training.dtype.itemsize).items():
+                weights.setdefault(name, value)  # the user's come first
         if self._trainer.training:
             self._initialize_deepspeed_train(self._module)
         else:
@@ -286,6 +294,10 @@ class ZeroOffloadStrategy(Base):
         optimizer, configs = self._configured_optimizer()
         host = make_host_optimizer(optimizer, [config.scheduler for config in configs], self.host_optimizer)
         groups = groups_of(optimizer)
+        if self.nvme_path is not None:
+            # A step has master, gradient and states of a group in one buffer each; DeepSpeed's 4 are AdamW's.
+            place = self.config["zero_optimization"]["offload_optimizer"]
+            place.setdefault("buffer_count", max(4, 2 + states_of(host.optimizer)))
         self._require_room(model, groups, host.optimizer)
         self._training.train(self.config, host, groups, accumulates=self._accumulates())
         self.optimizers = [self._training.zero]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_solo.errors import BudgetError, CapabilityError
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.checkpoint import Group
+from lightning_solo.zero.flat import states_per_element
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
 
 # On top of what is counted: batches, Python and the libraries. Predictions were at most 2.1 % below what was measured
@@ -40,6 +41,15 @@ STATES = {"SGD": (1, 1), "Adagrad": (1, 1), "RMSprop": (1, 1), "Lion": (1, 1), "
 STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0), "ZenFlowCPUAdam": (2, 0)}
 
 
+def states_of(optimizer: Optimizer) -> int:
+    """Return how many fp32 tensors an optimizer keeps per parameter: tried, or for DeepSpeed's versions known."""
+    known, _ = STATES.get(type(optimizer).__name__, (2, 2))
+    if type(optimizer).__module__.startswith("deepspeed."):
+        return known
+    tried = states_per_element(optimizer)
+    return known if tried is None else tried
+
+
 def layout_of(
     module: nn.Module,
     groups: Sequence[Group],
@@ -63,13 +73,13 @@ def layout_of(
     """
     zero = config["zero_optimization"]
     weights = zero.get("offload_param", {})
-    states, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
+    _, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
     if any(group.get("fused") for group in optimizer.param_groups):
         temporaries = 0
     settings = ZeroSettings(
         stage=zero["stage"],
         precision=precision,
-        states=states,
+        states=states_of(optimizer),
         step_temporaries=temporaries,
         accumulates=accumulates,
         offload_parameters="offload_param" in zero,
@@ -80,6 +90,7 @@ def layout_of(
         overlap_comm=zero["overlap_comm"],
         keeps_weights=True,
         **{ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero},
+        optimizer_buffer_count=int(zero["offload_optimizer"].get("buffer_count", ZeroSettings.optimizer_buffer_count)),
         **{ours: int(weights[theirs]) for ours, theirs in WEIGHT_SIZES.items() if theirs in weights},
     )
     frozen = [p.numel() for p in module.parameters() if not p.requires_grad]

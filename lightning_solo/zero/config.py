@@ -101,8 +101,12 @@ def _says_nothing(value: object) -> bool:
 
 def _merge_into(merged: dict[str, Any], key: str, value: Any, option: str) -> None:
     option = f"{option}.{key}"
-    if value == "auto":
+    if value == "auto" or (key == "offload_param" and key not in merged and _offloads_nothing(value)):
         return
+    if key == "offload_param" and key not in merged:
+        raise ConflictError(
+            f"{option}={value!r}: write offload_parameters=True, and stage=3, in zero_offload's arguments"
+        )
     if isinstance(merged.get(key), dict) and not isinstance(value, Mapping):
         raise ConflictError(
             f"{option}={value!r}: it is a section that zero_offload needs; write a mapping of what to change in it, or"
@@ -119,7 +123,16 @@ def _merge_into(merged: dict[str, Any], key: str, value: Any, option: str) -> No
             f"{option}={value!r}, but the strategy's own arguments make it {merged.get(key)!r}; write one of them: "
             "stage=, offload_parameters=, nvme_path= and pin_memory= are arguments of zero_offload"
         )
-    merged[key] = value
+    merged[key] = copy.deepcopy(value)
+
+
+def _offloads_nothing(section: object) -> bool:
+    """Tell whether a section on offloading says that there is none."""
+    return section is None or (
+        isinstance(section, Mapping)
+        and section.get("device") in (None, "none", "auto")
+        and not (set(section) - {"device"})
+    )
 
 
 def _is_argument(option: str) -> bool:

@@ -44,24 +44,26 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
         CapabilityError: nothing can be written there.
     """
     parent = Path(parent).expanduser().absolute()
-    made = not parent.exists()
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for left in parent.glob(f"{PREFIX}*"):
             _remove_if_left(left)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        starting = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # not to be seen before it is locked
     except OSError as error:
         raise CapabilityError(
             f"nvme_path={str(parent)!r}: {error}; write strategy.nvme_path=<a folder on a local SSD that you may write>"
         ) from None
-    with (folder / "lock").open("w") as lock:
+    with (starting / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = starting.rename(parent / starting.name.removeprefix("."))
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            if made and not any(parent.iterdir()):
-                parent.rmdir()
+            for empty in made:
+                if not any(empty.iterdir()):
+                    empty.rmdir()
 
 
 def _remove_if_left(folder: Path) -> None:
@@ -145,3 +147,11 @@ def release_buffers(engine: Any, *_: Any) -> None:
     getattr(engine.optimizer, "parameter_offload", engine.optimizer).partition_all_parameters()
     held = [p for p in engine.module.parameters() if p.ds_id in swapper.param_id_to_buffer_id]
     swapper.remove_partition_and_release_buffers(held)
+
+
+def release_step_buffers(zero: Any) -> None:
+    """Give back the buffers of a step that was broken off; what lies on disk is from before it."""
+    if getattr(zero, "swap_optimizer", False):
+        for index in range(len(zero.fp32_partitioned_groups_flat)):
+            if zero._swappable_optimizer_subgroup(index):
+                zero._release_swap_buffers(index)

@@ -79,6 +79,16 @@ def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]
     return weights
 
 
+def leave_forward(engine: Any) -> None:
+    """Let stage 3 forget a forward pass that an exception ended: otherwise it takes its weights to be in use."""
+    for part in engine.module.modules():
+        if hasattr(parameters := vars(part)["_parameters"], "_in_forward"):
+            parameters._in_forward = False
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    if hasattr(offload, "partition_all_parameters"):
+        offload.partition_all_parameters()
+
+
 def gathered(parameter: Tensor) -> Tensor:
     """Return a copy, on the host, of a parameter that stage 3 has partitioned."""
     import deepspeed

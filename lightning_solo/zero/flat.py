@@ -69,7 +69,7 @@ def _require_equal_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> None
         return
     if isinstance(flat, Exception):
         raise ConflictError(f"{name} can't step ZeRO's partitions, which have one dimension ({flat}); {INSTEAD}")
-    ours, theirs = flat[0], torch.cat([tensor.flatten() for tensor in shaped])
+    ours, theirs = flat[0][0], torch.cat([tensor.flatten() for tensor in shaped[0]])
     moved = (theirs - _values(len(theirs))).abs().max()
     if not (ours - theirs).abs().max() <= TOLERANCE * moved:
         raise ConflictError(
@@ -78,10 +78,27 @@ def _require_equal_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> None
         )
 
 
+def states_per_element(optimizer: Optimizer) -> int | None:
+    """Return how many tensors of a parameter's shape an optimizer keeps, of any group the most; None if it can't tell.
+
+    A copy steps one small flat tensor for each group.
+    """
+    counts = []
+    for group in optimizer.param_groups:
+        tried = _try_steps(optimizer, group, [(sum(map(math.prod, SHAPES)),)])
+        if isinstance(tried, Exception):
+            return None
+        counts.append(tried[1])
+    return max(counts)
+
+
 def _try_steps(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
-) -> list[Tensor] | Exception:
-    """Return the parameters after a few steps of a copy on small tensors, or what its step raised."""
+) -> tuple[list[Tensor], int] | Exception:
+    """Return the parameters after a few steps of a copy on small tensors, and how many tensors like the first it keeps.
+
+    What a step raised is returned in their place.
+    """
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.split(_values(sum(sizes)), sizes)
     parameters = [nn.Parameter(part.clone().view(shape)) for part, shape in zip(parts, shapes, strict=True)]
@@ -95,7 +112,9 @@ def _try_steps(
                 trial.step()
     except Exception as error:  # any optimizer of any package: what it raises is its own affair
         return error
-    return [parameter.detach() for parameter in parameters]
+    kept = [value for value in trial.state[parameters[0]].values() if torch.is_tensor(value)]
+    like = sum(value.shape == parameters[0].shape for value in kept)
+    return [parameter.detach() for parameter in parameters], like
 
 
 def _values(elements: int) -> Tensor:

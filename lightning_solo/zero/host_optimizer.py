@@ -218,14 +218,19 @@ def _take_over(host: HostOptimizer, schedulers: Iterable[Any]) -> None:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(new, name, getattr(old, name))
     if hasattr(old.step, "_wrapped_by_lr_sched"):
-        _note_steps(new)
+        note_steps(new)
     for scheduler in schedulers:
         _bind(scheduler, old, new)
 
 
-def _note_steps(optimizer: Optimizer) -> None:
-    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order."""
-    step: Any = type(optimizer).step
+def note_steps(optimizer: Optimizer, step: Any = None) -> None:
+    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order.
+
+    Args:
+        optimizer: whose step is replaced.
+        step: a function of its class; None for ``step``.
+    """
+    step = step or type(optimizer).step
     reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
 
     @wraps(step)

@@ -32,6 +32,12 @@ MODULE_HOOKS = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
+# What torch notes about a hook beside it, by the hook's number -> where the hook is
+HOOK_MARKS = {
+    "_forward_hooks_with_kwargs": "_forward_hooks",
+    "_forward_hooks_always_called": "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs": "_forward_pre_hooks",
+}
 
 
 class ModuleAsFound:
@@ -69,9 +75,11 @@ class ModuleAsFound:
                 hooks = vars(part)[name]
                 for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
                     del hooks[key]
+            for marks, name in HOOK_MARKS.items():
+                for key in [key for key in vars(part)[marks] if key not in vars(part)[name]]:
+                    del vars(part)[marks][key]
             parameters = vars(part)["_parameters"]
             if is_deepspeeds(parameters):
-                parameters._in_forward = False  # left by an exception there; looking one up would fetch it
                 vars(part)["_parameters"] = dict(parameters)
         for tensor, dtype in self.dtypes.items():
             value = weights.get(tensor, tensor)

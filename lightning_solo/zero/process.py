@@ -104,6 +104,14 @@ def open_process_group(backend: str) -> bool:
     return opened
 
 
+def leave_process_group() -> None:
+    """Let DeepSpeed forget a process group that stays: its owner may close it, and the next fit open its own."""
+    import deepspeed
+
+    importlib.import_module("deepspeed.utils.groups")._release_process_group_references(group=None)
+    deepspeed.comm.comm.cdb = None
+
+
 def close_process_group() -> None:
     """Destroy the process group, and DeepSpeed's handles on it, so that the next fit can open its own."""
     import deepspeed
@@ -113,8 +121,7 @@ def close_process_group() -> None:
             deepspeed.comm.destroy_process_group()
         else:
             torch.distributed.destroy_process_group()
-    # Otherwise the next init_distributed believes that it is done.
-    deepspeed.comm.comm.cdb = None
+    leave_process_group()  # otherwise the next init_distributed believes that it is done
 
 
 def one_process(environment_class: type) -> Any:

@@ -23,12 +23,13 @@ from lightning_solo.zero.checkpoint import (
     set_counters,
 )
 from lightning_solo.zero.config import is_super_offload, zenflow_of
-from lightning_solo.zero.engine import destroy, make_engine, weights_of
+from lightning_solo.zero.disk import release_step_buffers
+from lightning_solo.zero.engine import destroy, leave_forward, make_engine, weights_of
 from lightning_solo.zero.host_optimizer import HostOptimizer
 from lightning_solo.zero.module import ModuleAsFound
 from lightning_solo.zero.states import ParameterStates, read, write
 from lightning_solo.zero.window import GradientWindow
-from lightning_solo.zero.zenflow import into_zenflow, require_matrices, share_options, with_optimizer
+from lightning_solo.zero.zenflow import into_zenflow, mend_weights, require_matrices, share_options, with_optimizer
 
 
 class EngineRun:
@@ -79,6 +80,7 @@ class EngineRun:
         self.engine = make_engine(self.module, config, host.optimizer, self.dtype, self.device)
         if zenflow is not None:
             share_options(self.zero)
+            mend_weights(self.zero)
         self._start_from_fp32()
         self._clipping = self.zero.clip_grad
         # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
@@ -176,6 +178,9 @@ class EngineRun:
         """Take the engine off the module, which is as it was found but for its training."""
         if self._window is not None:
             self._window.remove()
+            release_step_buffers(self.zero)
+        if self.engine is not None:
+            leave_forward(self.engine)
         self._take_over_changes()
         weights = weights_of(self.engine, self.module, self._found.weights)
         if self.engine is not None:

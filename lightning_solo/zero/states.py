@@ -34,10 +34,18 @@ class Place:
     parameter: Tensor
     start: int
     shape: torch.Size
+    transposed: bool = False
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of ``flat``, in the parameter's shape: a view."""
-        return flat.narrow(0, self.start, self.shape.numel()).view(self.shape)
+        return as_shaped(flat.narrow(0, self.start, self.shape.numel()), self.shape, transposed=self.transposed)
+
+
+def as_shaped(part: Tensor, shape: torch.Size, *, transposed: bool) -> Tensor:
+    """Return a view of a part of a flat tensor, in which a matrix may lie column by column."""
+    if transposed and len(shape) == 2:
+        return part.view(shape[1], shape[0]).t()
+    return part.view(shape)
 
 
 def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
@@ -47,8 +55,9 @@ def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
             (flat, [Place(p, zero.grad_position[zero.get_param_id(p)][1], p.ds_shape) for p in group])
             for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
         ]
+    transposed = bool(getattr(zero, "zenflow", False))
     return [
-        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape) for p in group])
+        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape, transposed) for p in group])
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
     ]
 

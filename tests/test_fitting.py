@@ -1,0 +1,242 @@
+"""Presets that fit where one did not: by the room that is given, and after a run that was refused for its memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+from torch import nn
+
+import lightning_solo as solo
+from lightning_solo import fitting
+from lightning_solo.errors import BudgetError, CapabilityError
+from lightning_solo.fitting import Room, free_room, presets_that_fit
+from lightning_solo.machine import host_memory
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.strategies import zero_offload
+from lightning_solo.units import MiB
+from tests.modules import Stack, loader, regression
+
+MARGIN = 1.05
+
+
+@functools.cache
+def composed(name: str) -> SoloConfig:
+    """A preset as the library ships it, composed once for all tests: Hydra takes a tenth of a second for each."""
+    return compose(name)
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "compose", composed)
+
+
+def every(config: SoloConfig) -> None:
+    """Let every preset through, as a machine on which all of them run."""
+
+
+def named(text: str) -> dict[str, str]:
+    """Return what a sentence says: preset -> what it needs."""
+    return dict(re.findall(r"(\w+) \(([^)]+)\)", text))
+
+
+# --- room that is given ---
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("on_gpu", "once")
+def test_offloading_fits_where_the_device_is_small() -> None:
+    """200 million parameters; the device has room for 16-bit weights and the buckets, or for the half of it all."""
+    layers = nn.ModuleList([nn.Linear(1000, 1000, bias=False, device="meta") for _ in range(200)])
+    n = 200 * 10**6
+    small, large = Room(6 * n, 64 * n), Room(20 * n, 64 * n)
+    offloading = set(named(presets_that_fit(layers, every, small)))
+    assert {"zero_offload", "zero_offload_parameters"} <= offloading
+    # 8, 16 and 16 bytes per parameter
+    assert not {"bf16_true", "bf16", "baseline"} & offloading
+    assert offloading < set(named(presets_that_fit(layers, every, large)))
+    # Without room on the host, what the device has is all there is.
+    alone = named(presets_that_fit(layers, every, Room(20 * n, 10 * MiB)))
+    assert {"bf16_true", "bf16", "baseline"} <= set(alone)
+    assert not {name for name in alone if name.startswith("zero_offload")}
+    assert alone["bf16_true"] == f"{8 * n * MARGIN / 2**30:.2f} GiB on the device"
+    assert " on the device and " in named(presets_that_fit(layers, every, small))["zero_offload"]
+
+
+@pytest.mark.usefixtures("on_gpu", "once")
+def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
+    layer = nn.Linear(1000, 1000, bias=False, device="meta")
+    text = presets_that_fit(layer, every, Room(8 * 10**6, 10**9))
+    # bf16_true lacks 5 % of 8 bytes per parameter; the others all their states, or a bucket
+    assert text == (
+        "no preset would fit: the nearest, bf16_true, needs 8.01 MiB on the device before activations, with AdamW;"
+        " use a smaller model"
+    )
+
+
+@pytest.mark.usefixtures("once")
+def test_what_is_frozen_needs_its_weight_alone() -> None:
+    module = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
+    module[0].requires_grad_(False)
+    module.register_buffer("table", torch.zeros(1000, 500))
+    # 4 + 16 bytes for the two layers' elements, 4 for the buffer's
+    need = int((4 * 10**6 + 16 * 10**6 + 4 * 500_000) * MARGIN)
+    assert "baseline" in named(presets_that_fit(module, every, Room(0, need)))
+    assert "baseline" not in named(presets_that_fit(module, every, Room(0, need - 1)))
+
+
+@pytest.mark.usefixtures("once")
+def test_a_module_of_which_nothing_is_trained_needs_no_optimizer() -> None:
+    module = nn.Linear(10, 10).requires_grad_(False)
+    found = named(presets_that_fit(module, every, Room(0, MiB)))
+    assert "baseline" in found
+    assert "zero_offload" not in found  # it refuses to run without an optimizer
+
+
+@pytest.mark.usefixtures("once")
+def test_where_no_preset_runs_it_says_so() -> None:
+    def none(config: SoloConfig) -> None:
+        raise CapabilityError("not here")
+
+    assert presets_that_fit(nn.Linear(1, 1), none, Room(0, MiB)) == "no preset runs on this machine"
+
+
+def test_a_users_preset_counts_and_a_broken_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "conf" / "solo"
+    folder.mkdir(parents=True)
+    # Its head is that of the library's presets.
+    head = "# Of mine. Runs on: CPU.\ndefaults:\n  - /solo/schema@_here_: solo\n  - _self_\n"
+    (folder / "of_mine.yaml").write_text(f"{head}precision: bf16-true\n")
+    (folder / "broken.yaml").write_text(f"{head}precisoin: bf16-true\n")
+    monkeypatch.chdir(tmp_path)
+    found = named(presets_that_fit(nn.Linear(1000, 1000, bias=False), every, Room(0, 2**30)))
+    assert found["of_mine"] == found["bf16_true"]
+    assert "broken" not in found
+
+
+@pytest.mark.usefixtures("once")
+def test_room_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(1000, 1000, bias=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, 10 * MiB))
+    # The module's own bytes would be given back.
+    assert free_room(module) == Room(0, 10 * MiB + 4 * 10**6)
+    assert set(named(presets_that_fit(module, every))) == {"bf16_true"}
+    monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, MiB))
+    assert presets_that_fit(module, every).startswith("no preset would fit: the nearest, bf16_true, needs 8.01 MiB")
+
+
+# --- a run that was refused ---
+
+WIDTH, AVAILABLE = 256, 5 * MiB
+
+
+def small(home: ModuleType = lightning.pytorch) -> Any:
+    return regression(home, Stack(blocks=1, width=WIDTH))
+
+
+def refused(make_trainer: Any, module: Any, preset: bool, home: ModuleType = lightning.pytorch) -> BudgetError:
+    """Return the error of a fit on the CPU, by the preset or with the strategy alone."""
+    if preset:
+        overrides = ["strategy.allow_cpu=true", "strategy.host_optimizer=torch"]
+        arguments = solo.trainer_kwargs("zero_offload", overrides, lightning=home.__name__)
+    else:
+        strategy = zero_offload.zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch")
+        arguments = {"strategy": strategy, "precision": "bf16-mixed"}
+    with pytest.raises(BudgetError) as raised:
+        make_trainer(home, **arguments).fit(module, loader(2, width=WIDTH))
+    return raised.value
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host of 5 MiB, and an engine that must not be made."""
+    deepspeed = pytest.importorskip("deepspeed", reason="listed on Linux only")
+
+    def too_late(*_: Any, **__: Any) -> None:
+        raise AssertionError("the engine was made")
+
+    for place in (zero_offload, fitting):
+        monkeypatch.setattr(place, "host_memory", lambda: (2**40, AVAILABLE))
+    monkeypatch.setattr(deepspeed, "initialize", too_late)
+    monkeypatch.setattr(deepspeed.zero, "Init", too_late)
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+@pytest.mark.parametrize("preset", [True, False])
+def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, make_trainer: Any, preset: bool) -> None:
+    module = small(home)
+    n = sum(p.numel() for p in module.parameters())
+    error = refused(make_trainer, module, preset, home)
+    first, *second = str(error).split("\n")
+    assert error.available == AVAILABLE + 4 * n  # what the module holds is given back
+    assert error.needed > error.available
+    assert f"needs {error.needed / MiB:.2f} MiB of host memory, and there are {error.available / MiB:.2f} MiB" in first
+    assert f"{(error.needed - error.available) / MiB:.2f} MiB are missing" in first
+    # Of a few parts, by hand: master and gradients 4 bytes each, states 8, with one element for the padding
+    padded = n + n % 2
+    assert f"master {4 * padded / MiB:.2f} MiB, gradients {4 * padded / MiB:.2f} MiB" in first
+    assert f"states {8 * padded / MiB:.2f} MiB" in first
+    if preset:
+        (advice,) = second
+        assert advice.startswith("presets that would fit, before activations, with AdamW: ")
+        # 8 bytes per parameter are 4 MiB; baseline's 16 are 8 MiB, of 7.
+        assert set(named(advice)) == {"bf16_true"}
+    else:
+        assert second == []
+
+
+@pytest.mark.usefixtures("little_memory", "once")
+@pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+def test_where_nothing_fits_the_nearest_is_named(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, 0))
+    message = str(refused(make_trainer, small(), preset=True))
+    assert re.search(
+        r"\nno preset would fit: the nearest, bf16_true, needs .* MiB on the host .*smaller model$", message
+    )
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+def test_module_and_process_are_as_before(make_trainer: Any) -> None:
+    module = small()
+
+    def marks() -> Any:
+        parts = [(name, sorted(vars(part))) for name, part in module.net.named_modules()]
+        parameters = [(p.dtype, p.shape, p.requires_grad, sorted(vars(p))) for p in module.parameters()]
+        hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
+        return parts, parameters, hooks, dict(os.environ), threading.active_count()
+
+    before, weights = marks(), [p.detach().clone() for p in module.parameters()]
+    for _ in range(2):
+        refused(make_trainer, module, preset=False)
+        assert marks() == before
+        assert all(torch.equal(p, q) for p, q in zip(module.parameters(), weights, strict=True))
+        assert not torch.distributed.is_initialized()
+    # It is not in the way of what fits.
+    make_trainer(lightning.pytorch).fit(module, loader(2, width=WIDTH))
+    assert not torch.equal(module.net.head.weight, weights[-2])
+
+
+@pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+def test_with_the_memory_of_this_machine_it_runs(make_trainer: Any) -> None:
+    pytest.importorskip("deepspeed", reason="listed on Linux only")
+    assert host_memory()[1] > AVAILABLE
+    overrides = ["strategy.allow_cpu=true", "strategy.host_optimizer=torch"]
+    trainer = make_trainer(lightning.pytorch, **solo.trainer_kwargs("zero_offload", overrides))
+    trainer.fit(small(), loader(2, width=WIDTH))
+    assert trainer.global_step == 2

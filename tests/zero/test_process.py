@@ -1,0 +1,329 @@
+"""A process group without a launcher: opened, shared with the user's, closed; and what no run can start on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_solo.errors import CapabilityError
+from lightning_solo.strategies.zero_offload import FABRIC, zero_offload_class
+from lightning_solo.zero.process import (
+    OLDEST,
+    ONE_PROCESS,
+    SET_BY_IMPORTS,
+    close_process_group,
+    environment,
+    one_process,
+    open_process_group,
+    require_deepspeed,
+    require_device,
+    without_deprecations,
+)
+from tests.modules import loader, regression
+
+pytest.importorskip("deepspeed", reason="listed on Linux only")
+CPU = torch.device("cpu", 0)
+
+
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    """Close what a test leaves open."""
+    yield
+    close_process_group()
+
+
+def open_ones_own(world_size: int = 1) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=world_size)
+
+
+def sums_over_one_process() -> bool:
+    """Tell whether torch's group and DeepSpeed's handle on it work."""
+    from deepspeed import comm
+
+    tensor = torch.tensor([3.0])
+    comm.all_reduce(tensor)
+    return comm.get_world_size() == 1 and tensor.item() == 3.0
+
+
+# --- the group ---
+
+
+@pytest.mark.usefixtures("no_group")
+def test_it_is_opened_used_and_closed_again_and_again() -> None:
+    before = (dict(os.environ), threading.active_count())
+    for _ in range(3):
+        assert open_process_group("gloo")
+        assert torch.distributed.get_world_size() == 1
+        assert sums_over_one_process()
+        close_process_group()
+        assert not torch.distributed.is_initialized()
+        assert (dict(os.environ), threading.active_count()) == before
+    close_process_group()
+
+
+@pytest.mark.usefixtures("no_group")
+def test_it_needs_no_address_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's variables promise a second process at an address that nobody has."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def no_connection(*_: Any) -> None:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", no_connection)
+    monkeypatch.setattr(socket.socket, "bind", no_connection)
+    assert open_process_group("gloo")
+    assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (0, 1)
+    assert os.environ["RANK"] == "1"
+    assert "mpi4py" not in sys.modules
+
+
+@pytest.mark.usefixtures("no_group")
+def test_nothing_is_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed builds an operator for the processes of one machine, unless it is told that it is built."""
+    operators: Any = importlib.import_module("deepspeed.comm.torch")
+
+    def build() -> None:
+        raise AssertionError("a build")
+
+    monkeypatch.setattr(operators, "build_shm_op", build)
+    open_process_group("gloo")
+    assert operators.build_shm_op is build  # for whoever calls it afterwards
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_users_group_is_taken_and_kept() -> None:
+    open_ones_own()
+    group = torch.distributed.group.WORLD
+    assert not open_process_group("gloo")
+    assert torch.distributed.group.WORLD is group
+    assert sums_over_one_process()
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_group_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ones_own()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(CapabilityError, match=r"one process, but a group of 2 is open;.*without a launcher"):
+        open_process_group("gloo")
+    assert torch.distributed.is_initialized()
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_failure_of_deepspeeds_leaves_no_group_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    operators: Any = importlib.import_module("deepspeed.comm.torch")
+    build = operators.build_shm_op
+
+    def failing(*_: Any, **__: Any) -> None:
+        assert os.environ["WORLD_SIZE"] == "1"
+        raise ArithmeticError("on purpose")
+
+    before = dict(os.environ)
+    monkeypatch.setattr(deepspeed, "init_distributed", failing)
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        open_process_group("gloo")
+    assert not torch.distributed.is_initialized()
+    assert dict(os.environ) == before
+    assert operators.build_shm_op is build
+    open_ones_own()
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        open_process_group("gloo")
+    assert torch.distributed.is_initialized()  # the user's
+
+
+@pytest.mark.usefixtures("no_group")
+@pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+def test_a_user_may_close_a_group_and_fit_again(make_trainer: Any) -> None:
+    """First a fit in the user's group, which stays; then one without, which opens its own."""
+    import lightning.pytorch as home
+
+    def fit() -> None:
+        strategy = zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch")
+        make_trainer(home, strategy=strategy).fit(regression(home), loader(2))
+
+    open_ones_own()
+    fit()
+    torch.distributed.destroy_process_group()
+    with environment(ONE_PROCESS):  # restores them where a failing fit doesn't
+        fit()
+    assert not torch.distributed.is_initialized()
+
+
+# --- the environment ---
+
+
+def test_variables_are_set_and_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOLO_THERE", "before")
+    monkeypatch.delenv("SOLO_NOT", raising=False)
+    before = dict(os.environ)
+    with environment({"SOLO_THERE": "now", "SOLO_NOT": "now"}):
+        assert (os.environ["SOLO_THERE"], os.environ["SOLO_NOT"]) == ("now", "now")
+        os.environ["SOLO_NOT"] = "something else"
+        del os.environ["SOLO_THERE"]
+    assert dict(os.environ) == before
+
+
+def test_it_is_left_after_an_exception_too() -> None:
+    before = dict(os.environ)
+    inside = environment({"SOLO_NOT": "now"})
+    inside.__enter__()
+    error = ArithmeticError("on purpose")
+    assert not inside.__exit__(ArithmeticError, error, None)
+    assert dict(os.environ) == before
+
+
+def test_what_imports_set_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SET_BY_IMPORTS:
+        monkeypatch.delenv(name, raising=False)
+        with environment({}):
+            os.environ[name] = "1"
+        assert name not in os.environ
+        monkeypatch.setenv(name, "the user's")
+        with environment({}):
+            os.environ[name] = "1"
+        assert os.environ[name] == "the user's"
+
+
+def test_what_a_user_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOLO_MINE", raising=False)
+    with environment({"SOLO_NOT": "now"}):
+        monkeypatch.setenv("SOLO_MINE", "1")
+    assert os.environ["SOLO_MINE"] == "1"
+
+
+# --- warnings ---
+
+
+def test_two_deprecations_are_kept_quiet_for_a_while() -> None:
+    """Of what torch says in every step of stage 3; whatever else it says is heard."""
+
+    def say(function: str, category: type[Warning] = FutureWarning) -> None:
+        warnings.warn(f"`torch.distributed.{function}` is deprecated, use another", category, stacklevel=2)
+
+    before = list(warnings.filters)
+    with without_deprecations():
+        say("all_gather_into_tensor")
+        say("reduce_scatter_tensor")
+        with pytest.warns(FutureWarning, match="broadcast"):
+            say("broadcast")
+        with pytest.warns(UserWarning, match="reduce_scatter_tensor"):
+            say("reduce_scatter_tensor", UserWarning)
+    assert list(warnings.filters) == before
+    with pytest.warns(FutureWarning, match="all_gather"):
+        say("all_gather_into_tensor")
+    with without_deprecations():
+        warnings.filterwarnings("ignore", message="of the user's")
+        added = warnings.filters[0]
+    assert list(warnings.filters) == [added, *before]
+    with without_deprecations():
+        warnings.resetwarnings()
+
+
+# --- one process, whatever a launcher says ---
+
+
+def test_a_launchers_variables_change_nothing(home: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = {"RANK": "3", "LOCAL_RANK": "3", "NODE_RANK": "2", "GROUP_RANK": "2", "WORLD_SIZE": "4"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    environment_class = importlib.import_module(FABRIC[home.__name__]).LightningEnvironment
+    found = one_process(environment_class)
+    assert isinstance(found, environment_class)
+    assert (found.local_rank(), found.node_rank(), found.global_rank(), found.world_size()) == (0, 0, 0, 1)
+    before = dict(os.environ)
+    found.teardown()
+    assert dict(os.environ) == before
+    # With and without: Lightning's own believes them.
+    assert environment_class().local_rank() == 3
+    for name in launcher:
+        monkeypatch.delenv(name)
+    assert found.creates_processes_externally is True  # nobody is to start others
+    assert environment_class().creates_processes_externally is False
+
+
+# --- DeepSpeed ---
+
+
+@pytest.mark.parametrize("found", ["0.19.7", "0.16.9", "0.2", "0.19.8.dev1", "0.19.8rc2"])
+def test_an_old_one_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: found)
+    with pytest.raises(CapabilityError) as raised:
+        require_deepspeed()
+    assert str(raised.value) == (
+        f"zero_offload needs deepspeed {OLDEST} or newer, and {found} is installed;"
+        f" write: DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST}'"
+    )
+
+
+@pytest.mark.parametrize("found", [OLDEST, "0.19.10", "0.20.0", "1.0", "0.19.8+abc123", "0.19.9.dev1"])
+def test_a_newer_one_is_accepted(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: found)
+    before = dict(os.environ)
+    require_deepspeed()
+    assert dict(os.environ) == before
+
+
+def test_an_old_one_stops_the_strategy_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.17.0")
+    with pytest.raises(CapabilityError, match=r"0\.17\.0 is installed"):
+        zero_offload_class()()
+
+
+# --- the device ---
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "words"),
+    [
+        pytest.param(CPU, {}, r"needs a CUDA device, and this run is on 'cpu'; .*strategy\.allow_cpu=true", id="CPU"),
+        pytest.param(
+            CPU,
+            {"allow_cpu": True, "cuda_only": "SuperOffload"},
+            r"^SuperOffload needs a CUDA device.*'cpu'",
+            id="CUDA only",
+        ),
+        pytest.param(torch.device("mps", 0), {}, r"needs a CUDA device, and this run is on 'mps'", id="another"),
+        pytest.param(
+            torch.device("mps", 0),
+            {"allow_cpu": True},
+            r"on 'cuda', or with allow_cpu on 'cpu'; not on 'mps'",
+            id="no CPU",
+        ),
+        pytest.param(
+            torch.device("cuda", 1),
+            {},
+            r"first device.*not on cuda:1; write CUDA_VISIBLE_DEVICES=1 and devices=1",
+            id="second",
+        ),
+    ],
+)
+def test_a_device_is_refused_by_name(device: torch.device, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(CapabilityError, match=words):
+        require_device(device, **{"allow_cpu": False, **arguments})
+
+
+def test_another_accelerator_of_deepspeeds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed chooses once, when it is imported: by DS_ACCELERATOR, or by what it finds."""
+    accelerator: Any = importlib.import_module("deepspeed.accelerator")
+    other = "cpu" if accelerator.get_accelerator().device_name() == "cuda" else "cuda"
+    words = rf"has chosen '\w+' for this process, and the run is on '{other}'; start it with DS_ACCELERATOR={other}"
+    with pytest.raises(CapabilityError, match=words):
+        require_device(torch.device(other, 0), allow_cpu=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed's accelerator is CUDA here")
+def test_the_cpu_is_let_through_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"runs on the CPU \(allow_cpu=True\).*saves no memory here"):
+        require_device(CPU, allow_cpu=True)

@@ -1,0 +1,308 @@
+"""The states inside the real engine's flat tensors, parameter by parameter, beside those of a plain optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.zero.config import zero_config
+from lightning_solo.zero.engine import destroy, make_engine
+from lightning_solo.zero.extension import load_extension, what_is_missing
+from lightning_solo.zero.process import (
+    ONE_PROCESS,
+    close_process_group,
+    environment,
+    open_process_group,
+    without_deprecations,
+)
+from lightning_solo.zero.states import ParameterStates, flat_tensors, in_memory, is_elementwise, read, write
+
+pytest.importorskip("deepspeed", reason="listed on Linux only")
+pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io
+Make = Callable[[nn.Module], Optimizer]
+PLACES = ["stage 2", "stage 3", "nvme"]
+
+
+def arguments(place: str, folder: Path) -> dict[str, Any]:
+    """Return stage and folder of a place; skips visibly where the disk's extension can't be had."""
+    if place != "nvme":
+        return {"stage": int(place[-1])}
+    if missing := what_is_missing("async_io"):
+        pytest.skip(f"no NVMe: {missing}")
+    load_extension("async_io")
+    return {"stage": 3, "nvme_path": str(folder)}
+
+
+@contextmanager
+def engine_of(
+    module: nn.Module,
+    optimizer: Optimizer,
+    *,
+    accumulates: bool = False,
+    bf16: bool = False,
+    more: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Iterator[Any]:
+    """The real engine of a module on the CPU, in a process group of its own; ``given`` is for `zero_config`."""
+    config = {**zero_config(**given), **(more or {}), "managed_gradient_accumulation": not accumulates}
+    config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    with environment(ONE_PROCESS), without_deprecations():
+        open_process_group("gloo")
+        gc.freeze()  # stage 3 collects garbage as it starts: of all that tests have imported, half a second
+        try:
+            dtype = torch.bfloat16 if bf16 else torch.float32
+            engine = make_engine(module, config, optimizer, dtype, torch.device("cpu", 0))
+            yield engine
+            destroy(engine, module)
+        finally:
+            gc.unfreeze()
+            close_process_group()
+
+
+def net() -> nn.Sequential:
+    """A small layer, a frozen one, and a large one: DeepSpeed swaps from 1 MiB on, 512 x 520 x 4 bytes are 1.02."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 6), nn.Linear(6, 512), nn.Linear(512, 520), nn.Linear(520, 3))
+    made[1].requires_grad_(False)
+    return made
+
+
+def adamw(module: nn.Module) -> Optimizer:
+    """Two groups, the second with other options."""
+    first, *others = [child for child in module.children() if next(child.parameters()).requires_grad]
+    rest = [p for child in others for p in child.parameters()]
+    return AdamW([{"params": list(first.parameters())}, {"params": rest, "lr": 1e-3, "betas": (0.5, 0.6)}], lr=1e-2)
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    return SGD([p for p in module.parameters() if p.requires_grad], lr=1e-2, momentum=0.9)
+
+
+def batch(seed: int, width: int = 7) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
+
+
+def step_plain(module: nn.Module, optimizer: Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    module(batch(seed)).square().mean().backward()
+    optimizer.step()
+
+
+def step_engine(engine: Any, seed: int) -> None:
+    engine.backward(engine(batch(seed)).square().mean())
+    engine.step()
+
+
+def trained(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def assert_same_states(
+    found: dict[Tensor, ParameterStates], module: nn.Module, plain: nn.Module, by: Optimizer
+) -> None:
+    """Compare with the states of a plain optimizer, bit by bit."""
+    assert set(found) == set(trained(module))
+    for ours, theirs in zip(trained(module), trained(plain), strict=True):
+        states, state = found[ours], by.state[theirs]
+        assert torch.equal(states.master, theirs)
+        assert {**states.tensors, **states.scalars}.keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in states.tensors.items())
+        assert all(value == state[name] for name, value in states.scalars.items())
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Stage 2, stage 3, and stage 3 with the optimizer's states on disk."""
+    return arguments(request.param, tmp_path)
+
+
+# --- read ---
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_what_is_read_is_what_a_plain_optimizer_keeps(place: dict[str, Any], make: Make) -> None:
+    module, plain = net(), net()
+    optimizer = make(plain)
+    with engine_of(module, make(module), **place) as engine:
+        fresh = read(engine.optimizer)
+        assert all(torch.equal(fresh[p].master, q) for p, q in zip(trained(module), trained(plain), strict=True))
+        for seed in range(3):
+            step_plain(plain, optimizer, seed)
+            step_engine(engine, seed)
+        found = read(engine.optimizer)
+        assert_same_states(found, module, plain, optimizer)
+        assert {len(states.tensors) for states in found.values()} == {2 if make is adamw else 1}
+        # Reading takes nothing away: training goes on as before.
+        step_plain(plain, optimizer, 3)
+        step_engine(engine, 3)
+        assert_same_states(read(engine.optimizer), module, plain, optimizer)
+        del fresh, found
+
+
+def test_each_parameter_has_its_place_and_its_shape(place: dict[str, Any]) -> None:
+    module = net()
+    shapes = {p: p.shape for p in trained(module)}
+    with engine_of(module, adamw(module), **place) as engine:
+        places = [(index, spot) for index, (_, spots) in enumerate(flat_tensors(engine.optimizer)) for spot in spots]
+        assert {spot.parameter: spot.shape for _, spot in places} == shapes
+        # The groups' parameters end to end: 42 + 6, then 6 x 512 + 512 + 512 x 520 + 520 + 3 x 520 + 3.
+        starts = [(index, spot.start) for index, spot in places]
+        assert starts == [(0, 0), (0, 42), (1, 0), (1, 3072), (1, 3584), (1, 269824), (1, 270344), (1, 271904)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_memory_they_are_views(stage: int) -> None:
+    module = net()
+    with engine_of(module, adamw(module), stage=stage) as engine:
+        step_engine(engine, 0)
+        for flat, spots in flat_tensors(engine.optimizer):
+            kept = {flat.untyped_storage().data_ptr()}
+            kept |= {v.untyped_storage().data_ptr() for v in engine.optimizer.optimizer.state[flat].values()}
+            for spot in spots:
+                states = read(engine.optimizer)[spot.parameter]
+                for view in (states.master, *states.tensors.values()):
+                    assert view.untyped_storage().data_ptr() in kept
+
+
+def test_plain_values_are_each_parameters_own(place: dict[str, Any]) -> None:
+    """One count of steps for many parameters would count too fast in a plain optimizer that took it over."""
+    module = net()
+    with engine_of(module, adamw(module), **place) as engine:
+        step_engine(engine, 0)
+        found = read(engine.optimizer)
+        counts = [states.scalars["step"] for states in found.values()]
+        for count in counts:
+            count += 1
+        assert [float(count) for count in counts] == [2.0] * 8
+        assert {float(states.scalars["step"]) for states in read(engine.optimizer).values()} == {1.0}
+
+
+def test_of_the_disk_they_are_copies_in_files_where_a_folder_is_given(tmp_path: Path) -> None:
+    given, folder, module = arguments("nvme", tmp_path / "swap"), tmp_path / "copies", net()
+    folder.mkdir()
+    with engine_of(module, adamw(module), **given) as engine:
+        step_engine(engine, 0)
+        without, found = read(engine.optimizer), read(engine.optimizer, folder)
+        # The second group alone is large enough for the disk: its 6 parameters, each a master and two states.
+        sizes = sorted(file.stat().st_size for file in folder.iterdir())
+        numels = [6 * 512, 512, 512 * 520, 520, 3 * 520, 3]
+        assert sizes == sorted(4 * n for n in numels for _ in range(3))
+        for p, states in found.items():
+            assert torch.equal(states.master, without[p].master)
+            assert states.tensors.keys() == without[p].tensors.keys()
+            assert all(torch.equal(value, without[p].tensors[name]) for name, value in states.tensors.items())
+        found[module[3].weight].master.zero_()
+        assert read(engine.optimizer)[module[3].weight].master.any()
+        # Neither lies in the buffers through which the next step swaps.
+        second = [p for part in module[2:] for p in part.parameters()]
+        before = {p: without[p].master.clone() for p in second}
+        step_engine(engine, 1)
+        assert all(torch.equal(without[p].master, before[p]) for p in second)
+        assert not found[module[3].weight].master.any()
+        assert not torch.equal(read(engine.optimizer)[module[3].weight].master, before[module[3].weight])
+        del found, states
+
+
+def test_of_the_disk_nothing_stays_in_memory(tmp_path: Path) -> None:
+    given, module = arguments("nvme", tmp_path), net()
+    with engine_of(module, adamw(module), **given) as engine:
+        zero = engine.optimizer
+        step_engine(engine, 0)
+        flats = [flat for flat, _ in flat_tensors(zero)]
+        sizes = []
+        for index in range(2):
+            with in_memory(zero, index) as from_disk:
+                sizes.append((from_disk, flats[index].numel()))
+        assert sizes == [(False, 48), (True, 271907)]
+        assert [flat.numel() for flat in flats] == [48, 0]
+        assert zero.optimizer_swapper.swap_buffer_manager.used_buffer_index == {}
+
+
+# --- write ---
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_fresh_engine_goes_on_from_what_is_written(place: dict[str, Any], make: Make) -> None:
+    plain = net()
+    optimizer = make(plain)
+    for seed in range(2):
+        step_plain(plain, optimizer, seed)
+    module = copy.deepcopy(plain)
+    with engine_of(module, make(module), **place) as engine:
+        given = {}
+        for ours, theirs in zip(trained(module), trained(plain), strict=True):
+            state = dict(optimizer.state[theirs])
+            scalars = {"step": state.pop("step")} if "step" in state else {}
+            given[ours] = ParameterStates(theirs.detach(), state, scalars)
+        write(engine.optimizer, given)
+        assert_same_states(read(engine.optimizer), module, plain, optimizer)
+        for seed in range(2, 4):
+            step_plain(plain, optimizer, seed)
+            step_engine(engine, seed)
+        assert_same_states(read(engine.optimizer), module, plain, optimizer)
+
+
+def test_what_is_not_written_keeps_its_own(place: dict[str, Any]) -> None:
+    module = net()
+    with engine_of(module, adamw(module), **place) as engine:
+        step_engine(engine, 0)
+        zero, written = engine.optimizer, module[3].bias
+        before = {p: (s.master.clone(), s.tensors["exp_avg"].clone()) for p, s in read(zero).items()}
+        ones = torch.ones(520)
+        write(zero, {written: ParameterStates(ones, {"exp_avg": 2 * ones}, {"step": torch.tensor(7.0)})})
+        after = read(zero)
+        assert torch.equal(after[written].master, ones)
+        assert torch.equal(after[written].tensors["exp_avg"], 2 * ones)
+        for p in set(before) - {written}:
+            assert torch.equal(after[p].master, before[p][0])
+            assert torch.equal(after[p].tensors["exp_avg"], before[p][1])
+        # The count is the flat tensor's: that of the second group's others too, not of the first group's.
+        assert float(after[module[4].weight].scalars["step"]) == 7.0
+        assert float(after[module[0].weight].scalars["step"]) == 1.0
+        del after
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_counts_that_differ_within_a_flat_tensor_are_refused(stage: int) -> None:
+    module = net()
+    with engine_of(module, adamw(module), stage=stage) as engine:
+        found = read(engine.optimizer)
+
+        def counted(steps: dict[Tensor, int]) -> dict[Tensor, ParameterStates]:
+            return {p: ParameterStates(found[p].master, {}, {"step": torch.tensor(float(n))}) for p, n in steps.items()}
+
+        a, b, other = module[2].weight, module[2].bias, module[0].weight
+        with pytest.raises(CheckpointError, match=r"counts 'step' apart.*from 3\.0 to 5\.0.*without the optimizer"):
+            write(engine.optimizer, counted({a: 5, b: 3, other: 5}))
+        write(engine.optimizer, counted({a: 5, b: 5, other: 3}))  # of two flat tensors they may
+        after = read(engine.optimizer)
+        assert [float(after[p].scalars["step"]) for p in (a, b, other)] == [5.0, 5.0, 3.0]
+
+
+def test_the_count_that_is_written_is_not_the_callers(place: dict[str, Any]) -> None:
+    module, count = net(), torch.tensor(4.0)
+    with engine_of(module, adamw(module), **place) as engine:
+        p = module[0].weight
+        write(engine.optimizer, {p: ParameterStates(read(engine.optimizer)[p].master.clone(), {}, {"step": count})})
+        count += 1
+        assert float(read(engine.optimizer)[p].scalars["step"]) == 4.0
+
+
+def test_a_count_is_no_state_of_each_element() -> None:
+    flat = torch.zeros(3)
+    assert is_elementwise(torch.ones(3), flat)
+    assert not is_elementwise(torch.ones(2), flat)
+    assert not is_elementwise(torch.tensor(1.0), torch.tensor(1.0))
+    assert not is_elementwise(1.0, flat)
