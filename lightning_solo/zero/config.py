@@ -46,7 +46,7 @@ def zero_config(
         "contiguous_gradients": True,
         "overlap_comm": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
-        # Otherwise torch.nn.functional.linear is replaced for the whole process, and stays so.
+        # It replaces torch.nn.functional.linear for good; here that is for the run (linear_saves_the_parameter).
         "memory_efficient_linear": False,
     }
     if stage == 3:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,22 @@ def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]
         if parameter not in weights and hasattr(parameter, "ds_id"):
             weights[parameter] = gathered(parameter)
     return weights
+
+
+@contextmanager
+def linear_saves_the_parameter() -> Iterator[None]:
+    """Let ``torch.nn.functional.linear`` save the weight itself for backward, in this process, while stage 3 runs.
+
+    torch's saves a transposed view, which keeps what stage 3 fetched in memory until the backward pass, of all layers
+    at once; on the CPU it would see the buffer's next content. DeepSpeed has the other version, and installs it for
+    good (``memory_efficient_linear``).
+    """
+    before = torch.nn.functional.linear
+    torch.nn.functional.linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = before
 
 
 def leave_forward(engine: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lightning_solo.zero.checkpoint import (
 )
 from lightning_solo.zero.config import is_super_offload, zenflow_of
 from lightning_solo.zero.disk import release_step_buffers
-from lightning_solo.zero.engine import destroy, leave_forward, make_engine, weights_of
+from lightning_solo.zero.engine import destroy, leave_forward, linear_saves_the_parameter, make_engine, weights_of
 from lightning_solo.zero.host_optimizer import HostOptimizer
 from lightning_solo.zero.module import ModuleAsFound
 from lightning_solo.zero.states import ParameterStates, read, write
@@ -51,6 +52,7 @@ class EngineRun:
         self._window: GradientWindow | None = None
         self._changes: OutsideChanges | None = None
         self._clipping = 0.0
+        self._stack = ExitStack()
         self._found = ModuleAsFound(module)
         self._found.keep_weights(dtype)
 
@@ -77,6 +79,7 @@ class EngineRun:
             config = with_optimizer(config, host.optimizer)
             into_zenflow(host.optimizer, overlap_step=bool(zenflow.get("overlap_step")))
         self.host, self._groups = host, groups
+        self._enter_stage(config)
         self.engine = make_engine(self.module, config, host.optimizer, self.dtype, self.device)
         if zenflow is not None:
             share_options(self.zero)
@@ -93,7 +96,12 @@ class EngineRun:
         if config["zero_optimization"]["stage"] == 2:
             kept.pop("zero_optimization")  # it is about what training keeps
         kept["train_micro_batch_size_per_gpu"] = 1
+        self._enter_stage(config)
         self.engine = make_engine(self.module, kept, None, self.dtype, self.device)
+
+    def _enter_stage(self, config: Mapping[str, Any]) -> None:
+        if config["zero_optimization"]["stage"] == 3:
+            self._stack.enter_context(linear_saves_the_parameter())
 
     @property
     def zero(self) -> Any:
@@ -176,6 +184,10 @@ class EngineRun:
 
     def end(self) -> None:
         """Take the engine off the module, which is as it was found but for its training."""
+        with self._stack:
+            self._end()
+
+    def _end(self) -> None:
         if self._window is not None:
             self._window.remove()
             release_step_buffers(self.zero)

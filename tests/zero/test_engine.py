@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,3 +104,29 @@ def test_fragments_are_split_at_aligned_offsets() -> None:
             range(offset, offset + numel)
         )
         assert sum(start % 8 == 0 and length % 8 == 0 for start, length in parts) == (len(parts) > 1 or offset == 8)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_linear_saves_the_parameter_while_stage_3_runs(home: ModuleType, make_trainer: Any, fails: bool) -> None:
+    """A saved view of a weight would keep what was fetched until its backward pass; afterwards torch's is back."""
+    before, made, seen = nn.functional.linear, module(home), []
+    step = made.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = step(batch, batch_idx)
+        node = loss.grad_fn
+        names = []
+        while node is not None:
+            names.append(type(node).__name__)
+            node = node.next_functions[0][0] if node.next_functions else None
+        seen.append((nn.functional.linear is not before, any("LinearFunctionForZeroStage3" in n for n in names)))
+        if fails:
+            raise ArithmeticError("on purpose")
+        return loss
+
+    made.training_step = training_step
+    trainer = make_trainer(home, strategy=strategy(home, stage=3), limit_train_batches=1)
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        trainer.fit(made, loader())
+    assert seen == [(True, True)]
+    assert nn.functional.linear is before
