@@ -93,7 +93,9 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
 
 
 def _says_nothing(value: object) -> bool:
-    """Tell whether a section is switched off, or holds nothing but ``"auto"``."""
+    """Tell whether a section is null or switched off, or holds nothing but ``"auto"``."""
+    if value is None:
+        return True
     if isinstance(value, Mapping):
         return value.get("enabled") is False or all(item == "auto" for item in value.values())
     return False

@@ -6,6 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,10 +41,21 @@ def make_engine(
         config=dict(config),
         dist_init_required=False,
     )
+    if device.type == "cpu":
+        _cast_running_statistics(module, dtype)
     if getattr(engine.optimizer, "swap_optimizer", False):
         align_gradients(engine.optimizer.optimizer_swapper)
     contain_reading_ahead(engine)
     return engine
+
+
+def _cast_running_statistics(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let batch norms keep their statistics in the weights' dtype, which torch's version for the CPU asks for."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
+            for name in ("running_mean", "running_var"):
+                buffer = getattr(part, name)
+                buffer.data = buffer.data.to(dtype)
 
 
 def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
@@ -63,15 +75,17 @@ def has_optimizer(engine: Any) -> bool:
     return any(hasattr(getattr(engine, "optimizer", None), name) for name in FLAT_MASTERS)
 
 
-def weights_of(engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+def weights_of(
+    engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor], folder: Path | None = None
+) -> dict[Tensor, Tensor]:
     """Return parameter -> its value now, of the parameter's shape, where the parameter itself doesn't hold it.
 
     That is the fp32 master of what is trained (a view, on the host), the value ``as_found`` of what was only cast, and
-    at stage 3 a copy of all the rest.
+    at stage 3 a copy of all the rest. ``folder`` is `read`'s.
     """
     weights = dict(as_found)
     if has_optimizer(engine):
-        weights.update({parameter: states.master for parameter, states in read(engine.optimizer).items()})
+        weights.update({parameter: states.master for parameter, states in read(engine.optimizer, folder).items()})
     if engine is not None:
         release_buffers(engine)
     for parameter in module.parameters():
@@ -119,6 +133,12 @@ def destroy(engine: Any, module: nn.Module) -> None:
     if has_optimizer(engine):
         for flat, _ in flat_tensors(engine.optimizer):
             flat.grad = None
+    zero, trained = engine.optimizer, has_optimizer(engine)
     engine.destroy()
+    if trained:  # what it leaves: the module's own weights come on top of it otherwise
+        zero.optimizer.state.clear()
+        for name in ("offload_gradient_dict", "param_buffer_of_bit16_for_cpu_offload_groups"):
+            if hasattr(zero, name):
+                getattr(zero, name).clear()
     stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
     stack[:] = [other for other in stack if other is not module]

@@ -232,7 +232,8 @@ def _stage_3(groups: list[list[int]], s: ZeroSettings, frozen: Sequence[int], bu
         "buffers": buffer_bytes,
         "bucket": w * _bucket_elements(s, total, 1),  # IPGBucket.buffer, _setup_for_real_optimizer, for good
         "gradients": w * largest,  # autograd's, until __add_grad_to_ipg_bucket
-        "reduced": w * _bucket_elements(s, total, 1),  # reduce_scatter_coalesced flattens once more
+        # reduce_scatter_coalesced flattens once more, and gloo, which serves the CPU, copies what it is given.
+        "reduced": w * _bucket_elements(s, total, 1) * (1 if s.cuda else 2),
     }
     host, disk = _host_3(groups, sums, s, frozen)
     disk |= _optimizer_disk(subs, s)

@@ -6,8 +6,10 @@ Plain torch and DeepSpeed: a training loop of one's own may use it as the strate
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class EngineRun:
         """
         # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller says when a
         # window ends. With one micro-batch per step its own way has a copy less.
-        config = {**config, "managed_gradient_accumulation": not accumulates}
+        config = {"gradient_clipping": 0.0, **config, "managed_gradient_accumulation": not accumulates}
         zenflow = zenflow_of(config)
         if zenflow is not None:
             require_matrices(self.module)
@@ -106,7 +108,7 @@ class EngineRun:
     @property
     def zero(self) -> Any:
         """ZeRO's optimizer, around the host's."""
-        return self.engine.optimizer
+        return getattr(self.engine, "optimizer", None)
 
     def _start_from_fp32(self) -> None:
         """Let the masters be the weights as found, not their 16-bit roundings; of the trained ones, keep no copy."""
@@ -142,6 +144,19 @@ class EngineRun:
             self.engine.step()
         self.zero.clip_grad = self._clipping
 
+    @contextmanager
+    def _folder(self) -> Iterator[Path | None]:
+        """Have a folder below the run's own for copies of what lies on disk, which may not fit the host.
+
+        The files go with it; what they hold stays until the tensors that are mapped to it are gone.
+        """
+        if not getattr(self.zero, "swap_optimizer", False):
+            yield None
+            return
+        place = self.engine.config["zero_optimization"]["offload_optimizer"]["nvme_path"]
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            yield Path(folder)
+
     def _take_over_changes(self) -> None:
         if self._changes is not None:
             self._changes.take_over(self.zero, self._found.weights)
@@ -149,12 +164,16 @@ class EngineRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with fp32 masters, as a plain run would have it; tensors are shared."""
         self._take_over_changes()
-        return plain_state_dict(self.module, weights_of(self.engine, self.module, self._found.weights))
+        with self._folder() as folder:
+            weights = weights_of(self.engine, self.module, self._found.weights, folder)
+        return plain_state_dict(self.module, weights)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state dict that the user's own optimizer would have."""
         assert self.host is not None
-        return optimizer_state_dict(self.host, self._groups, read(self.zero))
+        with self._folder() as folder:
+            states = read(self.zero, folder)
+        return optimizer_state_dict(self.host, self._groups, states)
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Take over the states of a plain run or of ours, and the masters in full precision.
@@ -194,7 +213,8 @@ class EngineRun:
         if self.engine is not None:
             leave_forward(self.engine)
         self._take_over_changes()
-        weights = weights_of(self.engine, self.module, self._found.weights)
+        with self._folder() as folder:
+            weights = weights_of(self.engine, self.module, self._found.weights, folder)
         if self.engine is not None:
             destroy(self.engine, self.module)
         self._found.restore(weights)

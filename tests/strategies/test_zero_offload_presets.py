@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -310,7 +312,7 @@ def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: 
         assert resumed["losses"] == undisturbed["losses"][10:]
         assert resumed["seen"] == undisturbed["seen"]
         assert resumed["seen"]["steps"] == resumed["seen"]["adam"] == 20
-        assert sum(resumed["losses"]) < sum(first["losses"])
+    assert sum(resumed["losses"]) < sum(first["losses"])
 
     plain = run(tmp_path, home, PLAIN, "plain")
     assert plain["dtypes"] == ["torch.float32"]
@@ -329,8 +331,7 @@ def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: 
     assert plain["step"] == ([10] if preset != "zenflow" else [8])
     assert all(map(math.isfinite, plain["losses"]))
     assert plain["imported"] == []
-    if preset != "zenflow":
-        assert sum(plain["losses"]) < sum(first["losses"])
+    assert sum(plain["losses"]) < sum(first["losses"])
 
 
 # DeepSpeed's own call, on torch 2.13
@@ -367,11 +368,13 @@ class Look(home.Callback):
         self.on_disk = sorted(name for name, place in places.items() if getattr(place, "value", None) == "nvme")
 
 found = []
-for overrides in job["each"]:
+for overrides, sanity in job["each"]:
     torch.manual_seed(0)
     losses, look, module = [], Look(), regression(home, Stack(blocks=job["blocks"], width=512), lr=1e-4)
     arguments = solo.trainer_kwargs(job["preset"], [*job["overrides"], overrides], callbacks=[look])
-    trainer = home.Trainer(**arguments, **QUIET, max_epochs=1, enable_checkpointing=False)
+    trainer = home.Trainer(
+        **arguments, **QUIET, max_epochs=1, enable_checkpointing=False, num_sanity_val_steps=sanity
+    )
     trainer.fit(module, loader(batches=4, width=512), loader(batches=2, width=512))
     losses.append(trainer.callback_metrics["validation/loss"].item())
     found.append([losses, look.on_disk])
@@ -380,14 +383,45 @@ finish(found=found)
 
 
 @ON_DISK
-def test_weights_beyond_those_that_are_kept_in_memory_stay_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_weights_beyond_those_that_are_kept_in_memory_stay_on_disk(tmp_path: Path, blocks: int) -> None:
     """DeepSpeed keeps the first 1e9 weights in memory whatever was asked for; of a larger model the rest is on disk."""
     section = "+strategy.config={zero_optimization: {offload_param: {max_in_cpu: %d}}}"
-    values = {"preset": "zero_offload_nvme", "each": [section % 10**9, section % 0], "blocks": 3}
-    (in_memory, none), (on_disk, matrices) = run(tmp_path, "lightning.pytorch", DISK, "disk", **values)["found"]
+    # A forward pass without a backward before the first step, as well as after it, changes the order of fetching.
+    values = {"preset": "zero_offload_nvme", "each": [(section % 10**9, 0), (section % 0, 0), (section % 0, 2)]}
+    (in_memory, none), *on_disk = run(tmp_path, "lightning.pytorch", DISK, "disk", **values, blocks=blocks)["found"]
     assert none == []
-    assert matrices == sorted(f"net.blocks.{block}.{part}.weight" for block in range(3) for part in ("down", "up"))
-    assert on_disk == in_memory
+    matrices = sorted(f"net.blocks.{block}.{part}.weight" for block in range(blocks) for part in ("down", "up"))
+    assert on_disk == [[in_memory, matrices]] * 2
+
+
+# DeepSpeed's own calls, at stage 3, on torch 2.13
+@pytest.mark.filterwarnings("ignore:`torch.distributed.*` is deprecated:FutureWarning")
+def test_fetched_weights_are_given_back_between_forward_and_backward(
+    home: ModuleType, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's own linear layer saves a view of the weight, which would keep what was fetched for forward."""
+    fetch = importlib.import_module("deepspeed.runtime.zero.partition_parameters").NoGatherHandle
+    begin, fetched, kept = fetch.__init__, [], []
+
+    def copied(handle: Any, parameter: Any) -> None:
+        begin(handle, parameter)
+        parameter.data = parameter.data.clone()  # as on a GPU: on a CPU what is fetched is the partition itself
+        storage = parameter.data.untyped_storage()
+        fetched.append((weakref.ref(storage), storage.nbytes()))
+
+    monkeypatch.setattr(fetch, "__init__", copied)
+    torch.manual_seed(0)
+    made = regression(home, Stack(blocks=3, width=256))
+    made.on_before_backward = lambda loss: kept.append(sum(n for storage, n in fetched if storage() is not None))
+    # Otherwise DeepSpeed itself keeps weights as few as these.
+    sizes = {f"stage3_{name}": 0 for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")}
+    strategy = zero_offload_class(home.__name__)(
+        stage=3, offload_parameters=True, allow_cpu=True, config={"zero_optimization": sizes}
+    )
+    make_trainer(home, strategy=strategy, precision="bf16-mixed").fit(made, loader(batches=3, width=256))
+    assert len(fetched) >= 3 * 6  # the blocks' matrices in each batch
+    assert max(kept) <= 2 * 256 * 1024  # of the six of bf16 weights at most the last
 
 
 # --- super_offload ---

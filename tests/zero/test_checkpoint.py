@@ -282,6 +282,29 @@ def test_a_plain_state_goes_on_in_the_engine(place: dict[str, Any], name: str) -
         del masters, states
 
 
+def test_a_plain_state_goes_on_in_deepspeeds_version() -> None:
+    """Which counts its steps in a plain integer."""
+    if missing := what_is_missing("cpu_adam"):
+        pytest.skip(f"no DeepSpeedCPUAdam: {missing}")
+    plain = net()
+    optimizer = two_groups(plain)
+    for seed in range(2):
+        step_plain(plain, optimizer, seed)
+    saved, module = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(plain)
+    user = two_groups(module)
+    host, groups = host_optimizer(user, kind="deepspeed"), groups_of(user)
+    with engine_of(module, host.optimizer) as engine:
+        masters = {p: states.master for p, states in read(engine.optimizer).items()}
+        states = load_optimizer(host, groups, saved, masters)
+        assert {type(found.scalars["step"]) for found in states.values()} == {int}
+        write(engine.optimizer, states)
+        assert_same(optimizer_state_dict(host, groups, read(engine.optimizer)), saved)
+        step_engine(engine, 2)
+        step_plain(plain, optimizer, 2)
+        found = optimizer_state_dict(host, groups, read(engine.optimizer))
+        assert_same(found["state"], optimizer.state_dict()["state"], rtol=1e-3, atol=1e-5)
+
+
 def small(count: int = 3) -> tuple[list[nn.Parameter], Optimizer]:
     parameters = [nn.Parameter(torch.full((2, 2), float(n))) for n in range(count)]
     return parameters, AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.5)
@@ -384,8 +407,10 @@ def test_counts_go_on() -> None:
 
 
 def test_counts_of_another_loss_scaler_are_left_out() -> None:
-    engine = SimpleNamespace(global_steps=1, optimizer=SimpleNamespace(loss_scaler=SimpleNamespace(cur_scale=4)))
+    scaler = SimpleNamespace(cur_scale=4, dtype=torch.float16, last_overflow_iter=-1)
+    engine = SimpleNamespace(**dict.fromkeys(COUNTERS, 1), optimizer=SimpleNamespace(loss_scaler=scaler))
+    assert counters(engine)["loss_scaler"] == {"cur_scale": 4, "last_overflow_iter": -1}
     set_counters(engine, {"engine": {"global_steps": 5, "unknown": 1}, "loss_scaler": {"cur_scale": 8, "of_fp16": 2}})
-    assert vars(engine.optimizer.loss_scaler) == {"cur_scale": 8}
+    assert vars(scaler) == {"cur_scale": 8, "dtype": torch.float16, "last_overflow_iter": -1}
     assert engine.global_steps == 5
     assert not hasattr(engine, "unknown")

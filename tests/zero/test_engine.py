@@ -130,3 +130,17 @@ def test_linear_saves_the_parameter_while_stage_3_runs(home: ModuleType, make_tr
         trainer.fit(made, loader())
     assert seen == [(True, True)]
     assert nn.functional.linear is before
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_batch_norm_trains_in_bf16_and_its_statistics_are_fp32_again(
+    home: ModuleType, make_trainer: Any, stage: int
+) -> None:
+    torch.manual_seed(0)
+    made = regression(home, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    trainer = make_trainer(home, strategy=strategy(home, stage=stage), precision="bf16-mixed")
+    trainer.fit(made, loader(), loader())
+    norm = made.net[1]
+    assert norm.num_batches_tracked.item() == 10
+    assert norm.running_mean.abs().sum().item() > 0
+    assert {norm.running_mean.dtype, norm.running_var.dtype, norm.weight.dtype} == {torch.float32}

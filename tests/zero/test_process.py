@@ -22,6 +22,7 @@ from lightning_solo.zero.process import (
     SET_BY_IMPORTS,
     close_process_group,
     environment,
+    leave_process_group,
     one_process,
     open_process_group,
     require_deepspeed,
@@ -104,6 +105,23 @@ def test_a_users_group_is_taken_and_kept() -> None:
     group = torch.distributed.group.WORLD
     assert not open_process_group("gloo")
     assert torch.distributed.group.WORLD is group
+    assert sums_over_one_process()
+
+
+@pytest.mark.usefixtures("no_group")
+def test_a_group_that_stays_is_forgotten() -> None:
+    """Whether its owner keeps it, closes it, or opens another."""
+    for _ in range(2):
+        open_ones_own()
+        assert not open_process_group("gloo")
+        leave_process_group()
+        assert torch.distributed.is_initialized()
+        assert importlib.import_module("deepspeed.comm.comm").cdb is None
+        assert not open_process_group("gloo")
+        assert sums_over_one_process()
+        leave_process_group()
+        torch.distributed.destroy_process_group()
+    assert open_process_group("gloo")
     assert sums_over_one_process()
 
 
@@ -213,12 +231,13 @@ def test_two_deprecations_are_kept_quiet_for_a_while() -> None:
     with without_deprecations():
         say("all_gather_into_tensor")
         say("reduce_scatter_tensor")
-        with pytest.warns(FutureWarning, match="broadcast"):
+        # Warnings are errors here; pytest.warns would set the filters aside.
+        with pytest.raises(FutureWarning, match="broadcast"):
             say("broadcast")
-        with pytest.warns(UserWarning, match="reduce_scatter_tensor"):
+        with pytest.raises(UserWarning, match="reduce_scatter_tensor"):
             say("reduce_scatter_tensor", UserWarning)
     assert list(warnings.filters) == before
-    with pytest.warns(FutureWarning, match="all_gather"):
+    with pytest.raises(FutureWarning, match="all_gather"):
         say("all_gather_into_tensor")
     with without_deprecations():
         warnings.filterwarnings("ignore", message="of the user's")
