@@ -85,6 +85,34 @@ def import_table(result: dict[str, Any]) -> str:
     return table(["what", "takes"], rows) + note
 
 
+def zero_offload_table(result: dict[str, Any]) -> str:
+    """Return target by target what ZeRO-Offload reached: the worst of each part's rows."""
+    parts = {name: part["rows"] for name, part in result["parts"].items()}
+    targets = result["targets"]
+    counted = [row for row in parts["device_states"] if "counted_bytes" in row]
+    rows = []
+    for precision, beside in (("32-true", "plain AdamW"), ("bf16-mixed", "the same layout by hand")):
+        found = [row["relative_difference"] for row in parts["parity"] if row["precision"] == precision]
+        what = f"loss after 50 steps against {beside}, `{precision}`, worst of {len(found)}"
+        rows.append([what, f"{max(found):.1e}", f"{targets['parity']:.0e}"])
+    for row in parts["start_up"]:
+        seconds = max(row["above_fit_s"], row["above_process_s"])
+        rows.append([f"start-up above `bf16`, {row['layout']}", f"{seconds:.1f} s", f"{targets['start_up']:.0f} s"])
+    errors = [abs(row["relative_error"]) for row in parts["host_bytes"]]
+    met = sum(error <= targets["host_bytes"] for error in errors)
+    what = f"host bytes, predicted against measured: {met} of {len(errors)} within the target, worst"
+    rows.append([what, f"{max(errors):.1%}", f"{targets['host_bytes']:.0%}"])
+    ratio = max(row["ratio"] for row in counted)
+    size = counted[0]["parameters"] / 1e6
+    what = f"model states on the device against `bf16`, {size:.0f} million parameters"
+    rows.append([what, f"{ratio:.2f} x", f"{targets['device_states']} x"])
+    rows.append(["tokens/s against DeepSpeed's own loop", "not run here: needs CUDA", f"{targets['speed']} x"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = f"{result['hardware']}; {versions}; machine shared with other work."
+    command = "python examples/measure_zero_offload.py"
+    return table(["what", "reached", "target"], rows) + f"\n{note} Command: `{command}`\n"
+
+
 def catalogue(_: object = None) -> str:
     """Return the presets with the first line of each file."""
     rows = []
@@ -101,6 +129,7 @@ TABLES = {
     "presets_gpu.json": presets_table,
     "callbacks_cpu.json": callbacks_table,
     "import_cpu.json": import_table,
+    "zero_offload_cpu.json": zero_offload_table,
 }
 
 
