@@ -43,7 +43,7 @@ from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_
 from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zero_config
 from lightning_solo.zero.disk import parameter_buffers, run_folder
 from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
-from lightning_solo.zero.layout import ZeroLayout
+from lightning_solo.zero.layout import ZeroLayout, ZeroSettings
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
@@ -326,10 +326,14 @@ class ZeroOffloadStrategy(Base):
         """Say which precision means which layout here, and what the host is going to hold."""
         weights = str(self._training.dtype).removeprefix("torch.")
         where = "the disk" if self.nvme_path else "the host"
+        fetched = ""
+        if self.offload_parameters:
+            kept = self.config["zero_optimization"]["offload_param"].get("max_in_cpu", ZeroSettings.max_in_cpu)
+            fetched = f" on {where}{f' after the first {kept:.0e}' if self.nvme_path else ''}, fetched"
         rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
         rank_zero_info(
             f"zero_offload, stage {self.stage}, precision {self.precision_plugin.precision}: {weights} weights"
-            f"{' on ' + where + ', fetched' if self.offload_parameters else ''} for {self.root_device}, without"
+            f"{fetched} for {self.root_device}, without"
             f" autocast; fp32 master, gradients and states on {where}, stepped by"
             f" {type(optimizer).__name__}; {format_bytes(layout.host_bytes)} of host"
             f" memory, {format_bytes(layout.device_bytes)} on the device before activations"

@@ -17,8 +17,8 @@ from lightning_solo.zero.checkpoint import Group
 from lightning_solo.zero.flat import states_per_element
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
 
-# On top of what is counted: batches, Python and the libraries. Predictions were at most 2.1 % below what was measured
-# (examples/results/zero_host_cpu.json).
+# On top of what is counted: batches, Python and the libraries (examples/results/zero_offload_cpu.json and
+# zero_host_cpu.json: what was predicted beside what was measured).
 MARGIN = 0.05
 # Settings of the layout -> DeepSpeed's names
 SIZES = {
