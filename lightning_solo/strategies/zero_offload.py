@@ -246,16 +246,18 @@ class ZeroOffloadStrategy(Base):
         run, self._run = self._run, None
         try:
             if run is not None:
-                self.model, self.optimizers = self.lightning_module, []
+                self.model, self.optimizers, self.lr_scheduler_configs = self.lightning_module, [], []
                 vars(self.precision_plugin).pop("clip_gradients", None)
                 run.end()
         finally:
-            if self._opened_group:
-                close_process_group()
-            elif self._opened_group is False:
-                leave_process_group()
-            self._opened_group = None
-            self._stack.close()
+            opened, self._opened_group, self._clipped = self._opened_group, None, False
+            try:
+                if opened:
+                    close_process_group()
+                elif opened is False:
+                    leave_process_group()
+            finally:
+                self._stack.close()
 
     # --- the engine ---
 

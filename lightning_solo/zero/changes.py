@@ -38,12 +38,12 @@ class OutsideChanges:
         changed = {p: p._version for p, version in self._versions.items() if p._version != version}
         if not changed:
             return
-        self._versions |= changed
         partitioned = {p: gathered(p) for p in changed if hasattr(p, "ds_id")}
         self._say_if_lost(zero, kept, partitioned)
         values = {p: partitioned.get(p, p.detach()).float() for p in changed}
         write(zero, {p: ParameterStates(value) for p, value in values.items() if p.requires_grad})
         kept.update({p: value.cpu() for p, value in values.items() if p in kept})
+        self._versions |= changed
 
     def _say_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:
         """Warn of weights whose first change left them as before: stage 3 empties them outside of the forward pass."""

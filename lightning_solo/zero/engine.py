@@ -76,15 +76,21 @@ def has_optimizer(engine: Any) -> bool:
 
 
 def weights_of(
-    engine: Any, module: nn.Module, as_found: Mapping[Tensor, Tensor], folder: Path | None = None
+    engine: Any,
+    module: nn.Module,
+    as_found: Mapping[Tensor, Tensor],
+    folder: Path | None = None,
+    *,
+    masters: bool = True,
 ) -> dict[Tensor, Tensor]:
     """Return parameter -> its value now, of the parameter's shape, where the parameter itself doesn't hold it.
 
     That is the fp32 master of what is trained (a view, on the host), the value ``as_found`` of what was only cast, and
-    at stage 3 a copy of all the rest. ``folder`` is `read`'s.
+    at stage 3 a copy of all the rest. ``folder`` is `read`'s. Without ``masters`` trained
+    weights are taken from the engine's copies.
     """
     weights = dict(as_found)
-    if has_optimizer(engine):
+    if masters and has_optimizer(engine):
         weights.update({parameter: states.master for parameter, states in read(engine.optimizer, folder).items()})
     if engine is not None:
         release_buffers(engine)

@@ -207,17 +207,25 @@ class EngineRun:
             self._end()
 
     def _end(self) -> None:
-        if self._window is not None:
-            self._window.remove()
-            release_step_buffers(self.zero)
-        if self.engine is not None:
-            leave_forward(self.engine)
-        self._take_over_changes()
-        with self._folder() as folder:
-            weights = weights_of(self.engine, self.module, self._found.weights, folder)
-        if self.engine is not None:
-            destroy(self.engine, self.module)
-        self._found.restore(weights)
-        self.engine, self.host, self._groups, self._window, self._changes = None, None, (), None, None
-        del weights
-        gc.collect()  # the engine refers to itself, and would keep the host's memory until some later collection
+        weights = dict(self._found.weights)
+        try:
+            if self._window is not None:
+                self._window.remove()
+                release_step_buffers(self.zero)
+            if self.engine is not None:
+                leave_forward(self.engine)
+            self._take_over_changes()
+            with self._folder() as folder:
+                # Before the masters are as found, they are DeepSpeed's roundings.
+                weights = weights_of(self.engine, self.module, weights, folder, masters=self._changes is not None)
+        finally:
+            try:
+                if self.engine is not None:
+                    destroy(self.engine, self.module)
+            finally:
+                for group in self._groups:  # the engine has put flat tensors in their place
+                    group.options["params"] = list(group.parameters)
+                self._found.restore(weights)
+                self.engine, self.host, self._groups, self._window, self._changes = None, None, (), None, None
+                del weights
+                gc.collect()  # the engine refers to itself, and would keep the host's memory until a later collection

@@ -76,11 +76,14 @@ def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]
         zero._optimizer_states_and_gradient_swap_in(index)
     try:
         yield from_disk
-    finally:
-        if from_disk and written:
-            zero._optimizer_states_and_gradient_swap_out(index)
-        elif from_disk:
+    except BaseException:
+        if from_disk:  # what is half changed stays out of the files
             zero._release_swap_buffers(index)
+        raise
+    if from_disk and written:
+        zero._writeback_swap_state(index, True, False)  # and the gradients that wait in memory are kept
+    elif from_disk:
+        zero._release_swap_buffers(index)
 
 
 def read(zero: Any, folder: Path | None = None) -> dict[Tensor, ParameterStates]:
@@ -129,6 +132,8 @@ def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
     """
     for index, (flat, places) in enumerate(flat_tensors(zero)):
         given = [(place, states[place.parameter]) for place in places if place.parameter in states]
+        if not given:
+            continue
         with in_memory(zero, index, written=True):
             for place, value in given:
                 place.of(flat.detach()).copy_(value.master)

@@ -144,3 +144,18 @@ def test_batch_norm_trains_in_bf16_and_its_statistics_are_fp32_again(
     assert norm.num_batches_tracked.item() == 10
     assert norm.running_mean.abs().sum().item() > 0
     assert {norm.running_mean.dtype, norm.running_var.dtype, norm.weight.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("arguments", STAGES)
+def test_an_optimizer_that_a_module_keeps_is_its_own_again(home: ModuleType, make_trainer: Any, arguments: Any) -> None:
+    plain, offloaded = module(home), module(home)
+    for made, offloads in ((plain, False), (offloaded, True)):
+        kept = torch.optim.SGD(made.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(kept, 1)
+        made.configure_optimizers = lambda kept=kept, schedule=schedule: ([kept], [schedule])
+        for _ in range(2):
+            trainer = make_trainer(home, **({"strategy": strategy(home, **arguments)} if offloads else {}))
+            trainer.fit(made, loader())
+            assert list(map(id, kept.param_groups[0]["params"])) == list(map(id, made.parameters()))
+    assert same(plain, offloaded)
+    assert trainer.strategy.lr_scheduler_configs == []
