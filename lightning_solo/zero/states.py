@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,8 +92,8 @@ def read(zero: Any, folder: Path | None = None) -> dict[Tensor, ParameterStates]
 
     Args:
         zero: ZeRO's optimizer.
-        folder: an empty folder for the copies of what lies on disk, which are files mapped into memory; they must
-            not outlive it. None copies into memory.
+        folder: an empty folder for copies of what lies on disk: files that are mapped into memory, and may be removed
+            then. Without one, or where the disk is full, copies are in memory.
     """
     found = {}
     for index, (flat, places) in enumerate(flat_tensors(zero)):
@@ -119,6 +120,11 @@ def is_elementwise(value: object, flat: Tensor) -> bool:
 
 def _copied(view: Tensor, path: Path | None) -> Tensor:
     if path is None or view.numel() == 0:
+        return view.clone()
+    try:  # a mapped file without its space on disk would end the process when it is written
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, view.numel() * view.element_size())
+    except OSError:
         return view.clone()
     mapped = torch.from_file(str(path), shared=True, size=view.numel(), dtype=view.dtype)
     return mapped.view(view.shape).copy_(view)
