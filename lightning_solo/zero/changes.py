@@ -51,7 +51,7 @@ class OutsideChanges:
         self._looked_at |= set(first)
         if not first:
             return
-        before = {**kept, **{p: states.master for p, states in read(zero).items()}}
+        before = {**kept, **{p: states.master for p, states in read(zero, masters_only=True).items()}}
         lost = [p for p, value in first.items() if p in before and torch.equal(value, before[p].to(value.dtype))]
         if lost:
             warnings.warn(

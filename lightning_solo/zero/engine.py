@@ -91,7 +91,12 @@ def weights_of(
     """
     weights = dict(as_found)
     if masters and has_optimizer(engine):
-        weights.update({parameter: states.master for parameter, states in read(engine.optimizer, folder).items()})
+        weights.update(
+            {
+                parameter: states.master
+                for parameter, states in read(engine.optimizer, folder, masters_only=True).items()
+            }
+        )
     if engine is not None:
         release_buffers(engine)
     for parameter in module.parameters():

@@ -186,7 +186,7 @@ class EngineRun:
             CheckpointError: as `load_optimizer` and `write`.
         """
         assert self.host is not None
-        masters = {p: states.master for p, states in read(self.zero).items()}
+        masters = {p: states.master for p, states in read(self.zero, masters_only=True).items()}
         for name, p in self.module.named_parameters():
             value = weights.get(name)
             if p in masters and value is not None and value.shape == masters[p].shape:

@@ -87,13 +87,14 @@ def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]
         zero._release_swap_buffers(index)
 
 
-def read(zero: Any, folder: Path | None = None) -> dict[Tensor, ParameterStates]:
+def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -> dict[Tensor, ParameterStates]:
     """Return the states of every trainable parameter: views, or where they lie on disk, copies.
 
     Args:
         zero: ZeRO's optimizer.
         folder: an empty folder for copies of what lies on disk: files that are mapped into memory, and may be removed
             then. Without one, or where the disk is full, copies are in memory.
+        masters_only: leave the optimizer's states out.
     """
     found = {}
     for index, (flat, places) in enumerate(flat_tensors(zero)):
@@ -101,6 +102,8 @@ def read(zero: Any, folder: Path | None = None) -> dict[Tensor, ParameterStates]
             state = zero.optimizer.state.get(flat, {})
             tensors = {key: value for key, value in state.items() if is_elementwise(value, flat)}
             scalars = {key: value for key, value in state.items() if key not in tensors}
+            if masters_only:
+                tensors, scalars = {}, {}
             for number, place in enumerate(places):
                 views = {name: place.of(value.detach()) for name, value in {"": flat, **tensors}.items()}
                 if from_disk:
