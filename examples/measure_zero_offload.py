@@ -448,7 +448,7 @@ def measure_host_bytes(case: Row) -> Row:
         "predicted_start_bytes": start,
         "predicted_training_bytes": training_bytes(layout),
         "disk_bytes": watch.files,
-        "predicted_disk_bytes": layout.disk_bytes,
+        "predicted_disk_bytes": layout.disk_bytes - layout.disk.get("copies", 0),  # it saves no checkpoint
         "parts": {"device": dict(layout.device), "host": dict(layout.host), "disk": dict(layout.disk)},
     }
 

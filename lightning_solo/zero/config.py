@@ -83,6 +83,8 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
     merged = copy.deepcopy(dict(ours))
     known = {**ours, **ELSEWHERE}
     for key, value in _read(given).items():
+        if not isinstance(key, str):
+            raise PresetError(f"zero_offload.config: {key!r} is no name of a section; write strings, as in JSON")
         if key not in known and (close := difflib.get_close_matches(key, known, n=1, cutoff=0.8)):
             raise PresetError(f"zero_offload.config.{key}: DeepSpeed has no such section; did you mean {close[0]!r}?")
         if key in ELSEWHERE and value != "auto" and not _says_nothing(value):
@@ -145,6 +147,10 @@ def _is_argument(option: str) -> bool:
 def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if given is None or isinstance(given, Mapping):
         return given or {}
+    if not isinstance(given, str | Path):
+        raise PresetError(
+            f"zero_offload.config={given!r}: is a {type(given).__name__}; write a mapping, or the path of a JSON file"
+        )
     try:
         found = json.loads(Path(given).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -19,10 +19,10 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
     A run holds the lock of its folder while it lives; the kernel gives it back however the run ends.
 
     Raises:
-        CapabilityError: nothing can be written there.
+        CapabilityError: nothing can be written, or locked, there.
     """
     parent = Path(parent).expanduser().absolute()
     made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
@@ -49,14 +49,12 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
         for left in parent.glob(f"{PREFIX}*"):
             _remove_if_left(left)
-        starting = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # not to be seen before it is locked
+        folder, lock = _locked_folder(parent)
     except OSError as error:
         raise CapabilityError(
             f"nvme_path={str(parent)!r}: {error}; write strategy.nvme_path=<a folder on a local SSD that you may write>"
         ) from None
-    with (starting / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = starting.rename(parent / starting.name.removeprefix("."))
+    with lock:
         try:
             yield folder
         finally:
@@ -64,6 +62,17 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
             for empty in made:
                 with suppress(OSError):  # another run is in it
                     empty.rmdir()
+
+
+def _locked_folder(parent: Path) -> tuple[Path, IO[str]]:
+    starting = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # not to be seen before it is locked
+    with ExitStack() as undo:  # on a file system that has no locks
+        undo.callback(shutil.rmtree, starting, ignore_errors=True)
+        lock = undo.enter_context((starting / "lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = starting.rename(parent / starting.name.removeprefix("."))
+        undo.pop_all()
+    return folder, lock
 
 
 def _remove_if_left(folder: Path) -> None:

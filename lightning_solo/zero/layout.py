@@ -107,7 +107,7 @@ class ZeroLayout:
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes of all files that the engine writes to swap tensors."""
+        """The bytes of all files: what the engine swaps, and the copies while a checkpoint is written."""
         return sum(self.disk.values())
 
     @property
@@ -290,13 +290,16 @@ def _weights_3(
 
 
 def _optimizer_disk(subs: list[list[int]], s: ZeroSettings) -> dict[str, int]:
-    """OptimizerStateSwapInfo: a file for the master and each state of a sub-group, and one for each gradient."""
+    """OptimizerStateSwapInfo: a file for the master and each state of a sub-group, and one for each gradient.
+
+    `copies` are ours, while a checkpoint is written: masters for its weights, then masters and states.
+    """
     swapped = [sub for sub in subs if s.nvme_optimizer and FP32 * sum(sub) >= MIN_DISK_BYTES]
     if not swapped:
         return {}
     tensor = sum(FP32 * _aligned(sum(sub), FP32) for sub in swapped)
     gradients = sum(FP32 * n for sub in swapped for n in sub if FP32 * n >= MIN_DISK_BYTES)
-    return {"master": tensor, "states": s.states * tensor, "gradients": gradients}
+    return {"master": tensor, "states": s.states * tensor, "gradients": gradients, "copies": (2 + s.states) * tensor}
 
 
 def _start_3(

@@ -139,8 +139,12 @@ def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
     Raises:
         CheckpointError: parameters that share a flat tensor differ in a plain value, such as the count of steps.
     """
-    for index, (flat, places) in enumerate(flat_tensors(zero)):
-        given = [(place, states[place.parameter]) for place in places if place.parameter in states]
+    found = [
+        (index, flat, [(place, states[place.parameter]) for place in places if place.parameter in states])
+        for index, (flat, places) in enumerate(flat_tensors(zero))
+    ]
+    scalars = [_shared_scalars([value.scalars for _, value in given]) for *_, given in found]  # refused before a copy
+    for (index, flat, given), shared in zip(found, scalars, strict=True):
         if not given:
             continue
         with in_memory(zero, index, written=True):
@@ -153,8 +157,13 @@ def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
                 for place, value in given:
                     if key in value.tensors:
                         place.of(state[key]).copy_(value.tensors[key])
-            for key in dict.fromkeys(key for _, value in given for key in value.scalars):
-                zero.optimizer.state[flat][key] = _shared(key, [v.scalars[key] for _, v in given if key in v.scalars])
+            if shared:  # an entry without any would count as states that are there
+                zero.optimizer.state[flat].update(shared)
+
+
+def _shared_scalars(given: list[dict[str, Any]]) -> dict[str, Any]:
+    keys = dict.fromkeys(key for scalars in given for key in scalars)
+    return {key: _shared(key, [scalars[key] for scalars in given if key in scalars]) for key in keys}
 
 
 def _shared(key: str, values: list[Any]) -> Any:

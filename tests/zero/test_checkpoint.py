@@ -31,7 +31,7 @@ from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import host_optimizer
 from lightning_solo.zero.module import ModuleAsFound
 from lightning_solo.zero.states import ParameterStates, read, write
-from tests.zero.test_states import PLACES, arguments, batch, engine_of, net, step_engine, step_plain, trained
+from tests.zero.engines import PLACES, arguments, batch, engine_of, net, step_engine, step_plain, trained
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io

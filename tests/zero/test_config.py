@@ -21,7 +21,7 @@ from lightning_solo.zero.config import (
     zenflow_of,
     zero_config,
 )
-from tests.zero.test_states import engine_of
+from tests.zero.engines import engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 PINNED = {"device": "cpu", "pin_memory": True}
@@ -304,6 +304,17 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str | bytes | 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(PresetError, match=r"Is a directory.*write the path of a JSON file, or a mapping"):
         merge(zero_config(), str(tmp_path))
+
+
+def test_a_section_without_a_name_is_named() -> None:
+    with pytest.raises(PresetError, match=r"zero_offload\.config: 1 is no name of a section"):
+        merge(zero_config(), {1: 2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("given", [[1], 3, True])
+def test_what_is_neither_mapping_nor_path_is_named(given: Any) -> None:
+    with pytest.raises(PresetError, match=r"zero_offload\.config=.*; write a mapping, or the path of a JSON file"):
+        merge(zero_config(), given)
 
 
 # --- what is asked of it ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -22,7 +23,7 @@ from lightning_solo.zero.disk import PREFIX, align_gradients, run_folder
 from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment
 from lightning_solo.zero.states import read
 from tests.modules import loader, regression
-from tests.zero.test_states import arguments, engine_of, step_engine, step_plain
+from tests.zero.engines import arguments, engine_of, step_engine, step_plain
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
@@ -184,6 +185,19 @@ def test_a_run_that_is_just_starting_counts_as_living(tmp_path: Path, monkeypatc
         assert len(others) == 1
         assert list(tmp_path.iterdir()) == [folder]
         assert (folder / "lock").is_file()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(CapabilityError, match=r"No locks available; write strategy\.nvme_path="),
+        run_folder(tmp_path),
+    ):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

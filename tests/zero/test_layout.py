@@ -288,6 +288,7 @@ def test_zero_infinity_leaves_gradients_and_buffers_on_the_host() -> None:
         "master": 4 * aligned,
         "states": 8 * aligned,
         "gradients": 4 * 4 * m,
+        "copies": (4 + 4 + 8) * aligned,
     }
 
 

@@ -29,7 +29,7 @@ from lightning_solo.zero.process import (
 )
 from lightning_solo.zero.window import GradientWindow
 from tests.modules import loader, regression
-from tests.zero.test_states import PLACES, arguments, batch, engine_of
+from tests.zero.engines import PLACES, arguments, batch, engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +13,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.zero.config import zero_config
-from lightning_solo.zero.engine import destroy, make_engine
-from lightning_solo.zero.extension import load_extension, what_is_missing
-from lightning_solo.zero.process import (
-    ONE_PROCESS,
-    close_process_group,
-    environment,
-    open_process_group,
-    without_deprecations,
-)
 from lightning_solo.zero.states import ParameterStates, flat_tensors, in_memory, is_elementwise, read, write
+from tests.zero.engines import PLACES, arguments, engine_of, net, step_engine, step_plain, trained
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io
 Make = Callable[[nn.Module], Optimizer]
-PLACES = ["stage 2", "stage 3", "nvme"]
-
-
-def arguments(place: str, folder: Path) -> dict[str, Any]:
-    """Return stage and folder of a place; skips visibly where the disk's extension can't be had."""
-    if place != "nvme":
-        return {"stage": int(place[-1])}
-    if missing := what_is_missing("async_io"):
-        pytest.skip(f"no NVMe: {missing}")
-    load_extension("async_io")
-    return {"stage": 3, "nvme_path": str(folder)}
-
-
-@contextmanager
-def engine_of(
-    module: nn.Module,
-    optimizer: Optimizer,
-    *,
-    accumulates: bool = False,
-    bf16: bool = False,
-    more: Mapping[str, Any] | None = None,
-    **given: Any,
-) -> Iterator[Any]:
-    """The real engine of a module on the CPU, in a process group of its own; ``given`` is for `zero_config`."""
-    config = {**zero_config(**given), **(more or {}), "managed_gradient_accumulation": not accumulates}
-    config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
-    if bf16:
-        config["bf16"] = {"enabled": True}
-    with environment(ONE_PROCESS), without_deprecations():
-        open_process_group("gloo")
-        gc.freeze()  # stage 3 collects garbage as it starts: of all that tests have imported, half a second
-        try:
-            dtype = torch.bfloat16 if bf16 else torch.float32
-            engine = make_engine(module, config, optimizer, dtype, torch.device("cpu", 0))
-            yield engine
-            destroy(engine, module)
-        finally:
-            gc.unfreeze()
-            close_process_group()
-
-
-def net() -> nn.Sequential:
-    """A small layer, a frozen one, and a large one: DeepSpeed swaps from 1 MiB on, 512 x 520 x 4 bytes are 1.02."""
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(7, 6), nn.Linear(6, 6), nn.Linear(6, 512), nn.Linear(512, 520), nn.Linear(520, 3))
-    made[1].requires_grad_(False)
-    return made
 
 
 def adamw(module: nn.Module) -> Optimizer:
@@ -88,25 +30,6 @@ def adamw(module: nn.Module) -> Optimizer:
 
 def sgd(module: nn.Module) -> Optimizer:
     return SGD([p for p in module.parameters() if p.requires_grad], lr=1e-2, momentum=0.9)
-
-
-def batch(seed: int, width: int = 7) -> Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(seed))
-
-
-def step_plain(module: nn.Module, optimizer: Optimizer, seed: int) -> None:
-    optimizer.zero_grad()
-    module(batch(seed)).square().mean().backward()
-    optimizer.step()
-
-
-def step_engine(engine: Any, seed: int) -> None:
-    engine.backward(engine(batch(seed)).square().mean())
-    engine.step()
-
-
-def trained(module: nn.Module) -> list[Tensor]:
-    return [p for p in module.parameters() if p.requires_grad]
 
 
 def assert_same_states(
@@ -279,13 +202,16 @@ def test_counts_that_differ_within_a_flat_tensor_are_refused(stage: int) -> None
     module = net()
     with engine_of(module, adamw(module), stage=stage) as engine:
         found = read(engine.optimizer)
+        before = {p: states.master.clone() for p, states in found.items()}
 
         def counted(steps: dict[Tensor, int]) -> dict[Tensor, ParameterStates]:
-            return {p: ParameterStates(found[p].master, {}, {"step": torch.tensor(float(n))}) for p, n in steps.items()}
+            masters = {p: found[p].master + 1 for p in steps}
+            return {p: ParameterStates(masters[p], {}, {"step": torch.tensor(float(n))}) for p, n in steps.items()}
 
         a, b, other = module[2].weight, module[2].bias, module[0].weight
         with pytest.raises(CheckpointError, match=r"counts 'step' apart.*from 3\.0 to 5\.0.*without the optimizer"):
             write(engine.optimizer, counted({a: 5, b: 3, other: 5}))
+        assert all(torch.equal(found[p].master, before[p]) for p in before)  # nothing was written
         write(engine.optimizer, counted({a: 5, b: 5, other: 3}))  # of two flat tensors they may
         after = read(engine.optimizer)
         assert [float(after[p].scalars["step"]) for p in (a, b, other)] == [5.0, 5.0, 3.0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_solo.zero.states import read
 from lightning_solo.zero.window import GradientWindow
-from tests.zero.test_states import PLACES, arguments, batch, engine_of
+from tests.zero.engines import PLACES, arguments, batch, engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io

@@ -15,7 +15,7 @@ from lightning_solo.zero.config import merge, zero_config
 from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import host_optimizer
 from lightning_solo.zero.zenflow import SHARED, into_zenflow, require_matrices, share_options, with_optimizer
-from tests.zero.test_states import batch, engine_of
+from tests.zero.engines import batch, engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
