@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,22 +88,26 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", "solo=bf16"]
-    process = subprocess.Popen(
+    metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
+    deadline = time.monotonic() + 120
+    with subprocess.Popen(
         command(*arguments),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
-    deadline = time.monotonic() + 120
-    while not metrics.exists():  # written with the first hundred logged steps
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    ) as process:
+        try:
+            while not metrics.exists():  # written with the first hundred logged steps
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130, output
     assert "Traceback" not in output
     saved = steps_of(tmp_path / "runs" / "first")
