@@ -471,7 +471,15 @@ def host_bytes(run: Run, size: Row) -> list[Row]:
         for accumulation in (1, 4)
     ]
     cases.append({**case, "layout": "stage 2", "frozen": True, "special": "half frozen"})
-    cases.append({**case, "layout": "stage 2", "precision": "32-true", "environment": {}, "special": "glibc as it is"})
+    cases.append(
+        {
+            **case,
+            "layout": "stage 2",
+            "precision": "32-true",
+            "environment": {},
+            "special": "glibc with its moving mmap threshold",
+        }
+    )
     rows = []
     with folder_on_disk() as folder:
         for one in [*cases, {**case, "layout": "stage 3, NVMe", "nvme_path": str(folder)}]:
