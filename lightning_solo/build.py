@@ -12,7 +12,6 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError
-from lightning_solo.machine import is_installed
 from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.registry import is_allowed, refuse_foreign_targets, target_of
 from lightning_solo.presets.schema import SoloConfig
@@ -80,11 +79,9 @@ def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> N
     """
     check_versions(lightning)
     reason = needs_cuda(config)
-    deepspeed = (config.strategy or {}).get("name") == "zero_offload"
-    if deepspeed and not is_installed("deepspeed"):
-        raise CapabilityError(
-            "strategy=zero_offload needs the package deepspeed; write: DS_BUILD_OPS=0 pip install deepspeed"
-        )
+    strategy = config.strategy or {}
+    if strategy.get("name") == "zero_offload":
+        _check_zero_offload(on_disk=strategy.get("nvme_path") is not None)
     import torch
 
     cuda = torch.cuda.is_available()
@@ -96,6 +93,15 @@ def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> N
         raise CapabilityError(
             f"precision={config.precision}: {name} has no native bf16 (Ampere or newer has); use the preset 'fp16'"
         )
+
+
+def _check_zero_offload(*, on_disk: bool) -> None:
+    from lightning_solo.zero.extension import what_is_missing
+    from lightning_solo.zero.process import check_deepspeed
+
+    check_deepspeed()
+    if on_disk and (missing := what_is_missing("async_io")):
+        raise CapabilityError(f"strategy.nvme_path needs DeepSpeed's async_io: {missing}")
 
 
 def check_versions(lightning: str = "lightning.pytorch") -> None:

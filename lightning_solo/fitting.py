@@ -13,6 +13,7 @@ import torch
 
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
+from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
@@ -124,6 +125,8 @@ def zero_settings(node: dict[str, Any], precision: str, accumulation: int, large
         nvme_parameters=on_disk and offload,
         pin_memory=node.get("pin_memory", True),
         cuda=cuda,
+        step_temporaries=0,  # DeepSpeed's AdamW, or torch's fused one
+        keeps_weights=True,
         parameter_buffer=largest,
     )
 
@@ -134,7 +137,7 @@ def free_room(module: torch.nn.Module) -> Room:
     host = host_memory()[1] + on_host
     if not torch.cuda.is_available():
         return Room(0, host)
-    return Room(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), host)
+    return Room(free_device_bytes(module), host)
 
 
 def _with_margin(device: int, host: int) -> Room:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import lightning_solo as solo
-from lightning_solo.build import check_versions, make
+from lightning_solo.build import check_machine, check_versions, make
 from lightning_solo.presets.compose import compose
+from lightning_solo.zero import extension
 
 MINE = """
 import os
@@ -110,3 +111,12 @@ def test_row_26_dependency_too_old_or_compromised(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else true_version(name))
     with pytest.raises(solo.CapabilityError, match=f"{package} {version} is installed.*pip install"):
         check_versions()
+
+
+def test_nvme_without_libaio_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what `doctor` shows."""
+    pytest.importorskip("deepspeed", reason="listed on Linux only")
+    monkeypatch.setattr(extension, "what_is_missing", lambda name: f"no library for {name}")
+    for preset, expected in (("zero_offload_nvme", "no library for async_io"), ("zero_offload_parameters", "CUDA")):
+        with pytest.raises(solo.CapabilityError, match=expected):
+            check_machine(compose(preset))

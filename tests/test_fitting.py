@@ -24,6 +24,8 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.strategies import zero_offload
 from lightning_solo.units import MiB
+from lightning_solo.zero.budget import layout_of
+from lightning_solo.zero.checkpoint import groups_of
 from tests.modules import Stack, loader, regression
 
 MARGIN = 1.05
@@ -137,6 +139,27 @@ def test_room_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(named(presets_that_fit(module, every))) == {"bf16_true"}
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, MiB))
     assert presets_that_fit(module, every).startswith("no preset would fit: the nearest, bf16_true, needs 8.01 MiB")
+
+
+# --- what the strategy itself will ask for ---
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("name", ["zero_offload", "zero_offload_parameters"])
+def test_the_advice_counts_as_the_strategy_does(name: str) -> None:
+    config = composed(name)
+    assert config.strategy is not None
+    module = nn.Sequential(nn.Linear(3000, 3000), nn.Linear(3000, 1))
+    zero = zero_offload.zero_offload_class()(
+        **{key: value for key, value in config.strategy.items() if key != "name"}
+    ).config
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)  # which keeps what DeepSpeed's does
+    precision = str(config.precision)
+    theirs = layout_of(module, groups_of(optimizer), optimizer, zero, precision=precision, accumulates=False, cuda=True)
+    sizes = fitting.Sizes(tuple(p.numel() for p in module.parameters()), (), 0)
+    ours = fitting.model_states(config, sizes, cuda=True)
+    assert ours is not None
+    assert ours.host == pytest.approx(MARGIN * theirs.host_bytes, rel=1e-6)
 
 
 # --- a run that was refused ---

@@ -36,6 +36,12 @@ def read(device: torch.device) -> Reading:
     return _read_cuda(device) if device.type == "cuda" else _read_process()
 
 
+def free_device_bytes(module: torch.nn.Module) -> int:
+    """Return what a run of a module may take on the CUDA device: what is free, cached, or held by the module itself."""
+    own = sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()) if t.is_cuda)
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() + own
+
+
 def resident_bytes() -> int:
     """Return the resident set of this process, by the cheapest way there is."""
     try:

@@ -2,8 +2,9 @@
 
 Saves:      on the device the optimizer's states (AdamW: 8 bytes per parameter), under bf16 also the fp32 master (4),
             and the gradients (4, under bf16 2) but for two buckets; stage 3 with ``offload_parameters`` the weights too
-Costs:      16 bytes of host memory per parameter (master 4, gradient 4, states 4 + 4), 20 with accumulation; the step
-            runs on the CPU, and gradients and weights cross the bus once per optimizer step
+Costs:      host memory per parameter: master 4, gradient 4, states 4 + 4, a copy of the weights 2 (fp32: 4); with
+            accumulation, and at stage 3 always, 2 (4) more; what is page-locked is rounded up to powers of two. The
+            step runs on the CPU, and gradients and weights cross the bus once per optimizer step
 Numerics:   equal to plain AdamW within rounding; bit-exact in fp32 with ``host_optimizer="torch"`` and no clipping.
             `bf16-mixed` here means bf16 weights with an fp32 master, not autocast. A parameter that a step doesn't use
             has a gradient of zero here, and is skipped by plain AdamW. ZenFlow's updates are stale: not AdamW
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
+from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
     check_device_budget,
@@ -261,6 +263,10 @@ class ZeroOffloadStrategy(Base):
 
     # --- the engine ---
 
+    def model_sharded_context(self) -> Any:
+        """Nothing: ``configure_model`` builds on the host, whole, and the engine partitions what it takes over."""
+        return nullcontext()
+
     def setup(self, trainer: Any) -> None:
         """Make the engine, anew for each run: the same Trainer may have another accumulation or clipping now.
 
@@ -319,7 +325,7 @@ class ZeroOffloadStrategy(Base):
         on_host = self.root_device.type == "cpu"
         check_host_budget(layout, host_memory()[1], resident=resident, one_memory=on_host)
         if not on_host:
-            check_device_budget(layout, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+            check_device_budget(layout, free_device_bytes(model))
         if self.nvme_path is not None:
             check_disk_budget(layout, self.nvme_path)
         self._say(layout, optimizer)
@@ -423,7 +429,9 @@ class ZeroOffloadStrategy(Base):
         checkpoint["zero_offload"] = {"left_out": left_out, **(self._training.counters() if training else {})}
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.save_engine_directory and training:
-            self._training.engine.save_checkpoint(f"{filepath}.deepspeed", tag="checkpoint")
+            self._training.engine.save_checkpoint(
+                f"{filepath}.deepspeed", tag="checkpoint", exclude_frozen_parameters=self.exclude_frozen_parameters
+            )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file, and DeepSpeed's directory beside it."""

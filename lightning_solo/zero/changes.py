@@ -40,9 +40,9 @@ class OutsideChanges:
             return
         partitioned = {p: gathered(p) for p in changed if hasattr(p, "ds_id")}
         self._say_if_lost(zero, kept, partitioned)
-        values = {p: partitioned.get(p, p.detach()).float() for p in changed}
+        values = {p: partitioned.get(p, p.detach()).cpu().float() for p in changed}
         write(zero, {p: ParameterStates(value) for p, value in values.items() if p.requires_grad})
-        kept.update({p: value.cpu() for p, value in values.items() if p in kept})
+        kept.update({p: value for p, value in values.items() if p in kept})
         self._versions |= changed
 
     def _say_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:

@@ -28,13 +28,13 @@ from lightning_solo.errors import CapabilityError, PresetError, nearest
 from lightning_solo.machine import (
     cxx_compiler,
     has_python_headers,
-    is_installed,
     links,
     ninja_executable,
     nvcc_release,
     tool_path,
 )
 from lightning_solo.zero.build_cache import alone, cache_folder, shown
+from lightning_solo.zero.process import check_deepspeed
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -112,11 +112,7 @@ def _builder(name: str) -> Any:
     """Return DeepSpeed's builder of an extension for the accelerator of this machine."""
     if name not in BUILDERS:
         raise PresetError(f"no extension {name!r}{nearest(name, BUILDERS)}there are {', '.join(BUILDERS)}")
-    if not is_installed("deepspeed"):
-        raise CapabilityError(
-            f"{name} is an extension of the package deepspeed, which is not installed here; write: "
-            "pip install 'deepspeed>=0.16'"
-        )
+    check_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(BUILDERS[name])

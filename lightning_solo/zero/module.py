@@ -84,7 +84,8 @@ class ModuleAsFound:
         for tensor, dtype in self.dtypes.items():
             value = weights.get(tensor, tensor)
             with torch.no_grad():
-                tensor.data = value.detach().to(tensor.device, dtype, copy=True)
+                # On the host, as after every run of Lightning's: stage 3 leaves empty tensors on the device.
+                tensor.data = value.detach().to("cpu", dtype, copy=True)
         for part, names in self.attributes.items():
             for name in set(vars(part)) - names:
                 if name in LEFT_BEHIND or name.startswith("ds_") or is_deepspeeds(vars(part)[name]):

@@ -53,11 +53,11 @@ def without_deprecations() -> Iterator[None]:
             warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
-def require_deepspeed() -> None:
-    """Import DeepSpeed, which leaves no environment variable behind.
+def check_deepspeed() -> None:
+    """Refuse a machine without DeepSpeed, or with one too old; nothing is imported.
 
     Raises:
-        CapabilityError: it is not installed, or too old; names the command.
+        CapabilityError: names the command.
     """
     remedy = f"write: DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST}'"
     if not is_installed("deepspeed"):
@@ -65,6 +65,15 @@ def require_deepspeed() -> None:
     found = importlib.metadata.version("deepspeed")
     if Version(found) < Version(OLDEST):
         raise CapabilityError(f"zero_offload needs deepspeed {OLDEST} or newer, and {found} is installed; {remedy}")
+
+
+def require_deepspeed() -> None:
+    """Import DeepSpeed, which leaves no environment variable behind.
+
+    Raises:
+        CapabilityError: as `check_deepspeed`.
+    """
+    check_deepspeed()
     with environment({}):
         importlib.import_module("deepspeed")
 

@@ -217,17 +217,20 @@ def test_states_lie_on_the_host_and_mixed_precision_leaves_two_bytes_per_paramet
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_states_are_pinned_on_the_host_and_nothing_stays_allocated(
+def test_on_a_gpu_masters_and_gradients_are_pinned_on_the_host_and_nothing_stays_allocated(
     home: ModuleType, make_trainer: Any
 ) -> None:
     seen: dict[str, Any] = {}
 
     def at_end(trainer: Any, pl_module: Any) -> None:
-        inner = trainer.strategy.deepspeed_engine.optimizer.optimizer
+        zero = trainer.strategy.deepspeed_engine.optimizer
+        inner = zero.optimizer
         states = [t for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1]
         seen.update(
             devices={t.device.type for t in states},
-            masters={p.device.type for group in inner.param_groups for p in group["params"]},
+            masters={(p.device.type, p.is_pinned()) for group in inner.param_groups for p in group["params"]},
+            gradients={p.grad.is_pinned() for group in inner.param_groups for p in group["params"]},
+            copies={p.is_pinned() for p in zero.param_buffer_of_bit16_for_cpu_offload_groups},
             weights={(p.device.type, p.dtype) for p in pl_module.parameters()},
         )
 
@@ -237,7 +240,14 @@ def test_on_a_gpu_the_states_are_pinned_on_the_host_and_nothing_stays_allocated(
     make_trainer(home, accelerator="gpu").fit(plain, loader())
     arguments = {"strategy": strategy(home, allow_cpu=False), "callbacks": [look(home, at_end)]}
     make_trainer(home, accelerator="gpu", **arguments).fit(offloaded, loader())
-    assert seen == {"devices": {"cpu"}, "masters": {"cpu"}, "weights": {("cuda", torch.float32)}}
+    assert seen == {
+        "devices": {"cpu"},  # AdamW's states, which nobody copies to the device
+        "masters": {("cpu", True)},
+        "gradients": {True},
+        "copies": {True},
+        "weights": {("cuda", torch.float32)},
+    }
+    assert {p.device.type for p in offloaded.parameters()} == {"cpu"}
     for p, q in zip(plain.parameters(), offloaded.parameters(), strict=True):
         torch.testing.assert_close(p.cpu(), q.cpu(), rtol=1e-3, atol=1e-5)
     assert not torch.distributed.is_initialized()

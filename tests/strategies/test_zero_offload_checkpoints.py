@@ -207,7 +207,47 @@ def test_after_the_fit_weights_alone_can_be_saved(
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in made.state_dict().items())
 
 
+@stages
+def test_a_module_that_builds_its_layers_in_configure_model(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any
+) -> None:
+    """Whole, on the host: Lightning's own strategy partitions each layer as it is built, before anybody has seen it."""
+    sizes: list[int] = []
+
+    def late() -> Any:
+        made = module(home, nn.Identity)
+
+        def build() -> None:
+            if isinstance(made.net, nn.Identity):
+                torch.manual_seed(0)
+                made.net = Stack()
+                sizes.append(sum(p.numel() for p in made.parameters()))
+
+        made.configure_model = build
+        return made
+
+    undisturbed, first, second = module(home), late(), late()
+    whole = sum(p.numel() for p in undisturbed.parameters())
+    make_trainer(home, max_epochs=2).fit(undisturbed, loader())
+    file = saving(home, make_trainer, tmp_path, first, strategy(home, **arguments))
+    assert torch.load(file, weights_only=True)["state_dict"].keys() == undisturbed.state_dict().keys()
+    resuming = make_trainer(home, max_epochs=2, strategy=strategy(home, **arguments))
+    resuming.fit(second, loader(), ckpt_path=file)
+    assert sizes == [whole, whole]
+    assert same(second, undisturbed)
+
+
 # --- DeepSpeed's own directory ---
+
+
+@stages
+def test_the_engines_directory_leaves_frozen_weights_out_where_asked(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any
+) -> None:
+    without = strategy(home, **arguments, save_engine_directory=True, exclude_frozen_parameters=True)
+    file = saving(home, make_trainer, tmp_path, module(home, Frozen), without)
+    model = next(Path(f"{file}.deepspeed", "checkpoint").glob("*model_states.pt"))
+    assert torch.load(model, weights_only=False)["frozen_param_shapes"] is None  # DeepSpeed's own file, written here
 
 
 @stages
