@@ -39,12 +39,13 @@ def needs_cuda(config: SoloConfig) -> str | None:
         return (
             "SuperOffload (strategy.config.zero_optimization.offload_optimizer.super_offload) needs a CUDA device, "
             "DeepSpeed has it for nothing else; without one use the preset 'checkpointing', or to try the engine out "
-            "solo=zero_offload strategy.allow_cpu=true"
+            "solo=zero_offload solo.strategy.allow_cpu=true"
         )
     if strategy.get("name") == "zero_offload" and not strategy.get("allow_cpu"):
         return (
             "strategy=zero_offload needs a CUDA device: it moves optimizer states from it to the host; "
-            "without one use the preset 'checkpointing', or strategy.allow_cpu=true to try the engine out"
+            "without one use the preset 'checkpointing', or to try the engine out strategy.allow_cpu=true "
+            "(on a command line solo.strategy.allow_cpu=true)"
         )
     return None
 

@@ -167,6 +167,7 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
 
     Raises:
         PresetError: names each.
+        ConflictError: what DeepSpeed takes, and then steps wrong or not at all.
     """
     pydantic = importlib.import_module("pydantic")
     read: Any = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
@@ -178,6 +179,24 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
             f"zero_offload.config.zero_optimization: DeepSpeed refuses {found}; its keys are listed at"
             " https://www.deepspeed.ai/docs/config-json/"
         ) from None
+    _refuse_offload(config["zero_optimization"])
+
+
+def _refuse_offload(zero: Mapping[str, Any]) -> None:
+    """Refuse what of DeepSpeed's section on offloading goes wrong."""
+    option, offload = "zero_offload.config.zero_optimization.offload_optimizer", zero["offload_optimizer"]
+    ratio = offload.get("ratio", 1)
+    if ratio != 1:
+        raise ConflictError(
+            f"{option}.ratio={ratio}: the rest is stepped on the device by a second AdamW, which learning-rate"
+            " schedules don't reach and whose states no checkpoint has; allowed is 1, all on the host: leave ratio out"
+        )
+    if offload.get("super_offload") and (zero["stage"] != 3 or offload["device"] == "nvme"):
+        given = f"stage={zero['stage']}" if zero["stage"] != 3 else "nvme_path"
+        raise ConflictError(
+            f"{option}.super_offload=True and {given}: SuperOffload has masters in memory, at stage 3; write"
+            " strategy.stage=3 and strategy.nvme_path=null, or drop super_offload"
+        )
 
 
 def is_super_offload(config: Mapping[str, Any]) -> bool:

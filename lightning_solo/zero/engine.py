@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.zero.disk import align_gradients, contain_reading_ahead, release_buffers
+from lightning_solo.zero.module import is_deepspeeds
 from lightning_solo.zero.states import FLAT_MASTERS, flat_tensors, read
 
 
@@ -41,21 +43,10 @@ def make_engine(
         config=dict(config),
         dist_init_required=False,
     )
-    if device.type == "cpu":
-        _cast_running_statistics(module, dtype)
     if getattr(engine.optimizer, "swap_optimizer", False):
         align_gradients(engine.optimizer.optimizer_swapper)
     contain_reading_ahead(engine)
     return engine
-
-
-def _cast_running_statistics(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let batch norms keep their statistics in the weights' dtype, which torch's version for the CPU asks for."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
-            for name in ("running_mean", "running_var"):
-                buffer = getattr(part, name)
-                buffer.data = buffer.data.to(dtype)
 
 
 def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
@@ -119,6 +110,76 @@ def linear_saves_the_parameter() -> Iterator[None]:
         yield
     finally:
         torch.nn.functional.linear = before
+
+
+@contextmanager
+def statistics_in_fp32() -> Iterator[None]:
+    """Let ``torch.nn.functional.batch_norm`` take 16-bit weights beside fp32 statistics, in this process.
+
+    DeepSpeed casts the weights and leaves the statistics, and torch takes either all in 16 bit, where a running mean
+    soon stands still, or weights and statistics in fp32 beside a 16-bit input, which autocast gives it and this does.
+    """
+    functional: Any = torch.nn.functional
+    before = functional.batch_norm
+
+    def batch_norm(
+        input: Tensor,
+        mean: Tensor | None,
+        var: Tensor | None,
+        weight: Any = None,
+        bias: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
+        if mean is not None and weight is not None and weight.dtype != mean.dtype:
+            weight, bias = weight.to(mean.dtype), None if bias is None else bias.to(mean.dtype)
+        out: Tensor = before(input, mean, var, weight, bias, *rest, **more)
+        return out
+
+    functional.batch_norm = batch_norm
+    try:
+        yield
+    finally:
+        functional.batch_norm = before
+
+
+@contextmanager
+def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
+    """Let stage 3 keep a module's own parameters until the outermost of its calls ends.
+
+    Lightning's ``training_step`` runs inside a call of the module, and calls it again: DeepSpeed would release a
+    temperature, say, with ``self(x)``, and what the step does with it afterwards would see an empty tensor.
+
+    Args:
+        module: the root, around which an engine has been made.
+    """
+    depth = 0
+
+    def begin(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def end(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    def outermost(hook: Any) -> Any:
+        @functools.wraps(hook)  # under its own name, by which it is found and removed
+        def hooked(*args: Any) -> Any:
+            return hook(*args) if depth == 1 else None
+
+        return hooked
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
+            hooks[key] = outermost(hooks[key])
+    first = module.register_forward_pre_hook(begin, prepend=True)
+    last = module.register_forward_hook(end, always_call=True)
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
 
 
 def leave_forward(engine: Any) -> None:

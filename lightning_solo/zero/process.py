@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,15 +43,24 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Keep quiet torch's word on two functions that DeepSpeed (0.19.8) calls in every step of stage 3, each time."""
-    message = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-    warnings.filterwarnings("ignore", message=message, category=FutureWarning)
-    ours = warnings.filters[0]
+    """Keep quiet what nobody here can heed.
+
+    That are torch's word on two functions that DeepSpeed (0.19.8) calls in every step of stage 3, each time, and
+    Lightning's advice on logging from several processes.
+    """
+    before = list(warnings.filters)
+    for message, category in (
+        (r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning),
+        (r"It is recommended to use .self.log\(.*sync_dist=True", UserWarning),
+    ):
+        warnings.filterwarnings("ignore", message=message, category=category)
+    ours = [entry for entry in warnings.filters if entry not in before]
     try:
         yield
     finally:
-        if ours in warnings.filters:
-            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+        for entry in ours:
+            if entry in warnings.filters:
+                warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def check_deepspeed() -> None:
@@ -90,7 +100,9 @@ def open_process_group(backend: str) -> bool:
 
     opened = not torch.distributed.is_initialized()
     if opened:
+        hook = sys.excepthook
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        sys.excepthook = hook  # torch's would print "[rank0]:" before each line of a traceback, for good
     elif torch.distributed.get_world_size() > 1:
         raise CapabilityError(
             f"zero_offload runs in one process, but a group of {torch.distributed.get_world_size()} is open;"
@@ -166,7 +178,8 @@ def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | No
     if device.type != "cuda" and not allow_cpu:
         raise CapabilityError(
             f"zero_offload needs a CUDA device, and this run is on {device.type!r}; write solo=bf16 or another"
-            " preset without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true"
+            " preset without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true (on a command line"
+            " solo.strategy.allow_cpu=true)"
         )
     if device.type not in ("cuda", "cpu"):
         raise CapabilityError(f"zero_offload runs on 'cuda', or with allow_cpu on 'cpu'; not on {device.type!r}")

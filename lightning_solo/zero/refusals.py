@@ -37,6 +37,8 @@ def check_arguments(stage: int, offload_parameters: bool, nvme_path: str | None,
     if stage == 2 and (offload_parameters or nvme_path is not None):
         name = "offload_parameters" if offload_parameters else "nvme_path"
         raise PresetError(f"zero_offload.{name} needs stage=3, and stage=2 was given; write strategy.stage=3")
+    if nvme_path is not None and not str(nvme_path).strip():
+        raise PresetError("zero_offload.nvme_path='': write a folder on a local SSD, or null for none")
     if host_optimizer not in ("auto", "deepspeed", "torch"):
         raise PresetError(
             f"zero_offload.host_optimizer={host_optimizer!r}: allowed are 'auto', 'deepspeed' and 'torch'"
@@ -109,12 +111,32 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
     optimizer = optimizers[0]
     # Lightning's stand-in for none has no groups.
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        name = type(optimizer).__name__
+        what = "configure_optimizers returned None" if name == "_MockOptimizer" else f"no trained parameter in {name}"
         raise NothingToDoError(
-            f"strategy=zero_offload and no trained parameter in {type(optimizer).__name__}: there is nothing to"
+            f"strategy=zero_offload and {what}: there is nothing to"
             " offload; return an optimizer of parameters with requires_grad from configure_optimizers, or leave"
             " strategy out"
         )
     return optimizer
+
+
+def is_deepspeeds_adamw(optimizer: Any) -> bool:
+    """Tell whether an optimizer is DeepSpeed's CPUAdam, and takes weight decay as AdamW does."""
+    return type(optimizer).__name__ == "DeepSpeedCPUAdam" and bool(getattr(optimizer, "adam_w_mode", False))
+
+
+def refuse_accumulation(technique: str, accumulates: bool, why: str) -> None:
+    """Refuse a step after several backward passes, where a technique can't take it.
+
+    Raises:
+        ConflictError: it may come.
+    """
+    if accumulates:
+        raise ConflictError(
+            f"{technique} and gradient accumulation or manual optimization: {why}; write accumulate_grad_batches=1"
+            " without an AccumulationSchedule, and automatic_optimization=True, or solo=zero_offload"
+        )
 
 
 def require_extension(name: str) -> None:

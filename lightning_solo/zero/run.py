@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.zero.changes import OutsideChanges
@@ -27,10 +28,26 @@ from lightning_solo.zero.checkpoint import (
 )
 from lightning_solo.zero.config import is_super_offload, zenflow_of
 from lightning_solo.zero.disk import release_step_buffers
-from lightning_solo.zero.engine import destroy, leave_forward, linear_saves_the_parameter, make_engine, weights_of
+from lightning_solo.zero.engine import (
+    destroy,
+    fetched_for_the_outermost_call,
+    leave_forward,
+    linear_saves_the_parameter,
+    make_engine,
+    statistics_in_fp32,
+    weights_of,
+)
 from lightning_solo.zero.host_optimizer import HostOptimizer
 from lightning_solo.zero.module import ModuleAsFound
+from lightning_solo.zero.refusals import refuse_accumulation
 from lightning_solo.zero.states import ParameterStates, read, write
+from lightning_solo.zero.super_offload import (
+    Worker,
+    cores_as_found,
+    loading_our_extension,
+    require_cpu_adamw,
+    require_unscaled,
+)
 from lightning_solo.zero.window import GradientWindow
 from lightning_solo.zero.zenflow import into_zenflow, mend_weights, require_matrices, share_options, with_optimizer
 
@@ -52,6 +69,7 @@ class EngineRun:
         self.host: HostOptimizer | None = None
         self._groups: Sequence[Group] = ()
         self._window: GradientWindow | None = None
+        self._worker: Worker | None = None
         self._changes: OutsideChanges | None = None
         self._clipping = 0.0
         self._stack = ExitStack()
@@ -70,22 +88,32 @@ class EngineRun:
             accumulates: Whether :meth:`step` may come after several backward passes.
 
         Raises:
-            ConflictError: ZenFlow, and an optimizer or a module that it can't train.
+            ConflictError: ZenFlow or SuperOffload, and an optimizer, a module or an accumulation that it can't train.
         """
         # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller says when a
         # window ends. With one micro-batch per step its own way has a copy less.
         config = {"gradient_clipping": 0.0, **config, "managed_gradient_accumulation": not accumulates}
         zenflow = zenflow_of(config)
         if zenflow is not None:
+            refuse_accumulation("ZenFlow", accumulates, "it accumulates by itself, over update_interval steps")
             require_matrices(self.module)
             config = with_optimizer(config, host.optimizer)
             into_zenflow(host.optimizer, overlap_step=bool(zenflow.get("overlap_step")))
+        if is_super_offload(config):
+            refuse_accumulation("SuperOffload", accumulates, "it steps within every backward pass")
+            require_cpu_adamw(host.optimizer)
+            require_unscaled(self.dtype)
+            self._stack.enter_context(cores_as_found())
+            self._stack.enter_context(loading_our_extension())
         self.host, self._groups = host, groups
-        self._enter_stage(config)
-        self.engine = make_engine(self.module, config, host.optimizer, self.dtype, self.device)
+        self.engine = self._make_engine(config, host.optimizer)
         if zenflow is not None:
             share_options(self.zero)
             mend_weights(self.zero)
+        if is_super_offload(config):
+            self._worker = Worker(self.zero, {p: name for name, p in self.module.named_parameters()})
+            # In the step it would be too late: the worker has stepped the masters then.
+            self.engine.register_forward_pre_hook(lambda *_: self._take_over_changes())
         self._start_from_fp32()
         self._clipping = self.zero.clip_grad
         # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
@@ -98,12 +126,17 @@ class EngineRun:
         if config["zero_optimization"]["stage"] == 2:
             kept.pop("zero_optimization")  # it is about what training keeps
         kept["train_micro_batch_size_per_gpu"] = 1
-        self._enter_stage(config)
-        self.engine = make_engine(self.module, kept, None, self.dtype, self.device)
+        self.engine = self._make_engine(kept, None)
 
-    def _enter_stage(self, config: Mapping[str, Any]) -> None:
-        if config["zero_optimization"]["stage"] == 3:
+    def _make_engine(self, config: Mapping[str, Any], optimizer: Optimizer | None) -> Any:
+        stage_3 = config.get("zero_optimization", {}).get("stage") == 3
+        self._stack.enter_context(statistics_in_fp32())
+        if stage_3:
             self._stack.enter_context(linear_saves_the_parameter())
+        engine = make_engine(self.module, config, optimizer, self.dtype, self.device)
+        if stage_3:
+            self._stack.enter_context(fetched_for_the_outermost_call(self.module))
+        return engine
 
     @property
     def zero(self) -> Any:
@@ -136,10 +169,16 @@ class EngineRun:
         self.zero.clip_grad = float(norm)
 
     def step(self) -> None:
-        """Step for the micro-batches since the last one; without any there is no step."""
+        """Step for the micro-batches since the last one; without any there is no step.
+
+        Raises:
+            ConflictError: SuperOffload, and parameters or options that it would leave as they are.
+        """
         assert self._window is not None
         if self._window.micro_batches:
             self._take_over_changes()
+            if self._worker is not None:
+                self._worker.before_step(self._window.unused())
             self._window.before_step(self.zero)
             self.engine.step()
         self.zero.clip_grad = self._clipping
@@ -171,6 +210,8 @@ class EngineRun:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state dict that the user's own optimizer would have."""
         assert self.host is not None
+        if self._worker is not None:
+            self._worker.warn_of_states()
         with self._folder() as folder:
             states = read(self.zero, folder)
         return optimizer_state_dict(self.host, self._groups, states)
@@ -191,7 +232,11 @@ class EngineRun:
             value = weights.get(name)
             if p in masters and value is not None and value.shape == masters[p].shape:
                 masters[p] = value
-        write(self.zero, load_optimizer(self.host, self._groups, saved, masters))
+        states = load_optimizer(self.host, self._groups, saved, masters)
+        if self._worker is not None:
+            self._worker.warn_of_states()
+            states = {p: ParameterStates(value.master) for p, value in states.items()}
+        write(self.zero, states)
 
     def counters(self) -> dict[str, dict[str, Any]]:
         """Return what the engine counts, if it trains: plain values."""
@@ -209,6 +254,8 @@ class EngineRun:
     def _end(self) -> None:
         weights = dict(self._found.weights)
         try:
+            if self._worker is not None:
+                self._worker.close()  # first: it writes into the masters
             if self._window is not None:
                 self._window.remove()
                 release_step_buffers(self.zero)
@@ -226,6 +273,17 @@ class EngineRun:
                 for group in self._groups:  # the engine has put flat tensors in their place
                     group.options["params"] = list(group.parameters)
                 self._found.restore(weights)
-                self.engine, self.host, self._groups, self._window, self._changes = None, None, (), None, None
+                self.engine, self.host, self._groups = None, None, ()
+                self._window, self._worker, self._changes = None, None, None
                 del weights
                 gc.collect()  # the engine refers to itself, and would keep the host's memory until a later collection
+                if self.device.type == "cuda":
+                    _give_back_caches()
+
+
+def _give_back_caches() -> None:
+    """Give the device's memory and the page-locked memory of the host back, of which torch keeps what was freed."""
+    torch.cuda.empty_cache()
+    empty_host_cache = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+    if empty_host_cache is not None:  # torch 2.13 has it
+        empty_host_cache()

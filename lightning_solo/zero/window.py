@@ -34,14 +34,14 @@ class GradientWindow:
         """Forget what the last window accumulated, for parameters that the first micro-batch of this one didn't use."""
         self.micro_batches += 1
         if self.micro_batches == 1:
-            for parameter in self._unused():
+            for parameter in self.unused():
                 accumulated = _accumulated(zero, parameter)
                 if accumulated is not None:
                     accumulated.zero_()
 
     def before_step(self, zero: Any) -> None:
         """Give a gradient of zero to the parameters that no micro-batch of the window used, and end the window."""
-        unused = set(self._unused())
+        unused = set(self.unused())
         if unused:
             for index, (flat, places) in enumerate(flat_tensors(zero)):
                 for place in places:
@@ -55,7 +55,8 @@ class GradientWindow:
         for hook in self._hooks:
             hook.remove()
 
-    def _unused(self) -> list[Tensor]:
+    def unused(self) -> list[Tensor]:
+        """Return the parameters that no micro-batch of the window has used so far."""
         return [p for p in self.parameters if p not in self._used]
 
 

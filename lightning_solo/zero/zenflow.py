@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.zero.host_optimizer import note_steps
+from lightning_solo.zero.refusals import is_deepspeeds_adamw
 from lightning_solo.zero.states import as_shaped
 
 SHARED = ("lr", "betas", "eps", "weight_decay")
@@ -26,7 +27,7 @@ def with_optimizer(config: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     Raises:
         ConflictError: the optimizer is not AdamW.
     """
-    if type(optimizer).__name__ != "DeepSpeedCPUAdam" or not getattr(optimizer, "adam_w_mode", False):
+    if not is_deepspeeds_adamw(optimizer):
         raise ConflictError(
             f"strategy.config.zero_optimization.zenflow and {type(optimizer).__name__}: ZenFlow is a way to compute"
             " AdamW; write torch.optim.AdamW and strategy.host_optimizer=auto, or solo=zero_offload"

@@ -249,12 +249,33 @@ def test_what_deepspeed_refuses_of_zero_is_named(section: dict[str, Any], named:
 )
 def test_what_is_sound_passes_unchanged(arguments: dict[str, Any]) -> None:
     given = (
-        zero(sub_group_size=1000, offload_optimizer={"ratio": 0.5}) if arguments else zero(zenflow={"topk_ratio": 0.1})
+        zero(sub_group_size=1000, offload_optimizer={"ratio": 1.0}) if arguments else zero(zenflow={"topk_ratio": 0.1})
     )
     config = merge(zero_config(**arguments), given)
     before = copy.deepcopy(config)
     check_zero_section(config)
     assert config == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offload", "words"),
+    [
+        ({"stage": 3}, {"ratio": 0.9}, r"\.ratio=0\.9: .*allowed is 1, all on the host: leave ratio out"),
+        ({"stage": 3}, {"ratio": 0}, r"\.ratio=0: "),
+        ({}, {"super_offload": True}, r"\.super_offload=True and stage=2: .*write strategy\.stage=3"),
+        (
+            {"stage": 3, "nvme_path": "/nvme"},
+            {"super_offload": True},
+            r"super_offload=True and nvme_path: .*strategy\.nvme_path=null",
+        ),
+    ],
+)
+def test_what_deepspeed_takes_and_then_steps_wrong_is_refused(
+    arguments: dict[str, Any], offload: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConflictError, match=words) as raised:
+        check_zero_section(merge(zero_config(**arguments), zero(offload_optimizer=offload)))
+    assert str(raised.value).startswith("zero_offload.config.zero_optimization.offload_optimizer.")
 
 
 def test_a_wrong_name_that_is_like_none_reaches_deepspeed_which_passes_over_it() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from lightning_solo.strategies.zero_offload import zero_offload_class
 from lightning_solo.zero.disk import split_aligned
+from lightning_solo.zero.run import EngineRun
 from tests.modules import Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -133,17 +135,85 @@ def test_linear_saves_the_parameter_while_stage_3_runs(home: ModuleType, make_tr
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_batch_norm_trains_in_bf16_and_its_statistics_are_fp32_again(
+def test_batch_norms_keep_their_statistics_in_fp32(home: ModuleType, make_trainer: Any, stage: int) -> None:
+    """With a momentum at which a bf16 mean would stand still: a 500th of it is below a bf16's last bit."""
+    batches = 200
+    made = regression(home, nn.Sequential(nn.BatchNorm1d(8, momentum=2e-3), nn.Linear(8, 1)))
+    dtypes: set[torch.dtype] = set()
+    made.on_train_batch_start = lambda *_: dtypes.update(t.dtype for t in (made.net[0].weight, made.net[0].running_var))
+    before = nn.functional.batch_norm
+    trainer = make_trainer(home, strategy=strategy(home, stage=stage), precision="bf16-mixed")
+    trainer.fit(made, data := loader(batches), loader())
+    assert nn.functional.batch_norm is before
+    assert dtypes == {torch.bfloat16, torch.float32}
+    mean, var = torch.zeros(8), torch.ones(8)
+    for x, _ in data:
+        x = x.bfloat16().float()
+        mean, var = mean + 2e-3 * (x.mean(0) - mean), var + 2e-3 * (x.var(0) - var)
+    norm = made.net[0]
+    assert norm.num_batches_tracked.item() == batches
+    torch.testing.assert_close((norm.running_mean, norm.running_var), (mean, var), rtol=1e-4, atol=1e-5)
+    assert norm.running_var.dtype == norm.weight.dtype == torch.float32
+    assert not torch.equal(norm.weight, torch.ones(8))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_modules_own_parameter_is_there_after_it_was_called_within_the_step(
     home: ModuleType, make_trainer: Any, stage: int
 ) -> None:
-    torch.manual_seed(0)
-    made = regression(home, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
-    trainer = make_trainer(home, strategy=strategy(home, stage=stage), precision="bf16-mixed")
-    trainer.fit(made, loader(), loader())
-    norm = made.net[1]
-    assert norm.num_batches_tracked.item() == 10
-    assert norm.running_mean.abs().sum().item() > 0
-    assert {norm.running_mean.dtype, norm.running_var.dtype, norm.weight.dtype} == {torch.float32}
+    def scaled() -> Any:
+        class Scaled(home.LightningModule):  # type: ignore[name-defined,misc]
+            def __init__(self) -> None:
+                super().__init__()
+                torch.manual_seed(0)
+                self.net = nn.Linear(8, 1)
+                self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+            def forward(self, x: Any) -> Any:
+                return self.net(x) * self.scale
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return nn.functional.mse_loss(self(batch[0]), batch[1]) + self.scale.square().sum()
+
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self(batch[0])
+                self.log("scale", self.scale.sum())
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+        return Scaled()
+
+    plain, offloaded = scaled(), scaled()
+    make_trainer(home).fit(plain, loader())
+    trainer = make_trainer(home, strategy=strategy(home, stage=stage))
+    trainer.fit(offloaded, loader(), loader())
+    for p, q in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    (metrics,) = trainer.validate(offloaded, loader(), verbose=False)
+    assert metrics["scale"] == pytest.approx(offloaded.scale.item())
+    assert offloaded.scale.item() < 2.0
+    assert not offloaded._forward_hooks
+    assert not offloaded._forward_pre_hooks
+
+
+def test_a_step_that_fails_within_the_modules_own_call_leaves_it_usable(home: ModuleType, make_trainer: Any) -> None:
+    """One whose user skips the batch: the next step fetches and releases as before."""
+    plain, offloaded = module(home), module(home)
+    for made in (plain, offloaded):
+        step = made.training_step
+
+        def training_step(batch: Any, batch_idx: int, made: Any = made, step: Any = step) -> Any:
+            if batch_idx == 3:
+                with suppress(RuntimeError):
+                    made(batch)  # Lightning's own forward raises NotImplementedError
+            return step(batch, batch_idx)
+
+        made.training_step = training_step
+    make_trainer(home).fit(plain, loader())
+    make_trainer(home, strategy=strategy(home, stage=3)).fit(offloaded, loader())
+    for p, q in zip(plain.parameters(), offloaded.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("arguments", STAGES)
@@ -159,3 +229,15 @@ def test_an_optimizer_that_a_module_keeps_is_its_own_again(home: ModuleType, mak
             assert list(map(id, kept.param_groups[0]["params"])) == list(map(id, made.parameters()))
     assert same(plain, offloaded)
     assert trainer.strategy.lr_scheduler_configs == []
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_end_of_a_run_gives_the_caches_of_cuda_back(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """What is asked of torch, and when; that memory comes back is for a machine with CUDA to show."""
+    made, emptied = nn.Linear(2, 1), []
+    run = EngineRun(made, torch.bfloat16, torch.device(kind, 0))
+    monkeypatch.setattr(gc, "collect", lambda: emptied.append("garbage"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("device"))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: emptied.append("host"), raising=False)
+    run.end()
+    assert emptied == (["garbage", "device", "host"] if kind == "cuda" else ["garbage"])

@@ -221,6 +221,17 @@ def test_what_a_user_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> No
 # --- warnings ---
 
 
+def test_a_traceback_of_the_users_own_is_printed_as_before() -> None:
+    before = sys.excepthook
+    with environment(ONE_PROCESS):
+        open_process_group("gloo")
+        try:
+            assert sys.excepthook is before
+        finally:
+            close_process_group()
+    assert sys.excepthook is before
+
+
 def test_two_deprecations_are_kept_quiet_for_a_while() -> None:
     """Of what torch says in every step of stage 3; whatever else it says is heard."""
 

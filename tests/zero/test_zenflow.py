@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.zero.checkpoint import groups_of
 from lightning_solo.zero.config import merge, zero_config
 from lightning_solo.zero.extension import what_is_missing
-from lightning_solo.zero.host_optimizer import host_optimizer
+from lightning_solo.zero.host_optimizer import HostOptimizer, host_optimizer
+from lightning_solo.zero.run import EngineRun
 from lightning_solo.zero.zenflow import SHARED, into_zenflow, require_matrices, share_options, with_optimizer
 from tests.zero.engines import batch, engine_of
 
@@ -82,6 +84,23 @@ def test_what_is_not_adamw_is_refused(kind: Any) -> None:
     )
     with pytest.raises(ConflictError, match=words):
         with_optimizer({}, optimizer)
+
+
+def test_accumulation_is_refused_before_the_engine_takes_the_module() -> None:
+    module = net()
+    user = two_groups(module)
+    config = merge(zero_config(), {"zero_optimization": {"zenflow": SECTION}})
+    run = EngineRun(module, torch.bfloat16, torch.device("cpu", 0))
+    words = (
+        "ZenFlow and gradient accumulation or manual optimization: .*update_interval.*accumulate_grad_batches=1 without"
+        " an AccumulationSchedule, and automatic_optimization=True, or solo=zero_offload"
+    )
+    host = HostOptimizer(on_host(user), user, {})
+    with pytest.raises(ConflictError, match=words):
+        run.train(config, host, groups_of(user), accumulates=True)
+    assert run.engine is None
+    assert type(host.optimizer).__name__ == "DeepSpeedCPUAdam"
+    run.end()
 
 
 # --- the shapes ---
