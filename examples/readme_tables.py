@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.presets.files import describe, preset_files
+from lightning_solo.sweeps.figures import Figures
+from lightning_solo.sweeps.ladder_display import cells
+from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.units import GiB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,6 +61,22 @@ def presets_table(result: dict[str, Any]) -> str:
         f"{result['runs']} runs, each in a fresh process. Memory: {result['memory']}. Command: `{result['command']}`\n"
     )
     headers = ["preset", "peak memory", "change", "time per batch", "change", f"loss after {result['steps']} steps"]
+    return table(headers, rows) + note
+
+
+def ladder_table(result: dict[str, Any]) -> str:
+    """Return what `lightning-solo ladder` has written to `ladder.json`, as the terminal shows it."""
+    rows = []
+    for row in result["rows"]:
+        figures = Figures(**{**row, "overrides": tuple(row["overrides"])})
+        shown = cells(figures) if figures.status == FINISHED else [figures.status, *[""] * 6]
+        rows.append([f"`{figures.name}`", *shown])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = (
+        f"\n{result['hardware']}; {versions}; {result['steps']} optimizer steps each, in a fresh process. "
+        f"Memory: {result['memory']}. Command: `{result['command']}`\n"
+    )
+    headers = ["techniques", "peak memory", "change", "step", "change", "loss", "from the baseline's", "exact"]
     return table(headers, rows) + note
 
 
@@ -126,6 +145,8 @@ def catalogue(_: object = None) -> str:
 
 
 TABLES = {
+    "ladder_cpu.json": ladder_table,
+    "ladder_gpu.json": ladder_table,
     "presets_cpu.json": presets_table,
     "presets_gpu.json": presets_table,
     "callbacks_cpu.json": callbacks_table,

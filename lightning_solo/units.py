@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 GiB = 2**30
 MiB = 2**20
 KiB = 2**10
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i)?B", re.IGNORECASE)
 
 
 def format_bytes(count: int) -> str:
@@ -17,3 +20,19 @@ def format_bytes(count: int) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text such as ``16GiB`` stands for.
+
+    >>> parse_bytes("16GiB") == 16 * GiB, parse_bytes("1.5 MiB") == 3 * MiB // 2, parse_bytes("512B")
+    (True, True, 512)
+
+    Raises:
+        ValueError: it is no number of B, KiB, MiB, GiB or TiB, or of nothing; GB is 10**9 to some and 2**30 to others.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    count = int(float(found[1]) * 1024 ** " kmgt".index((found[2] or " ")[0].lower())) if found else 0
+    if not count:
+        raise ValueError(f"{text!r}: write a number above 0 and one of B, KiB, MiB, GiB, TiB, such as 16GiB")
+    return count

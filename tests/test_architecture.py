@@ -21,15 +21,17 @@ LEVELS = {
     "zero": 1,
     "callbacks": 2,
     "strategies": 2,
+    "sweeps": 4,
     "reference": 2,
     "guard": 2,
     "fitting": 2,
     "build": 3,
+    "report": 5,
     "attach": 5,
     "cli": 6,
 }
 HEAVY = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed", "transformers"}
-LATE = {"deepspeed", "torchao", "peft", "bitsandbytes", "transformers", "tensorboard"}
+LATE = {"deepspeed", "torchao", "peft", "bitsandbytes", "transformers", "tensorboard", "altair", "vl_convert", "jinja2"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

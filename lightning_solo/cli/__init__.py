@@ -12,8 +12,11 @@ from lightning_solo.errors import SoloError, nearest
 INTERRUPTED = 130
 COMMANDS = {
     "train": "train a model under a preset (a Hydra application: key=value overrides, -m sweeps)",
+    "ladder": "memory, time and loss of each technique on your own model: lightning-solo ladder --until 16GiB",
+    "results": "the jobs of a sweep as a table or CSV: lightning-solo results runs/first --sort loss",
     "presets": "list the presets: what each is for and which device it needs",
     "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
+    "report": "pictures of a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
     "doctor": "what this machine has, and what each preset lacks here",
 }
 

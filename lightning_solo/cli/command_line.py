@@ -82,11 +82,12 @@ def check_command_line(arguments: Sequence[str]) -> None:
     refuse_twice(parsed)
     choices = [_choices(override) for override in parsed]
     sweeping = any(flag in ("-m", "--multirun") for flag in flags)
-    if not sweeping and any(len(texts) > 1 for texts in choices):
-        swept = next(o.input_line for o, texts in zip(parsed, choices, strict=True) if len(texts) > 1)
-        raise PresetError(f"{swept!r} names several values; write -m for a sweep over them")
-    _refuse_count(math.prod(len(texts) for texts in choices))
+    swept = [str(o.input_line) for o in parsed if o.is_sweep_override()]
+    if not sweeping and swept:
+        raise PresetError(f"{swept[0]!r} names several values; write -m for a sweep over them")
     first = [texts[0] for texts in choices]
+    if sweeping:
+        _refuse_sweep(parsed, math.prod(len(texts) for texts in choices), first)
     for index, texts in enumerate(choices):  # each value beside the first value of every other override
         for text in texts[0 if index == 0 else 1 : CHECKED_VALUES]:
             _check_job([*first[:index], text, *first[index + 1 :]])
@@ -179,10 +180,21 @@ def _choices(override: Override) -> list[str]:
         if not values:
             raise PresetError(f"{text!r}: an empty range, 0 jobs; write for example range(1,5)")
         return [f"{override.get_key_element()}={value}" for value in values]
-    return [text]
+    interval: Any = override.value()
+    return [f"{override.get_key_element()}={value}" for value in (interval.start, interval.end)]
 
 
-def _refuse_count(jobs: int) -> None:
+def _refuse_sweep(overrides: Sequence[Override], jobs: int, first: Sequence[str]) -> None:
+    """Refuse what only a search can do, and a product that is too large; a search takes no product."""
+    try:
+        sweeper = compose_application(first).hydra.sweeper
+    except (HydraException, OmegaConfBaseException):
+        return  # the check of the first job says why
+    if not str(sweeper.get("_target_")).endswith(".BasicSweeper"):
+        return
+    for override in overrides:
+        if override.is_interval_sweep():
+            raise PresetError(f"{override.input_line!r}: an interval is for a search; write hydra/sweeper=solo_optuna")
     if jobs > MOST_JOBS:
         raise PresetError(f"this sweep has {jobs:,} jobs or more, the most is {MOST_JOBS:,}; sweep over fewer values")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -32,7 +33,11 @@ from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
+from lightning_solo.sweeps.job import RESUMES
 from lightning_solo.units import GiB
+
+# Imported once for all jobs of a sweep, in the process that forks them
+PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -46,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _job(cfg: DictConfig) -> float | None:
+    if RESUMES in os.environ:  # a job of a sweep that was begun before
+        cfg.resume = "auto"
     try:
         return train(cfg, Path(HydraConfig.get().runtime.output_dir))
     except SoloError as error:
@@ -68,11 +75,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
-    import torch
 
     _quieten()
-    if torch.cuda.is_available():  # a sweep's jobs share this process; each tells its own peak
-        torch.cuda.reset_peak_memory_stats()
     L.seed_everything(int(cfg.seed), workers=True, verbose=False)
     model, data = build_parts(checked)
     trainer = L.Trainer(**{**own_arguments(folder), **checked.trainer, **kwargs})

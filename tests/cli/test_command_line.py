@@ -62,6 +62,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["model=custom", "model._target_=os.system", "allow=[mine]"], ["os.system", "allowed is mine"]),  # row 81
         (["resume=autoo"], ["resume='autoo'", "did you mean 'auto'"]),
         (["model.width=1,2"], ["-m"]),
+        (["optimizer.lr=interval(1,2)"], ["interval(1,2)", "-m"]),
+        (["-m", "optimizer.lr=interval(1,2)"], ["interval(1,2)", "hydra/sweeper=solo_optuna"]),
+        (["-m", "optimizer.lrr=interval(1,2)", "hydra/sweeper=solo_optuna"], ["did you mean 'lr'"]),
+        (["-m", "hydra.sweeper._target_=os.system"], ["os.system"]),
         (["model=byte_gpt_tini"], ["did you mean 'byte_gpt_tiny'"]),
         (["precision=32-true"], ["solo.precision=32-true"]),
         (["bf16"], ["'bf16'", "key=value"]),
@@ -103,6 +107,7 @@ def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
         ["+trainer.gradient_clip_val=1.0", "experiment=quick", "run=first", "resume=auto"],
         ["+trainer.precision=bf16", "optimizer=custom", "optimizer._target_=m.O", "+optimizer.lr=1", "allow=[m]"],
         ["-m", "seed=range(0,2000)"],
+        ["-m", "seed=range(0,1000000)", "optimizer.lr=tag(log,interval(1e-5,1e-2))", "hydra/sweeper=solo_optuna"],
         ["model=custom", "model._target_=m.X", "optimizer=sgd", "+model.optimizer=${optimizer}", "allow=[m]"],
     ],
 )

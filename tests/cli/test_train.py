@@ -37,6 +37,19 @@ def train(folder: Path, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def command_output(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_solo.cli", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
 def steps_of(folder: Path) -> int:
     return int(torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"])
 
@@ -126,7 +139,48 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "runs" / "sweep").glob("[0-9]")) == ["0", "1", "2", "3"]
     widths = [OmegaConf.load(tmp_path / "runs" / "sweep" / str(n) / "config.yaml").model.width for n in range(4)]
     assert widths == [32, 64, 32, 64]
-    assert output.count("optimizer steps in") == 4
+    outputs = [(tmp_path / "runs" / "sweep" / str(n) / "output.log").read_text() for n in range(4)]
+    assert ["optimizer steps in" in text for text in outputs] == [True] * 4
+    assert output.count(": finished") == 4
+    again = train(tmp_path, *small, "-m", "run=sweep", "solo=baseline,bf16", "model.width=32,64")
+    assert again.count("finished, by an earlier command") == 4
+    shown = command_output(tmp_path, "results", "runs/sweep", "--csv", "-")
+    rows = list(csv.DictReader(shown.splitlines()))
+    assert [(row["job"], row["status"], row["steps"]) for row in rows] == [(str(n), "finished", "2") for n in range(4)]
+    assert all(float(row["loss"]) == float(row["train/loss"]) for row in rows)
+    assert "best in loss against" in command_output(tmp_path, "results", "runs/sweep", "--sort", "loss")
+    assert "there are runs/sweep" in command_output(tmp_path, "results", "runs", code=2)
+    assert "did you mean 'loss'" in command_output(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
+
+
+def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    arguments = [*QUICK, "-m", "run=sweep", "trainer.max_steps=1500", "trainer.val_check_interval=1500", "solo=bf16"]
+    folder = tmp_path / "runs" / "sweep" / "0"
+    deadline = time.monotonic() + 120
+    with subprocess.Popen(
+        command(*arguments),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            while not (folder / "csv" / "metrics.csv").exists():
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130, output
+    saved = steps_of(folder)
+    assert 0 < saved < 1500
+    train(tmp_path, *arguments)
+    assert steps_of(folder) == 1500
+    said = (folder / "output.log").read_text()
+    assert "Restoring states from the checkpoint" in said
 
 
 MINE = """

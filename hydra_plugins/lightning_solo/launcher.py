@@ -1,0 +1,67 @@
+"""`hydra/launcher=solo`: a fresh process per job in any Hydra application; importing this imports no torch.
+
+Hydra loads plugins before they are in `sys.modules`: a dataclass can't have its annotations as strings here.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+@dataclass
+class SoloLauncherConf:
+    """The settings; `lightning_solo.sweeps.sweep.Settings` says what they mean."""
+
+    _target_: str = "hydra_plugins.lightning_solo.launcher.SoloLauncher"
+    parallel: int = 1
+    timeout_s: float | None = None
+    grace_s: float = 10.0
+    retries: int = 0
+    rerun: str = "never"
+    output_mib: int = 64
+    tail_lines: int = 15
+    max_jobs: int = 1000
+    preload: list[str] = field(default_factory=list)
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="solo", node=SoloLauncherConf, provider="lightning-solo")
+
+
+class SoloLauncher(Launcher):
+    """Hands everything to `lightning_solo.sweeps.launch`, which is imported when a sweep starts."""
+
+    def __init__(self, max_jobs: int, preload: Sequence[str], **settings: Any) -> None:
+        self.max_jobs = max_jobs
+        self.preload = preload
+        self.settings = settings
+        self._launch: Any = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Check what can be checked before a job is composed, and choose the sweep's folder."""
+        from lightning_solo.sweeps.launch import Launch
+
+        self._launch = Launch(
+            hydra_context,
+            task_function,
+            config,
+            max_jobs=self.max_jobs,
+            preload=tuple(self.preload),
+            **self.settings,
+        )
+
+    def kept(self, jobs: Collection[int]) -> AbstractContextManager[None]:
+        """Keep what is open between the calls of `launch`, for a sweeper that asks for some of its jobs at a time."""
+        kept: AbstractContextManager[None] = self._launch.kept(jobs)
+        return kept
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs."""
+        returns: Sequence[JobReturn] = self._launch(job_overrides, initial_job_idx)
+        return returns

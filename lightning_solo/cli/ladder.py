@@ -1,0 +1,167 @@
+"""`lightning-solo ladder`: what each technique saves and costs on a model of your own, alone and together."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_solo.build import trainer_arguments
+from lightning_solo.cli import INTERRUPTED
+from lightning_solo.cli.ladder_line import Asked, Given, compose_base, folder_of, parse, prepare, settings_of
+from lightning_solo.cli.train import brings_data, build_parts, own_arguments
+from lightning_solo.errors import CheckpointError, PresetError, SoloError
+from lightning_solo.sweeps import results
+from lightning_solo.sweeps.application import application_of
+from lightning_solo.sweeps.display import Display
+from lightning_solo.sweeps.figures import NOT_RUN, Figures, as_json
+from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
+from lightning_solo.sweeps.ladder import Ladder
+from lightning_solo.sweeps.ladder_display import details, draw, memory_in_words, table
+from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.rungs import BASELINE
+from lightning_solo.sweeps.sweep import ended_by_sigterm
+from lightning_solo.units import format_bytes
+
+PRELOAD = ("lightning_solo.sweeps.measurement",)
+
+
+def rung(asked: Asked) -> dict[str, Any]:
+    """Train one combination in this process and return what it took."""
+    from lightning_solo.sweeps.measurement import Clock, measure
+
+    clock, checked = Clock(), asked.checked
+    arguments = trainer_arguments(checked.solo, callbacks=[clock], allow=checked.allow)
+    import lightning as L
+
+    L.seed_everything(asked.seed, workers=True, verbose=False)
+    model, data = build_parts(checked)
+    if data is None and not brings_data(model):
+        raise PresetError(
+            f"data: none, and {type(model).__name__} has no train_dataloader; give it one, or write data=custom"
+            " data._target_=my_project.MyData allow=[my_project]"
+        )
+    trainer = {**own_arguments(Path(asked.folder)), **checked.trainer, **arguments}
+    return measure(model, data, trainer, clock, asked.steps)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the ladder, print it, write it; 0 if there is something to compare and ``--until`` was reached."""
+    sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
+    given = parse(arguments)
+    cfg = compose_base(given)
+    settings, preload = settings_of(cfg)
+    folder = SweepFolder(folder_of(given, cfg))
+    command = shlex.join(["lightning-solo", "ladder", *arguments])
+    claim(folder, given, command)
+    names: dict[int, str] = {}
+    display = Display(folder, names, parallel=1)
+    ladder = Ladder(
+        folder,
+        application_of(rung, (*preload, *PRELOAD)),
+        settings,
+        given.techniques,
+        partial(prepare, given=given, folder=folder.path),
+        steps=given.steps,
+        until=given.until,
+        tell=partial(tell, display, names),
+        look=display.look,
+        names=names,
+    )
+    try:
+        with ended_by_sigterm(), display.shown():
+            rows = ladder.run()
+    except KeyboardInterrupt:
+        done = [row for row in ladder.figures() if row.status not in AGAIN]
+        write(folder, given, command, done)
+        display.console.print(
+            f"interrupted, rungs done: {len(done)}; the same command goes on: {folder.path}", soft_wrap=True
+        )
+        return INTERRUPTED
+    written = write(folder, given, command, rows)
+    return report(rows, given, folder, written, ladder.fitting())
+
+
+def claim(folder: SweepFolder, given: Given, command: str) -> None:
+    """Make the folder a ladder's.
+
+    Raises:
+        CheckpointError: it is something else's.
+    """
+    file = folder.path / "ladder.json"
+    if file.exists():
+        return
+    if folder.path.exists() and any(folder.path.iterdir()):
+        raise CheckpointError(f"{folder.path} holds something else than a ladder; give another name: run=...")
+    write(folder, given, command, [])
+
+
+def write(folder: SweepFolder, given: Given, command: str, rows: Sequence[Figures]) -> Path:
+    """Write `ladder.json`, whole at any moment, and return where."""
+    of_jobs = results.read(folder.results)
+    file = folder.path / "ladder.json"
+    before = read_json(file) or {}
+    write_json(
+        file,
+        {
+            "what": "peak memory, time and loss of each technique, alone and together",
+            "baseline": BASELINE,
+            "steps": given.steps,
+            "memory": memory_in_words(rows),
+            "hardware": of_jobs[0].hardware if of_jobs else before.get("hardware"),
+            "versions": dict(of_jobs[0].versions) if of_jobs else results.versions(),
+            "command": command,
+            "rows": as_json(rows),
+        },
+    )
+    return file
+
+
+def tell(display: Display, names: dict[int, str], event: str, number: int | None, detail: str) -> None:
+    """Hand an event to the display; a line of its own where that shows none."""
+    if number is not None and number not in display.states:
+        display.states.update(dict.fromkeys(names, "waiting") | display.states)
+    display.tell(event, number, detail)
+    if number is not None and not display.console.is_terminal:
+        said = event if event in ("started", "adopted") else detail.replace("failed CapabilityError", NOT_RUN)
+        said += ", by an earlier command" if event == "kept" else ""
+        display.console.print(f"{names[number]}: {said}", soft_wrap=True, highlight=False, markup=False)
+
+
+def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: Path, fits: Figures | None) -> int:
+    """Print the table and what came of ``--until``, draw the picture, and return the exit status."""
+    console = Console()
+    console.print(table(rows, given.steps))
+    console.print(f"memory: {memory_in_words(rows)}", highlight=False)
+    for line in details(rows):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    picture = "no picture"
+    with suppress(SoloError, OSError):
+        picture = draw(rows, folder.path / "ladder.png")
+    console.print(f"figures: {written}\n{picture}", soft_wrap=True, highlight=False)
+    finished = [row for row in rows if row.status == FINISHED]
+    if any(row.status not in (FINISHED, NOT_RUN) for row in rows):
+        console.print("to run the failed ones again: the same command with hydra.launcher.rerun=failed", soft_wrap=True)
+    if given.until is None:
+        return 0 if finished else 1
+    limit = format_bytes(given.until)
+    if fits is None:
+        least = min(finished, key=lambda row: row.peak_bytes or 0, default=None)
+        nearest = f"; the smallest, {least.name}, takes {format_bytes(least.peak_bytes or 0)}" if least else ""
+        console.print(f"none fits in {limit}{nearest}", style="bold", soft_wrap=True, highlight=False)
+        return 1
+    console.print(
+        f"{fits.name} fits in {limit}, with {format_bytes(fits.peak_bytes or 0)}; train with it:\n"
+        f"{shlex.join(['lightning-solo', 'train', *fits.overrides])}",
+        style="bold",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    return 0

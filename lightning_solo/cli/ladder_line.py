@@ -1,0 +1,194 @@
+"""The command line of `lightning-solo ladder`: checked, and made into what each combination's process is told."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_solo.cli.command_line import (
+    CheckedConfig,
+    check_command_line,
+    check_config,
+    check_root,
+    compose_application,
+)
+from lightning_solo.errors import PresetError
+from lightning_solo.presets.compose import refuse_twice
+from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.sweeps.ladder import Prepared
+from lightning_solo.sweeps.rungs import Technique, chosen, folder_name, overrides_of
+from lightning_solo.sweeps.sweep import Settings
+from lightning_solo.units import parse_bytes
+
+OURS = {
+    "solo": "the ladder chooses the presets, from `baseline` on; drop it, or choose techniques: --techniques bf16",
+    "trainer.max_steps": "every rung takes as many optimizer steps; write --steps 25",
+    "resume": "a ladder always goes on where the same command stopped; drop it",
+    "hydra/launcher": "a ladder runs on hydra/launcher=solo; drop it",
+    "monitor": "a rung keeps no checkpoint; drop it",
+}
+"""Overrides of `lightning-solo train` that a ladder has no use for, and what to write."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rung's process is told."""
+
+    checked: CheckedConfig
+    seed: int
+    steps: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """The command line, checked: overrides of `lightning-solo train`, and the ladder's own options."""
+
+    overrides: tuple[str, ...]
+    steps: int
+    until: int | None
+    techniques: tuple[Technique, ...]
+
+    @property
+    def of_the_task(self) -> tuple[str, ...]:
+        """The overrides that say what is trained, not where or how it is run."""
+        return tuple(t for t in self.overrides if not t.lstrip("+~").startswith(("hydra", "run=", "root=")))
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in our words, not by printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PresetError(
+            f"{message}; a ladder takes overrides as `lightning-solo train` does, --steps, --until and --techniques"
+        )
+
+
+def parse(arguments: Sequence[str]) -> Given:
+    """Return the command line.
+
+    Raises:
+        PresetError: a flag or a value that can't be, an override that a ladder has no use for.
+    """
+    parser = Parser(prog="lightning-solo ladder", allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="as for `lightning-solo train`: model=custom model._target_=...")
+    parser.add_argument("--steps", default="25", help="optimizer steps of each rung (25)")
+    parser.add_argument("--until", help="stop at the first combination whose peak memory is within this, such as 16GiB")
+    parser.add_argument("--techniques", help="some of the techniques, joined by commas")
+    found = parser.parse_intermixed_args(list(arguments))
+    if not found.steps.isdecimal() or not int(found.steps):
+        raise PresetError(f"--steps {found.steps}: must be an integer of at least 1, such as --steps 25")
+    try:
+        until = None if found.until is None else parse_bytes(found.until)
+    except ValueError as error:
+        raise PresetError(f"--until {error}") from None
+    for override in parsed(found.overrides):
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise PresetError(
+                f"{override.input_line!r} names several values; a ladder is of one module: give one value"
+            )
+        if key in OURS:
+            raise PresetError(f"{override.input_line}: {OURS[key]}")
+    return Given(tuple(found.overrides), int(found.steps), until, chosen(found.techniques))
+
+
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Return Hydra's own reading of overrides.
+
+    Raises:
+        PresetError: one is not of the form key=value.
+    """
+    try:
+        return [OverridesParser.create().parse_override(text) for text in overrides]
+    except HydraException as error:
+        raise PresetError(f"not of the form key=value: {error}") from error
+
+
+def compose_base(given: Given) -> DictConfig:
+    """Return the application as the baseline has it; checked as `lightning-solo train` checks its own."""
+    overrides = overrides_of((), given.overrides, given.techniques)
+    check_command_line(overrides)
+    return compose_application(overrides)
+
+
+def prepare(techniques: tuple[Technique, ...], given: Given, folder: Path) -> Prepared:
+    """Return a combination as its process needs it.
+
+    Raises:
+        PresetError, ConflictError: as `check_config`.
+    """
+    overrides = overrides_of(techniques, given.of_the_task, given.techniques)
+    refuse_twice(parsed(overrides))
+    cfg, checked = composed(overrides)
+    smaller = same_global_batch(checked, overrides)
+    if smaller != overrides:
+        cfg, checked = composed(smaller)
+    asked = Asked(checked, int(cfg.seed), given.steps, str((folder / folder_name(techniques)).absolute()))
+    told = json.dumps([asdict(checked), asked.seed, asked.steps], sort_keys=True, default=str)
+    return Prepared(tuple(smaller), asked, hashlib.sha256(told.encode()).hexdigest()[:16])
+
+
+def composed(overrides: Sequence[str]) -> tuple[DictConfig, CheckedConfig]:
+    """Return the application's configuration, and its parts, checked."""
+    try:
+        cfg = compose_application(overrides)
+    except (HydraException, OmegaConfBaseException):
+        check_command_line(overrides)  # says what is wrong
+        raise
+    return cfg, check_config(cfg)
+
+
+def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with the batch divided by the micro-batches of a step, where it is an argument.
+
+    A loader whose batch is no argument keeps its batches; the row then says that its steps take more samples.
+    """
+    factor = micro_batches(checked.solo)
+    group = "data" if "_target_" in checked.data or "batch_size" not in checked.model else "model"
+    batch = getattr(checked, group).get("batch_size")
+    if factor == 1 or not isinstance(batch, int) or batch % factor:
+        return list(overrides)
+    key = f"{group}.batch_size"
+    kept = [text for text in overrides if text.lstrip("+").partition("=")[0] != key]
+    mark = next((text[: text.index(key)] for text in overrides if text.lstrip("+").partition("=")[0] == key), "")
+    return [*kept, f"{mark}{key}={batch // factor}"]
+
+
+def micro_batches(solo: SoloConfig) -> int:
+    """Return how many batches the first optimizer step takes."""
+    schedule = solo.callback.get("accumulation_schedule") or {}
+    milestones = schedule.get("milestones") or [[0, solo.accumulate_grad_batches or 1]]
+    first = milestones[0]
+    return int(first[1]) if first[0] == 0 else 1
+
+
+def settings_of(cfg: DictConfig) -> tuple[Settings, tuple[str, ...]]:
+    """Return how the processes run, and what is imported before them, from ``hydra.launcher``."""
+    launcher: Any = cfg.hydra.launcher
+    if not str(launcher.get("_target_")).endswith("SoloLauncher"):
+        raise PresetError(
+            f"hydra/launcher={cfg.hydra.runtime.choices['hydra/launcher']}: a ladder runs on solo; drop it"
+        )
+    return Settings(**{f.name: launcher[f.name] for f in fields(Settings)}), tuple(launcher.preload)
+
+
+def folder_of(given: Given, cfg: DictConfig) -> Path:
+    """Return the ladder's folder: the one named by ``run=``, else one that the same command finds again."""
+    named = any(override.key_or_group == "run" for override in parsed(given.overrides))
+    what = [sorted(given.of_the_task), given.steps, [technique.name for technique in given.techniques]]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
+    folder = Path(str(cfg.root)) / (str(cfg.run) if named else f"ladder-{digest}")
+    check_root(folder)
+    return folder

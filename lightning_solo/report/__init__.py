@@ -1,0 +1,14 @@
+"""Pictures of a run, a sweep or a ladder: one HTML page that needs no network, the same as PNG and for TensorBoard.
+
+```
+folder -> read_run, read_sweep, read_ladder   what the files say; what can't be read is a note, not an end
+       -> Report                              figures, tables, facts: plain data, no HTML
+       -> page (HTML), pictures (PNG, TensorBoard)
+```
+"""
+
+from __future__ import annotations
+
+from lightning_solo.report.write import Written, write_report
+
+__all__ = ["Written", "write_report"]

@@ -1,0 +1,178 @@
+"""Vega-Lite specifications, written with Altair: lines, stacked areas, bars and a scatter with its Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_solo.errors import CapabilityError
+from lightning_solo.report.palette import DASHES, Palette
+from lightning_solo.report.series import Series
+
+PIP = "pip install 'lightning-solo[report]'"
+FEW = 40
+"""Points that are marked one by one; a line alone would not show a series of one."""
+LEGEND_COLUMNS = 3
+ON_FRONT, BEHIND = "on the Pareto front", "another is as good in both"
+
+
+def altair() -> Any:
+    """Return the module, or refuse.
+
+    Raises:
+        CapabilityError: it is not installed.
+    """
+    try:
+        import altair
+    except ImportError as error:
+        raise CapabilityError(f"report draws with Altair, which is not installed ({error}); write: {PIP}") from error
+    return altair
+
+
+def lines(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[str, Any]:
+    """Return a line per series, told apart by colour and dash; few points are marked too."""
+    alt = altair()
+    names = _names(series)
+    rows = [
+        {"x": step, "y": short(value), "series": one.name, "part": one.part, "few": len(one.values) <= FEW}
+        for one in series
+        for step, value in zip(one.steps, one.values, strict=True)
+    ]
+    legend = _legend(alt, names)
+    base = alt.Chart(alt.NamedData("data")).encode(
+        x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, tickCount=10)),
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)),
+        color=alt.Color("series:N", scale=_scale(alt, names, palette.marks), legend=legend),
+        tooltip=[alt.Tooltip("series:N"), alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".6~g")],
+    )
+    dash = alt.StrokeDash("series:N", scale=_scale(alt, names, DASHES), legend=legend)
+    line = base.mark_line(strokeWidth=1.6, clip=True).encode(strokeDash=dash, detail=alt.Detail("part:N"))
+    points = base.transform_filter("datum.few").mark_point(size=45, filled=True, opacity=1)
+    chart = line + points if any(row["few"] for row in rows) else line
+    return _finished(alt, chart, {"data": rows}, palette, height=260)
+
+
+def areas(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[str, Any]:
+    """Return series stacked on one another in their order, each with an outline; they share their steps."""
+    alt = altair()
+    names = _names(series)
+    rows = [
+        {"x": step, "y": short(value), "series": one.name, "order": names.index(one.name)}
+        for one in series
+        for step, value in zip(one.steps, one.values, strict=True)
+    ]
+    chart = (
+        alt.Chart(alt.NamedData("data"))
+        .mark_area(line={"color": palette.ink, "strokeWidth": 0.8}, fillOpacity=0.75)
+        .encode(
+            x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, tickCount=10)),
+            y=alt.Y("y:Q", title=y, stack="zero"),
+            color=alt.Color("series:N", scale=_scale(alt, names, palette.marks), legend=_legend(alt, names)),
+            order=alt.Order("order:Q"),
+            tooltip=[alt.Tooltip("series:N"), alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".6~g")],
+        )
+    )
+    return _finished(alt, chart, {"data": rows}, palette, height=260)
+
+
+def bars(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, Any]:
+    """Return a bar per row, from the top in their order; rows are ``name``, ``value`` or None, ``label``, ``first``."""
+    alt = altair()
+    drawn = [{**row, "value": short(row["value"]), "end": short(row["value"] or 0.0)} for row in rows]
+    base = alt.Chart(alt.NamedData("data")).encode(
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=260, ticks=False, domain=False)),
+        tooltip=[alt.Tooltip("name:N"), alt.Tooltip("label:N", title=x)],
+    )
+    most = max((row["end"] for row in drawn), default=0.0) or 1.0
+    length = alt.X("end:Q", title=x, scale=alt.Scale(domain=[0, most * 1.35], nice=False))  # room for the labels
+    colour = alt.condition("datum.first", alt.value(palette.marks[-1]), alt.value(palette.marks[0]))
+    bar = base.mark_bar(stroke=palette.ink, strokeWidth=0.6).encode(x=length, color=colour)
+    label = base.mark_text(align="left", dx=6, color=palette.ink).encode(x=length, text="label:N")
+    chart, data = bar + label, {"data": drawn}
+    before = next((row["end"] for row in drawn if row["first"] and row["value"] is not None), None)
+    if before is not None:
+        mark = alt.Chart(alt.NamedData("before"))
+        data["before"] = [{"end": before}]
+        chart += mark.mark_rule(color=palette.ink, strokeDash=[4, 3]).encode(x=alt.X("end:Q"))
+    return _finished(alt, chart, data, palette, height=max(90, 30 * len(drawn)))
+
+
+def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:
+    """Return a point per job; those on the front are filled diamonds with their number, joined by a line.
+
+    Args:
+        rows: ``x``, ``y``, ``job``, ``overrides``, ``front``.
+        x: what the horizontal axis shows.
+        y: what the vertical axis shows.
+        palette: colours.
+    """
+    alt = altair()
+    drawn = [
+        {**row, "x": short(row["x"]), "y": short(row["y"]), "which": ON_FRONT if row["front"] else BEHIND}
+        for row in rows
+    ]
+    which, colours = [ON_FRONT, BEHIND], [palette.marks[1], palette.marks[0]]
+    legend = alt.Legend(title=None, orient="top", labelLimit=400)
+    base = alt.Chart(alt.NamedData("data")).encode(
+        x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=18)),
+        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=18)),
+    )
+    points = base.mark_point(size=90, strokeWidth=1.8, opacity=1).encode(
+        color=alt.Color("which:N", scale=alt.Scale(domain=which, range=colours), legend=legend),
+        shape=alt.Shape("which:N", scale=alt.Scale(domain=which, range=["diamond", "circle"]), legend=legend),
+        fillOpacity=alt.condition("datum.front", alt.value(1), alt.value(0)),
+        fill=alt.Fill("which:N", scale=alt.Scale(domain=which, range=colours), legend=legend),
+        tooltip=[alt.Tooltip("job:N"), alt.Tooltip("overrides:N"), alt.Tooltip("x:Q", title=x),
+                 alt.Tooltip("y:Q", title=y)],
+    )  # fmt: skip
+    front = base.transform_filter("datum.front")
+    line = front.mark_line(interpolate="step-after", strokeDash=[4, 3], color=palette.marks[1], strokeWidth=1.2)
+    numbers = front.mark_text(align="left", dx=8, dy=-8, color=palette.ink).encode(text="job:N")
+    return _finished(alt, line + points + numbers, {"data": drawn}, palette, height=320)
+
+
+def short(value: float | None) -> float | None:
+    """Return a number in as many digits as a chart can show: 7."""
+    return None if value is None else float(f"{value:.7g}")
+
+
+def _names(series: Sequence[Series]) -> list[str]:
+    return list(dict.fromkeys(one.name for one in series))
+
+
+def _scale(alt: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    return alt.Scale(domain=list(names), range=[values[i % len(values)] for i in range(len(names))])
+
+
+def _legend(alt: Any, names: Sequence[str]) -> Any:
+    if len(names) < 2:
+        return None
+    return alt.Legend(
+        title=None, orient="top", columns=LEGEND_COLUMNS, labelLimit=230, symbolType="stroke", symbolSize=500
+    )
+
+
+def _finished(alt: Any, chart: Any, data: dict[str, Any], palette: Palette, height: int) -> dict[str, Any]:
+    """Return the specification; the data joins last, since Altair would check each of its rows against a schema."""
+    axis = {
+        "labelColor": palette.ink,
+        "titleColor": palette.ink,
+        "domainColor": palette.muted,
+        "tickColor": palette.muted,
+        "gridColor": palette.line,
+        "labelFontSize": 12,
+        "titleFontSize": 12,
+        "titleFontWeight": "normal",
+    }
+    chart = chart.properties(width="container", height=height, background="transparent")
+    spec: dict[str, Any] = chart.to_dict()
+    spec["datasets"] = data
+    spec["config"] = {
+        "font": "system-ui, sans-serif",
+        "view": {"stroke": palette.line},
+        "axis": axis,
+        "legend": {"labelColor": palette.ink, "labelFontSize": 12},
+        "text": {"fontSize": 12},
+    }
+    spec["autosize"] = {"type": "fit-x", "contains": "padding"}
+    return spec

@@ -1,0 +1,100 @@
+"""Figures out of series: the chart, its caption, the words and the table beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from lightning_solo.report.charts import areas, lines
+from lightning_solo.report.model import Cell, Figure, Table, number, plain
+from lightning_solo.report.series import Series, thin, thin_together
+
+ROWS = 60
+"""Points per series in the table beside a chart, about."""
+MOST_ROWS = 600
+
+
+def line_figure(name: str, title: str, unit: str, series: Sequence[Series], caption: str) -> Figure | None:
+    """Return a chart of series over steps, or None where there are none."""
+    series = [one for one in series if one.values]
+    if not series:
+        return None
+    drawn = thin(series)
+    return Figure(
+        name=name,
+        title=title,
+        caption=f"{caption}{_thinned(series, drawn)}{_left_out(series)}",
+        alternative=in_words(title, unit, series),
+        draw=partial(lines, drawn, "optimizer step", unit),
+        table=points_table(title, unit, series),
+    )
+
+
+def stacked_figure(name: str, title: str, unit: str, series: Sequence[Series], caption: str) -> Figure | None:
+    """Return a chart of series stacked on one another, or None where they share no step."""
+    drawn = thin_together([one for one in series if one.values])
+    if not drawn or not drawn[0].values:
+        return None
+    return Figure(
+        name=name,
+        title=title,
+        caption=f"{caption} From the bottom: {', '.join(one.name for one in drawn)}.{_thinned(series, drawn)}",
+        alternative=in_words(title, unit, series),
+        draw=partial(areas, drawn, "optimizer step", unit),
+        table=points_table(title, unit, series),
+    )
+
+
+def in_words(title: str, unit: str, series: Sequence[Series]) -> str:
+    """Return what a screen reader says: where each series begins and ends, its least and greatest value."""
+    told = [
+        f"{one.name} from {number(one.values[0]).text} at step {one.steps[0]} to {number(one.values[-1]).text} at step "
+        f"{one.steps[-1]}, least {number(min(one.values)).text}, greatest {number(max(one.values)).text}"
+        for one in series[:8]
+        if one.values
+    ]
+    more = f"; and {len(series) - 8} more" if len(series) > 8 else ""
+    return plain(f"Line chart: {title}, in {unit}, over optimizer steps. {'; '.join(told)}{more}.")
+
+
+def points_table(title: str, unit: str, series: Sequence[Series]) -> Table:
+    """Return the points as a table, thinned further than the chart; the peaks are there."""
+    each = max(2, min(ROWS, MOST_ROWS // max(1, len(series))) // 2)
+    rows = [
+        (Cell(plain(one.name), one.name), number(step), number(value, 6))
+        for one in (series_.thinned(each) for series_ in series)
+        for step, value in zip(one.steps, one.values, strict=True)
+    ]
+    return Table(f"{title}: data", ("series", "optimizer step", unit), rows)
+
+
+def summary(caption: str, series: Iterable[Series]) -> Table:
+    """Return one row per series: how often it was noted, first, last, least, greatest."""
+    rows = [
+        (
+            Cell(plain(one.name), one.name),
+            number(len(one.values)),
+            *(number(v) for v in _ends(one)),
+            number(one.left_out),
+        )
+        for one in series
+    ]
+    return Table(caption, ("name", "points", "first", "last", "least", "greatest", "not finite"), rows, sortable=True)
+
+
+def _ends(one: Series) -> tuple[float | None, ...]:
+    if not one.values:
+        return (None, None, None, None)
+    return one.values[0], one.values[-1], min(one.values), max(one.values)
+
+
+def _thinned(series: Sequence[Series], drawn: Sequence[Series]) -> str:
+    before, after = sum(len(one.values) for one in series), sum(len(one.values) for one in drawn)
+    if after == before:
+        return ""
+    return f" Thinned from {before:,} points to {after:,}: the least and the greatest of each stretch are kept."
+
+
+def _left_out(series: Sequence[Series]) -> str:
+    count = sum(one.left_out for one in series)
+    return f" {count:,} values are not finite (nan or inf) and are not drawn." if count else ""

@@ -1,0 +1,163 @@
+"""What `ladder.json` tells: each technique's peak memory and step time beside the baseline's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.report.charts import bars
+from lightning_solo.report.model import Cell, Figure, Report, Table, number, plain
+from lightning_solo.units import GiB, format_bytes
+
+FILE = "ladder.json"
+NUMBERS = ("peak_bytes", "step_s", "loss", "loss_difference")
+
+
+def read_ladder(folder: Path) -> Report:
+    """Return what a ladder's file tells; if it can't be read, why not, as a note."""
+    report = Report(title=plain(folder.resolve().name))
+    try:
+        ladder = load(folder / FILE)
+    except CheckpointError as error:
+        report.notes.append(plain(error))
+        return report
+    if not ladder["rows"]:  # begun just now
+        return report
+    rows, baseline = ladder["rows"], str(ladder.get("baseline", ""))
+    told = {
+        "Ladder": ladder.get("command"),
+        "Ladder's hardware": ladder.get("hardware"),
+        "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions_of(ladder).items()),
+    }
+    report.facts.update({name: plain(value) for name, value in told.items() if value})
+    drawn = [
+        bar_figure("ladder_memory", "Ladder: peak memory", rows, baseline, "peak_bytes", "GiB", format_bytes),
+        bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", seconds),
+    ]
+    report.figures.extend(figure for figure in drawn if figure is not None)
+    report.tables.append(ladder_table(rows, baseline))
+    return report
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the ladder, its rows checked; a number that is not finite is None.
+
+    Raises:
+        CheckpointError: the file can't be read or is no ladder.
+    """
+    allowed = f"a ladder is written by lightning-solo ladder, as {{'rows': [{{'name', {', '.join(NUMBERS)}}}, ...]}}"
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: can't be read ({error}); {allowed}") from error
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list):
+        raise CheckpointError(f"{path}: no list of rows; {allowed}")
+    for row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+            raise CheckpointError(f"{path}: {str(row)[:80]!r} is no row with a name; {allowed}")
+        for key in NUMBERS:
+            value = row.setdefault(key, None)
+            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+                raise CheckpointError(f"{path}: {row['name']}: {key}={value!r} is no number; {allowed}")
+            if value is not None and not math.isfinite(value):
+                row[key] = None
+        row["name"] = plain(row["name"])
+    return found
+
+
+def versions_of(ladder: dict[str, Any]) -> dict[str, Any]:
+    """Return the versions, none where there is no mapping."""
+    versions = ladder.get("versions")
+    return versions if isinstance(versions, dict) else {}
+
+
+def seconds(value: float) -> str:
+    """Return a step's time with its unit.
+
+    >>> seconds(0.01234), seconds(2.5)
+    ('12.3 ms', '2.50 s')
+    """
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
+
+
+def change(rows: list[dict[str, Any]], baseline: str, row: dict[str, Any], key: str) -> float | None:
+    """Return by how much a figure differs from the baseline's, as a share of it."""
+    before = next((other[key] for other in rows if other["name"] == baseline), None)
+    return None if not before or row[key] is None else row[key] / before - 1.0
+
+
+def bar_figure(
+    name: str,
+    title: str,
+    rows: list[dict[str, Any]],
+    baseline: str,
+    key: str,
+    unit: str,
+    shown: Callable[[Any], str],
+) -> Figure | None:
+    """Return bars of one figure, or None where no row has it."""
+    if all(row[key] is None for row in rows):
+        return None
+    scale = GiB if key == "peak_bytes" else 1
+    drawn, cells = [], []
+    for row, distinct in zip(rows, distinct_names([row["name"] for row in rows]), strict=True):
+        differs = change(rows, baseline, row, key)
+        share = "" if differs is None or row["name"] == baseline else f" ({differs:+.0%})"
+        text = plain(row.get("status") or "no figure") if row[key] is None else f"{shown(row[key])}{share}"
+        value = None if row[key] is None else row[key] / scale
+        drawn.append({"name": distinct, "value": value, "label": text, "first": row["name"] == baseline})
+        cells.append((Cell(distinct, distinct), Cell(text, value)))
+    told = "; ".join(f"{row['name']}: {row['label']}" for row in drawn)
+    return Figure(
+        name=name,
+        title=title,
+        caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}.",
+        alternative=f"Bar chart: {title}. {told}.",
+        draw=partial(bars, drawn, unit),
+        table=Table(f"{title}: data", ("combination", unit), cells, sortable=True),
+    )
+
+
+def distinct_names(names: list[str]) -> list[str]:
+    """Return names of which each is there once.
+
+    >>> distinct_names(["a", "b", "a"])
+    ['a', 'b', 'a (2)']
+    """
+    counted = dict.fromkeys(names, 0)
+    told = []
+    for name in names:
+        counted[name] += 1
+        told.append(name if counted[name] == 1 else f"{name} ({counted[name]})")
+    return told
+
+
+def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
+    """Return every row with its changes against the baseline."""
+    headings = ("combination", "status", "peak memory", "change", "step time", "change", "loss", "loss − baseline's",
+                "exact", "detail")  # fmt: skip
+    cells = []
+    for row in rows:
+        changes = [change(rows, baseline, row, key) for key in ("peak_bytes", "step_s")]
+        peak, step = row["peak_bytes"], row["step_s"]
+        cells.append((
+            Cell(row["name"], row["name"]),
+            Cell(plain(row.get("status") or "–"), plain(row.get("status") or "")),
+            Cell("–") if peak is None else Cell(format_bytes(int(peak)), peak), percent(changes[0]),
+            Cell("–") if step is None else Cell(seconds(step), step), percent(changes[1]),
+            number(row["loss"]), number(row["loss_difference"]),
+            Cell({"True": "yes", "False": "no"}.get(str(row.get("exact")), "–")),
+            Cell(plain(row.get("detail") or "")),
+        ))  # fmt: skip
+    return Table("Ladder", headings, cells, sortable=True)
+
+
+def percent(share: float | None) -> Cell:
+    """Return a change as a cell."""
+    return Cell("–") if share is None else Cell(f"{share:+.1%}", share)

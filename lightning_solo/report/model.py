@@ -1,0 +1,102 @@
+"""What a report consists of, before it is a page or a picture: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_solo.report.palette import Palette
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, and what a column is sorted by."""
+
+    text: str
+    order: float | str | None = None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is set to the right."""
+        return isinstance(self.order, float | int)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a heading for each column."""
+
+    caption: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    sortable: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with the words and the table for those who can't see it.
+
+    Attributes:
+        name: of its PNG file and its anchor on the page.
+        caption: what is drawn, from what, and what was left out.
+        alternative: what a screen reader says in the chart's place, with the main figures.
+        draw: palette -> Vega-Lite specification, of a width that fits its surroundings.
+        table: the data, thinned.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alternative: str
+    draw: Callable[[Palette], dict[str, Any]]
+    table: Table
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is told about a folder.
+
+    Attributes:
+        facts: name -> value, for the head of the page.
+        documents: title -> text, such as the composed configuration.
+        notes: what could not be read, and what follows from it.
+    """
+
+    title: str
+    facts: dict[str, str] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    documents: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Take over what another report of the same folder tells."""
+        self.facts.update(other.facts)
+        self.figures.extend(other.figures)
+        self.tables.extend(other.tables)
+        self.documents.update(other.documents)
+        self.notes.extend(other.notes)
+
+    @property
+    def tells_something(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.figures or self.tables or self.documents)
+
+
+def number(value: float | int | None, digits: int = 5) -> Cell:
+    """Return a number as a cell; a missing one sorts last.
+
+    >>> number(1234.5678).text, number(None).text, number(float("nan")).text
+    ('1,234.6', '–', 'nan')
+    """
+    if value is None:
+        return Cell("–")
+    if value != value or value in (float("inf"), float("-inf")):
+        return Cell(str(value))
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}g}"
+    return Cell(f"{value:,.0f}" if "e" in text and 1e4 <= abs(value) < 1e15 else text, value)
+
+
+def plain(text: object) -> str:
+    """Return text that any encoder takes: half surrogates, as in damaged file names, become question marks."""
+    return str(text).encode("utf-8", errors="replace").decode()

@@ -1,0 +1,69 @@
+"""The charts as PNG files, and as images for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from lightning_solo.report.model import Report
+from lightning_solo.report.page import vega_lite, vl_convert
+from lightning_solo.report.palette import LIGHT
+
+WIDTH = 800
+SCALE = 2  # of its pixels, for dense screens
+
+
+def pictures(report: Report) -> dict[str, bytes]:
+    """Return each chart as a PNG on white, by name.
+
+    Raises:
+        CapabilityError: Altair or vl-convert is not installed.
+    """
+    draw = vl_convert().vegalite_to_png
+    found = {}
+    for figure in report.figures:
+        spec = {**figure.draw(LIGHT), "width": WIDTH, "background": LIGHT.ground}
+        spec["title"] = {"text": figure.title, "color": LIGHT.ink, "anchor": "start", "fontSize": 15}
+        # as text: a dict with names out of files would pass through another encoder
+        found[figure.name] = draw(
+            json.dumps(spec, allow_nan=False), vl_version=vega_lite(), scale=SCALE, allowed_base_urls=[]
+        )
+    return found
+
+
+def to_tensorboard(pngs: dict[str, bytes], folder: Path) -> bool:
+    """Write images as ``report/<name>`` into a folder of our own, in place of those of an earlier report.
+
+    The files' bytes go in as they are, which is what ``SummaryWriter.add_image`` would come to after decoding and
+    encoding them, and needs no torch.
+
+    Returns:
+        Whether TensorBoard is installed.
+    """
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError:
+        return False
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()
+    writer = EventFileWriter(str(folder))
+    for name, png in pngs.items():
+        width, height = size_of(png)
+        image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+        event = Event(step=0, summary=Summary(value=[Summary.Value(tag=f"report/{name}", image=image)]))
+        writer.add_event(event)
+    writer.close()
+    return True
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    """Return width and height, which a PNG tells in its first chunk.
+
+    >>> size_of(bytes(16) + bytes([0, 0, 2, 0, 0, 0, 1, 0]))
+    (512, 256)
+    """
+    width, height = struct.unpack(">II", png[16:24])
+    return int(width), int(height)

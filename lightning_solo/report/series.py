@@ -1,0 +1,83 @@
+"""A measured quantity over steps, and how it is thinned without losing its peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+POINTS_PER_CHART = 3_200
+"""Points that a chart holds at most, about: 4 series, of each the least and greatest in 400 places."""
+MOST_BUCKETS = 400
+
+
+@dataclass(frozen=True)
+class Series:
+    """A quantity at each step where it was noted, finite values only.
+
+    Attributes:
+        part: of a run that was resumed: which of its fits, from 0. No line joins two parts.
+        left_out: values that are not finite, or no numbers.
+    """
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float]
+    part: int = 0
+    left_out: int = 0
+
+    def thinned(self, buckets: int) -> Series:
+        """Return this series with at most ``2 * buckets + 2`` points, its least and greatest among them."""
+        return self.at(peaks(self.values, buckets))
+
+    def at(self, indices: Iterable[int]) -> Series:
+        """Return the points at some indices."""
+        kept = list(indices)
+        steps, values = [self.steps[i] for i in kept], [self.values[i] for i in kept]
+        return Series(self.name, steps, values, self.part, self.left_out)
+
+
+def peaks(values: Sequence[float], buckets: int) -> list[int]:
+    """Return the indices of the least and the greatest value in each bucket, and of the first and the last value.
+
+    >>> peaks([0, 1, 9, 1, 0, -5, 0, 0], buckets=2)
+    [0, 2, 4, 5, 7]
+    >>> peaks([3, 1, 2], buckets=2)  # few enough as they are
+    [0, 1, 2]
+    """
+    count = len(values)
+    if count <= 2 * buckets:
+        return list(range(count))
+    kept = {0, count - 1}
+    for bucket in range(buckets):
+        inside = range(count * bucket // buckets, count * (bucket + 1) // buckets)
+        kept.add(min(inside, key=values.__getitem__))
+        kept.add(max(inside, key=values.__getitem__))
+    return sorted(kept)
+
+
+def thin(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Series]:
+    """Return all series, thinned so that together they hold about ``points`` points."""
+    buckets = max(5, min(MOST_BUCKETS, points // (2 * max(1, len(series)))))
+    return [one.thinned(buckets) for one in series]
+
+
+def thin_together(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Series]:
+    """Return series thinned to the same steps, as areas that are stacked need; the peaks of each and of the sum stay.
+
+    Only steps at which all of them have a value are kept.
+    """
+    if not series:
+        return []
+    common = set(series[0].steps).intersection(*(one.steps for one in series[1:]))
+    aligned = [one.at(i for i, step in enumerate(one.steps) if step in common) for one in series]
+    if len({tuple(one.steps) for one in aligned}) > 1:  # a step noted twice by some and once by others
+        aligned = [_last_of_each_step(one) for one in aligned]
+    total = [sum(column) for column in zip(*(one.values for one in aligned), strict=True)]
+    buckets = max(5, min(MOST_BUCKETS, points // (2 * (len(aligned) + 1) * len(aligned))))
+    kept = sorted({i for values in (total, *(one.values for one in aligned)) for i in peaks(values, buckets)})
+    return [one.at(kept) for one in aligned]
+
+
+def _last_of_each_step(series: Series) -> Series:
+    latest = {step: i for i, step in enumerate(series.steps)}
+    return series.at(latest[step] for step in sorted(latest))

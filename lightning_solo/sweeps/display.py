@@ -1,0 +1,178 @@
+"""The whole sweep on the terminal while it runs; a line per event where there is no terminal; the table at the end."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lightning_solo.sweeps.files import SweepFolder, read_json
+from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.results import Row
+from lightning_solo.units import GiB
+
+log = logging.getLogger(__name__)
+SHOWN = 12
+
+
+class Display:
+    """What became of each job so far.
+
+    Args:
+        folder: of the sweep.
+        names: job's number -> its overrides, in words.
+        parallel: jobs at a time.
+        console: where to; by default standard error.
+    """
+
+    def __init__(
+        self, folder: SweepFolder, names: Mapping[int, str], parallel: int, console: Console | None = None
+    ) -> None:
+        self.folder = folder
+        self.names = dict(names)
+        self.parallel = parallel
+        self.console = console or Console(stderr=True)
+        self.states: dict[int, str] = dict.fromkeys(names, "waiting")
+        self.started: dict[int, float] = {}
+        self.seconds: list[float] = []
+        self._live: Live | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it, where there is a terminal."""
+        if not self.console.is_terminal:
+            yield
+            return
+        with Live(self.render([]), console=self.console, auto_refresh=False, transient=True) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def tell(self, event: str, number: int | None, detail: str) -> None:
+        """Take note of an event of :class:`Sweep`."""
+        if number is None:
+            log.warning("each job starts from a fresh interpreter, some seconds slower: %s", detail)
+            return
+        if event in ("started", "adopted", "again"):
+            self.states[number] = "running"
+            self.started[number] = time.monotonic()
+        else:
+            self.states[number] = detail
+            if number in self.started:
+                self.seconds.append(time.monotonic() - self.started.pop(number))
+        if self._live is None:
+            words = {
+                "adopted": "still running, begun by an earlier command",
+                "kept": f"{detail}, by an earlier command",
+                "again": f"{detail}; started again",
+                "started": "started",
+            }
+            log.info("#%s %s: %s", number, self.names.get(number, ""), words.get(event, detail))
+
+    def look(self, running: Sequence[int]) -> None:
+        """Show it anew."""
+        if self._live is not None:
+            self._live.update(self.render(running), refresh=True)
+
+    def render(self, running: Sequence[int]) -> Group:
+        """Return the picture: a line over all jobs, those that run, and the last ones that ended."""
+        done = [n for n, state in self.states.items() if state not in ("waiting", "running")]
+        failed = [n for n in done if not self.states[n].startswith(FINISHED)]
+        line = f"{len(done)} of {len(self.states)} jobs done"
+        line += f", {len(failed)} failed" if failed else ""
+        left = self.seconds_left(running)
+        line += f", about {duration(left)} left" if left is not None else ""
+        table = Table(box=None, pad_edge=False)
+        for name in ("job", "overrides", "state", "step", "loss", "peak memory", "time"):
+            table.add_column(name, justify="left" if name in ("overrides", "state") else "right", no_wrap=name == "job")
+        for number in [*running, *done[::-1]][:SHOWN]:
+            table.add_row(*self._cells(number, number in running))
+        return Group(table, Text(line, style="bold"))
+
+    def _cells(self, number: int, runs: bool) -> list[str | Text]:
+        progress = read_json(self.folder.job(number).progress) or {} if runs else {}
+        state = self.states.get(number, "running")
+        style = "yellow" if runs else "green" if state.startswith(FINISHED) else "red"
+        peak = progress.get("peak_device_bytes")
+        step, steps = progress.get("step"), progress.get("of_steps")
+        loss = progress.get("loss")
+        took = time.monotonic() - self.started[number] if number in self.started else None
+        return [
+            str(number),
+            self.names.get(number, ""),
+            Text("running" if runs else state, style=style),
+            "" if step is None else f"{step}/{steps}" if steps else str(step),
+            "" if loss is None else f"{loss:.4g}",
+            "" if peak is None else f"{peak / GiB:.2f} GiB",
+            "" if took is None else duration(took),
+        ]
+
+    def seconds_left(self, running: Sequence[int]) -> float | None:
+        """Return how long the sweep will still take, by the jobs so far and by the steps of those that run."""
+        whole, begun = list(self.seconds), 0.0
+        for number in running:
+            took = time.monotonic() - self.started.get(number, time.monotonic())
+            progress = read_json(self.folder.job(number).progress) or {}
+            if progress.get("step") and progress.get("of_steps"):
+                whole.append(took * progress["of_steps"] / progress["step"])
+            begun += took
+        if not whole:
+            return None
+        job = statistics.median(whole)
+        open_jobs = sum(state in ("waiting", "running") for state in self.states.values())
+        return max(job * open_jobs - begun, 0.0) / self.parallel
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as one would say them.
+
+    >>> duration(4.2), duration(75), duration(7260)
+    ('4 s', '1 min 15 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) -> str:
+    """Return a table of the jobs that did not finish, with the ends of their outputs."""
+    failed = [row for row in rows if row.status != FINISHED]
+    table = Table(title=f"{len(failed)} of {len(rows)} jobs did not finish", title_justify="left")
+    for name in ("job", "overrides", "status", "why"):
+        table.add_column(name, overflow="fold")
+    for row in failed:
+        table.add_row(str(row.number), " ".join(row.overrides), row.status, row.detail)
+    terminal = Console(stderr=True)
+    console = Console(width=terminal.width if terminal.is_terminal else 120, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table)
+        for row in failed:
+            output = Path(row.folder, "output.log")
+            lines = [f"job {row.number}: {output}", *(f"    {line}" for line in tail(output, tail_lines))]
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        if rerun and any(row.status not in AGAIN for row in failed):
+            console.print("\nto run the failed ones again: the same command with hydra.launcher.rerun=failed")
+    return captured.get()
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """Return the last lines of a file, however large it is."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - 200 * lines, 0))
+            return file.read().decode(errors="replace").splitlines()[-lines:] if lines else []
+    except OSError:
+        return []

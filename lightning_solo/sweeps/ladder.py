@@ -1,0 +1,183 @@
+"""A ladder: `baseline`, each technique alone, then one on top of the other, each in a fresh process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.sweeps import results
+from lightning_solo.sweeps.application import Application
+from lightning_solo.sweeps.figures import NOT_RUN, Figures, compare, error_of, measured
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.job import plain
+from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.rungs import Technique, folder_name, name_of
+from lightning_solo.sweeps.sweep import Job, Settings, Sweep
+
+WILL_FAIL_AGAIN = ("failed", NOT_RUN)
+"""Statuses of a technique alone that leave it out of every combination; what only lacked memory stays in."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A combination as it is handed to its process.
+
+    Attributes:
+        overrides: of `lightning-solo train`.
+        argument: of the task function; pickled.
+        config_hash: two that are equal need not run twice.
+    """
+
+    overrides: tuple[str, ...]
+    argument: Any
+    config_hash: str
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One combination of techniques; `prepared` is None where the combination is refused, for `refusal`."""
+
+    number: int
+    techniques: tuple[Technique, ...]
+    prepared: Prepared | None
+    refusal: str = ""
+
+    @property
+    def name(self) -> str:
+        """`baseline`, or the techniques, joined by plus signs."""
+        return name_of(self.techniques)
+
+
+class Ladder:
+    """Runs the combinations and compares them.
+
+    Args:
+        folder: where everything is written; what an earlier ladder has measured there is not measured again.
+        application: the task function, which returns what `measurement.measure` does.
+        settings: of the processes.
+        techniques: in the order in which they are added to one another.
+        prepare: makes of a combination what its process needs; raises ConflictError for one that can't be.
+        steps: optimizer steps of each.
+        until: bytes; the first combination whose peak is not above is the last that is run.
+        tell: as `Sweep`'s.
+        look: as `Sweep`'s.
+        names: job's number -> name, filled as rungs are known.
+    """
+
+    def __init__(
+        self,
+        folder: SweepFolder,
+        application: Application,
+        settings: Settings,
+        techniques: Sequence[Technique],
+        prepare: Callable[[tuple[Technique, ...]], Prepared],
+        *,
+        steps: int,
+        until: int | None = None,
+        tell: Callable[[str, int | None, str], None] = lambda *_: None,
+        look: Callable[[Sequence[int]], None] = lambda _: None,
+        names: dict[int, str] | None = None,
+    ) -> None:
+        if settings.parallel != 1:
+            raise ConflictError(
+                f"hydra.launcher.parallel={settings.parallel}: rungs that run at the same time would slow one another;"
+                " drop it"
+            )
+        if any(row.number == 0 and row.status == "failed" for row in results.read(folder.results)):
+            settings = replace(settings, rerun="failed")  # nothing could be compared; what was wrong may be mended
+        self.folder = folder
+        self.techniques = tuple(techniques)
+        self.prepare = prepare
+        self.steps = steps
+        self.until = until
+        self.names = {} if names is None else names
+        self.rungs: list[Rung] = []
+        self._rows: dict[int, Row] = {}
+        self._sweep = Sweep(folder, application, settings, tell=tell, look=look, wanted=self._wanted)
+
+    def run(self) -> list[Figures]:
+        """Run what is not there yet and return the rows, `baseline` first.
+
+        Raises:
+            PresetError: the baseline was refused for what the command line or the module says.
+            CheckpointError: another command works on this folder.
+            KeyboardInterrupt: after the running rung has ended; `figures` has what there is.
+        """
+        self._climb([self._rung(()), *(self._rung((technique,)) for technique in self.techniques)])
+        base = self.figures()[0]
+        if base.detail.startswith("PresetError: "):
+            raise PresetError(base.detail.removeprefix("PresetError: "))
+        if self.fitting() is None:
+            self._climb(self._combinations())
+        return self.figures()
+
+    def figures(self) -> list[Figures]:
+        """Return a row for each rung that was run or refused."""
+        rows = {**self._rows, **self._sweep.rows}
+        base = measured(rows.get(0))
+        found = []
+        for rung in self.rungs:
+            row = rows.get(rung.number)
+            if rung.prepared is None:
+                found.append(Figures(rung.name, "failed", rung.refusal))
+            elif row is not None:
+                error = error_of(self.folder.job(rung.number), row)
+                without = self._without_last(rung, rows)
+                found.append(compare(rung.techniques, row, error, base, measured(without), self.steps))
+        return found
+
+    def fitting(self) -> Figures | None:
+        """Return the first row whose peak is within `until`."""
+        if self.until is None:
+            return None
+        return next((f for f in self.figures() if f.peak_bytes is not None and f.peak_bytes <= self.until), None)
+
+    def _wanted(self, job: Job) -> bool:
+        refused = any(f.detail.startswith("PresetError: ") for f in self.figures()[:1])
+        return not refused and self.fitting() is None
+
+    def _rung(self, techniques: tuple[Technique, ...]) -> Rung:
+        number, prepared, refusal = len(self.rungs), None, ""
+        try:
+            prepared = self.prepare(techniques)
+        except ConflictError as error:
+            if not techniques:
+                raise
+            refusal = f"ConflictError: {error}"
+        rung = Rung(number, techniques, prepared, refusal)
+        self.rungs.append(rung)
+        self.names[number] = rung.name
+        return rung
+
+    def _combinations(self) -> list[Rung]:
+        """Return the rungs of two techniques and more: each adds one of those that can run here."""
+        failed = {f.name for f in self.figures() if f.status in WILL_FAIL_AGAIN and "BudgetError" not in f.detail}
+        rungs: list[Rung] = []
+        kept: tuple[Technique, ...] = ()
+        for technique in (technique for technique in self.techniques if technique.name not in failed):
+            if kept:
+                rungs.append(self._rung((*kept, technique)))
+                if rungs[-1].prepared is None:
+                    continue
+            kept = (*kept, technique)
+        return rungs
+
+    def _climb(self, rungs: Sequence[Rung]) -> None:
+        self._sweep.run([self._job(rung, rung.prepared) for rung in rungs if rung.prepared is not None])
+        self._rows |= self._sweep.rows
+
+    def _job(self, rung: Rung, prepared: Prepared) -> Job:
+        return Job(
+            number=rung.number,
+            overrides=prepared.overrides,
+            folder=self.folder.path / folder_name(rung.techniques),
+            config_hash=prepared.config_hash,
+            context=partial(plain, prepared.argument),
+        )
+
+    def _without_last(self, rung: Rung, rows: dict[int, Row]) -> Row | None:
+        same = (r.number for r in self.rungs if r.techniques == rung.techniques[:-1])
+        return rows.get(next(same, -1))

@@ -1,0 +1,237 @@
+"""Between Hydra and a sweep: the sweep's folder, the count of its jobs, and Hydra's own answer for each."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import RangeSweep
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.errors import CompactHydraException
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.sweeps.application import Application, application_of
+from lightning_solo.sweeps.display import Display, failures
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.job import pickled
+from lightning_solo.sweeps.outcome import FINISHED
+from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.sweep import Job, Settings, Sweep, ended_by_sigterm
+
+TIME = "@time@"
+INTERRUPTED = 130
+
+
+class Launch:
+    """One sweep as Hydra asks for it.
+
+    Raises:
+        CompactHydraException: a setting or a sweep that can't be; Hydra prints it without a trace.
+    """
+
+    def __init__(
+        self,
+        hydra_context: HydraContext,
+        task: Callable[..., Any],
+        config: DictConfig,
+        *,
+        max_jobs: int,
+        preload: tuple[str, ...],
+        **settings: Any,
+    ) -> None:
+        with compact():
+            self.hydra_context = hydra_context
+            self.config = config
+            self.settings = Settings(**settings)
+            self.application = application_of(task, preload)
+            refuse_count(config, max_jobs)
+            self.folder = SweepFolder(Path(sweep_dir(config, self.application)))
+        with read_write(config), open_dict(config):
+            config.hydra.sweep.dir = str(self.folder.path)
+        self._kept: tuple[Sweep, Display] | None = None
+
+    @contextmanager
+    def kept(self, jobs: Collection[int]) -> Iterator[None]:
+        """Keep what is open from one call to the next, for a sweeper that asks for some of its jobs at a time.
+
+        Args:
+            jobs: the numbers of all that there will be.
+        """
+        with compact():
+            display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
+            sweep = Sweep(self.folder, self.application, self.settings, tell=display.tell, look=display.look)
+            try:
+                with ended_by_sigterm(), display.shown(), sweep.opened():
+                    self._kept = sweep, display
+                    yield
+            except KeyboardInterrupt:
+                done = sum(row.status == FINISHED for row in sweep.rows.values())
+                display.console.print(
+                    f"interrupted with {done} of {len(jobs)} jobs done; the same command goes on: {self.folder.path}",
+                    soft_wrap=True,
+                )
+                raise SystemExit(INTERRUPTED) from None
+            finally:
+                self._kept = None
+
+    def __call__(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Run jobs and return what Hydra's sweepers want: a value each, or one error that names all failures."""
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
+        jobs = [self._job(config) for config in configs]
+        names = {job.number: " ".join(job.overrides) for job in jobs}
+        with ExitStack() as stack:
+            if self._kept is None:
+                stack.enter_context(self.kept(names))
+            assert self._kept is not None
+            sweep, display = self._kept
+            display.names.update(names)
+            rows = sweep.run(jobs)
+        error = JobsFailed(failures(rows, self.settings.tail_lines))
+        return [job_return(config, row, error) for config, row in zip(configs, rows, strict=True)]
+
+    def _composed(self, number: int, overrides: Sequence[str]) -> DictConfig:
+        given = [*overrides, f"hydra.sweep.dir={quoted(str(self.folder.path))}"]
+        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, given)
+        with open_dict(config):
+            config.hydra.job.id = str(number)
+            config.hydra.job.num = number
+        return config
+
+    def _job(self, config: DictConfig) -> Job:
+        subdir = under_hydra(config, lambda: str(config.hydra.sweep.subdir))
+        return Job(
+            number=config.hydra.job.num,
+            overrides=tuple(task_overrides(config)),
+            folder=self.folder.path / subdir,
+            config_hash=config_hash(config),
+            context=partial(pickled, self.hydra_context, config),
+        )
+
+
+class JobsFailed(CompactHydraException):
+    """Jobs did not finish; its text is the table of all of them."""
+
+
+@contextmanager
+def compact() -> Iterator[None]:
+    """Let Hydra print our refusals without a trace."""
+    try:
+        yield
+    except SoloError as error:
+        raise CompactHydraException(str(error)) from None
+
+
+def refuse_count(config: DictConfig, most: int) -> None:
+    """Count the jobs of Hydra's own sweeper before it makes them.
+
+    Raises:
+        PresetError: there are none, or more than ``most``.
+    """
+    sweeper = config.hydra.sweeper
+    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+        return
+    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    texts = [*given, *task_overrides(config)]
+    counts = {o.get_key_element(): _count(o) for o in OverridesParser.create().parse_overrides(texts)}
+    jobs = math.prod(counts.values())
+    if jobs == 0:
+        empty = next(name for name, count in counts.items() if count == 0)
+        raise PresetError(f"{empty}: an empty range, 0 jobs; write for example {empty}=range(1,5)")
+    if jobs > most:
+        raise PresetError(
+            f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
+            f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
+        )
+
+
+def _count(override: Any) -> int:
+    if not override.is_sweep_override() or not override.is_discrete_sweep():
+        return 1
+    value: Any = override.value()
+    if isinstance(value, RangeSweep):
+        numbers: Any = value
+        jobs: int = math.ceil((numbers.stop - numbers.start) / float(numbers.step))
+        return max(jobs, 0)
+    if hasattr(value, "list"):
+        return len(value.list)
+    return 1  # a glob, which Hydra resolves
+
+
+def sweep_dir(config: DictConfig, application: Application) -> str:
+    """Return the sweep's folder: where it would be named by the time, by a hash of application and overrides instead.
+
+    The same command finds what it has done before.
+    """
+    asked = copy.deepcopy(config)
+    OmegaConf.clear_cache(asked)
+    OmegaConf.register_new_resolver("now", lambda _: TIME, replace=True, use_cache=False)
+    try:
+        folder = under_hydra(asked, lambda: str(asked.hydra.sweep.dir))
+    finally:
+        setup_globals()
+    if TIME not in folder:
+        return folder
+    before, _, after = folder.partition(TIME)
+    after = after.rpartition(TIME)[2]
+    overrides = task_overrides(config)
+    what = [application.file or application.module, application.function, config.hydra.job.config_name, overrides]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
+    return f"{before}{application.module.rpartition('.')[2]}-{digest}{after}"
+
+
+def task_overrides(config: DictConfig) -> list[str]:
+    """Return the overrides that are not Hydra's own."""
+    return [str(text) for text in config.hydra.overrides.task]
+
+
+def under_hydra(config: DictConfig, ask: Callable[[], str]) -> str:
+    """Ask while ``${hydra:...}`` means this configuration."""
+    from hydra.core.hydra_config import HydraConfig
+
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        return ask()
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def config_hash(config: DictConfig) -> str:
+    """Return a hash of what the application is told, without Hydra's own section; nothing is resolved."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    told = {key: value for key, value in plain.items() if key != "hydra"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def quoted(text: str) -> str:
+    """Return a value as an override's, whatever is in it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def job_return(config: DictConfig, row: Row, error: Exception) -> JobReturn:
+    """Return what Hydra's own launcher would for a job."""
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    finished = row.status == FINISHED
+    return JobReturn(
+        overrides=list(filter_overrides(row.overrides)),
+        cfg=plain,
+        hydra_cfg=OmegaConf.masked_copy(config, ["hydra"]),
+        working_dir=row.folder,
+        task_name=config.hydra.job.name,
+        status=JobStatus.COMPLETED if finished else JobStatus.FAILED,
+        _return_value=row.returned if finished else error,
+    )

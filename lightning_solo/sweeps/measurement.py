@@ -1,0 +1,127 @@
+"""What one rung of a ladder measures inside its own process: peak memory, seconds per step, loss, a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_solo.callbacks.throughput import size_of
+from lightning_solo.errors import PresetError
+from lightning_solo.memory.reading import read
+
+WARM_UP = 5
+"""Steps that are not timed, or half of them where there are fewer than ten."""
+LAST = 5
+"""Steps over which the loss is averaged, the last ones."""
+OWN_ARGUMENTS = {
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+}
+"""Trainer arguments of a rung: it trains and does nothing else."""
+
+
+class Clock(L.Callback):
+    """Seconds, loss and samples of each optimizer step; a step is all micro-batches of its window, the loader aside."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.samples: list[int] = []
+        self._begin()
+        self._started = 0.0
+        self._step = 0
+
+    def _begin(self) -> None:
+        self._seconds, self._samples = 0.0, 0
+        self._losses: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start the clock."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop the clock when the device is done, and close the step where the optimizer has stepped."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)
+        self._seconds += time.perf_counter() - self._started
+        self._samples += size_of(batch)[0] or 0
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # under automatic optimization Lightning has divided it by the micro-batches of a step
+            times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._losses.append(loss.detach() * times)
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self.seconds.append(self._seconds)
+            self.samples.append(self._samples)
+            self.losses += [statistics.fmean(map(float, self._losses))] if self._losses else []
+            self._begin()
+
+
+def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, steps: int) -> dict[str, Any]:
+    """Train for a number of optimizer steps and return what it took, as plain numbers.
+
+    Args:
+        model: the module.
+        data: its data module, or None where it brings its loader.
+        trainer: arguments of the Trainer; ``clock`` is among the callbacks.
+        clock: one that has run in no other Trainer.
+        steps: optimizer steps.
+
+    Raises:
+        PresetError: the loader gave nothing to train on.
+    """
+    runner = L.Trainer(**{**trainer, **OWN_ARGUMENTS, "max_steps": steps})
+    device = runner.strategy.root_device
+    before = read(device)
+    runner.fit(model, data)
+    reading = read(device)
+    if not clock.seconds:
+        raise PresetError(
+            f"data: the train_dataloader of {type(data or model).__name__} gave no batch to train on; give one that"
+            " does, or check data and trainer.limit_train_batches"
+        )
+    return {
+        "device": device.type,
+        "steps": len(clock.seconds),
+        "peak_bytes": reading.peak_allocated or reading.peak_resident,
+        "before_bytes": before.resident if before.allocated is None else before.allocated,
+        "step_s": median_step(clock.seconds),
+        "loss": statistics.fmean(clock.losses[-LAST:]) if clock.losses else None,
+        "samples_per_step": clock.samples[0] or None,
+        "fingerprint": fingerprint(model, clock.losses),
+    }
+
+
+def median_step(seconds: Sequence[float]) -> float:
+    """Return the median of the steps after the warm-up.
+
+    >>> median_step([9.0, 1.0]), median_step([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0])
+    (1.0, 2.0)
+    """
+    return statistics.median(seconds[min(WARM_UP, len(seconds) // 2) :])
+
+
+def fingerprint(model: torch.nn.Module, losses: Sequence[float]) -> str | None:
+    """Return a hash of every bit of the parameters and of the losses; None where the parameters can't be read."""
+    found = hashlib.sha256(repr(list(losses)).encode())
+    try:
+        for name, parameter in model.named_parameters():
+            bits = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found.update(name.encode())
+            found.update(bits.numpy().data)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # never initialized, or a subclass without bytes
+        return None
+    return found.hexdigest()

@@ -1,0 +1,113 @@
+"""Joins every Trainer of a sweep's job, by Lightning's entry point, and tells step, loss and memory to the sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_json
+from lightning_solo.sweeps.job import VARIABLE, peaks
+from lightning_solo.sweeps.results import loss_of
+
+EVERY_S = 1.0
+
+
+def callbacks_for_lightning() -> list[Any]:
+    """Return what joins a Trainer of `lightning`."""
+    return _callbacks("lightning.pytorch")
+
+
+def callbacks_for_pytorch_lightning() -> list[Any]:
+    """Return what joins a Trainer of `pytorch_lightning`."""
+    return _callbacks("pytorch_lightning")
+
+
+def _callbacks(home: str) -> list[Any]:
+    base = sys.modules[home].Callback
+    made = type("JobObserver", (JobObserver, base), {"__module__": __name__})
+    return [made(JobFiles(Path(os.environ[VARIABLE])))]
+
+
+def pruning_of(files: JobFiles) -> Any:
+    """Return what the job of a search that prunes reports to, else None."""
+    if not SweepFolder(files.path.parents[2]).pruning.exists():
+        return None
+    from lightning_solo.sweeps import pruning
+
+    return pruning.pruning_of(files.path)
+
+
+class JobObserver:
+    """Writes `progress.json` about once a second, and at the end of each run of the Trainer."""
+
+    def __init__(self, files: JobFiles) -> None:
+        self._files = files
+        self._pruning = pruning_of(files)
+        self._written = 0.0
+        self._started = time.time()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note when training started: what came before is no part of a step's time."""
+        self._started = time.time()
+        self._write(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Tell, unless it was told within the last second."""
+        if time.monotonic() - self._written >= EVERY_S:
+            self._write(trainer)
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        """Report to the search that this is a trial of; a trial that it gives up ends as after its last step."""
+        if self._pruning is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._pruning.ask(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        """Report at least here where nothing is validated."""
+        if self._pruning is not None and not trainer.enable_validation:
+            self._pruning.ask(trainer)
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        """Tell where it stood."""
+        self._write(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Tell the end, with the metrics of this run of the Trainer."""
+        self._write(trainer)
+
+    def _write(self, trainer: Any) -> None:
+        self._written = time.monotonic()
+        try:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)
+            write_json(
+                self._files.progress,
+                {
+                    "step": trainer.global_step,
+                    "of_steps": total_steps(trainer),
+                    "trained_s": time.time() - self._started,
+                    "loss": loss_of(metrics),
+                    "metrics": metrics,
+                    "pruned_at": self._pruning and self._pruning.pruned_at,
+                    **peaks(),
+                },
+                durable=False,
+            )
+        except OSError:  # a full disk is no reason to end a run
+            return
+
+
+def figures(trainer: Any) -> dict[str, float]:
+    """Return what our `Throughput` last told, if it is there: it logs to loggers alone."""
+    found = (callback.figures for callback in trainer.callbacks if type(callback).__name__ == "Throughput")
+    return dict(next(found, {}))
+
+
+def total_steps(trainer: Any) -> int | None:
+    """Return the optimizer steps that a run will take, or None where nobody can know."""
+    try:
+        steps = trainer.estimated_stepping_batches
+    except Exception:  # before there is a loader, or under a strategy that doesn't tell
+        return None
+    return int(steps) if 0 < steps < float("inf") else None

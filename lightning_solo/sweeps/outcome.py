@@ -1,0 +1,108 @@
+"""What became of a job, told from how its process ended and from what it said itself."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FINISHED = "finished"
+INTERRUPTED = "interrupted"
+LOST = "lost"
+STATUSES = {
+    FINISHED: "the task function returned",
+    "failed": "it raised an exception",
+    "out of device memory": "CUDA had no memory left",
+    "out of host memory": "the kernel killed it for lack of memory, or Python had none left",
+    "timed out": "it took longer than hydra.launcher.timeout_s",
+    "crashed": "a signal of its own doing ended it, such as a segmentation fault",
+    "killed": "a signal from elsewhere ended it",
+    "exited": "it left by sys.exit or os._exit before the task function returned",
+    INTERRUPTED: "Ctrl-C; the same command runs it again",
+    LOST: "the machine went down, or all processes were killed; the same command runs it again",
+}
+AGAIN = (INTERRUPTED, LOST)
+"""Statuses of jobs that the same command runs again; all others are results."""
+OWN_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SIGTRAP")
+DEVICE_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "HIP out of memory",
+)
+HOST_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+
+
+def outcome(
+    exit_code: int,
+    said: Mapping[str, Any] | None,
+    *,
+    timed_out: bool = False,
+    interrupted: bool = False,
+    oom_kills: int = 0,
+) -> tuple[str, str]:
+    """Return the status and a line that says more.
+
+    Args:
+        exit_code: as `os.waitstatus_to_exitcode` tells it: negative for a signal.
+        said: the job's `result.json`, if it came to write one.
+        timed_out: Whether it was ended for taking too long.
+        interrupted: Whether it was ended with the sweep.
+        oom_kills: processes that the kernel killed for lack of memory while it ran.
+
+    >>> outcome(-11, None), outcome(0, None), outcome(-9, None, oom_kills=1)[0]
+    (('crashed', 'SIGSEGV'), ('exited', 'with status 0, before the task function returned'), 'out of host memory')
+    """
+    if said is not None and "error" not in said:
+        return FINISHED, f"and then ended with {_exit(exit_code)}" if exit_code else ""
+    if timed_out:
+        return "timed out", f"ended by {_exit(exit_code)}" if exit_code < 0 else ""
+    if interrupted:
+        return INTERRUPTED, ""
+    if said is not None:
+        return _of_error(said["error"])
+    if exit_code >= 0:
+        return "exited", f"with status {exit_code}, before the task function returned"
+    name = _exit(exit_code)
+    if exit_code == -signal.SIGKILL and oom_kills:
+        return "out of host memory", "killed by the kernel"
+    if name in OWN_SIGNALS:
+        return "crashed", name
+    return "killed", f"by {name}{', as the kernel does for lack of memory' if name == 'SIGKILL' else ''}"
+
+
+def _of_error(error: Mapping[str, Any]) -> tuple[str, str]:
+    kind, text = str(error["type"]), str(error["message"])
+    line = f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''}".removesuffix(": ")
+    if kind == "CompactHydraException":  # a refusal, which says all itself
+        return "failed", " ".join(text.split())
+    if kind == "OutOfMemoryError" or any(words in text for words in DEVICE_MEMORY):
+        return "out of device memory", line
+    if kind == "MemoryError" or any(words in text for words in HOST_MEMORY):
+        return "out of host memory", line
+    if kind == "KeyboardInterrupt":
+        return INTERRUPTED, ""
+    if kind == "SystemExit":
+        return "exited", f"with status {text or 0}, before the task function returned"
+    return "failed", line
+
+
+def _exit(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"status {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for lack of memory since it started; 0 where it doesn't tell."""
+    try:
+        lines = (root / "proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

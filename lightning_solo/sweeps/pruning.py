@@ -1,0 +1,94 @@
+"""A job's side of a search: its Trainer reports to the study, and stops where the study has seen enough.
+
+Imported in a job's own process when its sweep prunes; the study is in the sweep's folder, a trial has its job's number.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import OptunaError
+from optuna.storages import RDBStorage
+
+from lightning_solo.sweeps.files import JobFiles, SweepFolder, read_json
+
+STUDY = "optuna.db"
+LOCKED_S = 60.0
+"""Seconds to wait for another process that writes to the study."""
+
+
+def storage(folder: Path, *, new: bool) -> RDBStorage:
+    """Return the study's storage in a sweep's folder; ``new``: make its tables where they are not there yet."""
+    path = str((folder / STUDY).absolute()).replace("{", "{{").replace("}", "}}")  # Optuna formats the address
+    waits = {"connect_args": {"timeout": LOCKED_S}}
+    return RDBStorage(f"sqlite:///{path}", waits, skip_compatibility_check=not new, skip_table_creation=not new)
+
+
+@functools.cache  # one per job: a job with several Trainers is still one trial
+def pruning_of(job: Path) -> Pruning | None:
+    """Return what a job reports to, or None in a sweep that doesn't prune.
+
+    Args:
+        job: the folder of its `JobFiles`.
+    """
+    sweep = SweepFolder(job.parents[2])
+    asked = read_json(sweep.pruning)
+    return None if asked is None else Pruning(sweep, JobFiles(job), asked)
+
+
+class Pruning:
+    """Reports a trial's metric to its study, and asks whether to go on.
+
+    Attributes:
+        pruned_at: the step, in the study's count, at which the trial was to end; None while it may go on.
+    """
+
+    def __init__(self, sweep: SweepFolder, job: JobFiles, asked: Mapping[str, Any]) -> None:
+        self.monitor: str | None = asked["monitor"]
+        self.pruned_at: int | None = None
+        study = optuna.load_study(
+            study_name=asked["study"],
+            storage=storage(sweep.path, new=False),
+            sampler=optuna.samplers.RandomSampler(),  # nothing is drawn here
+            pruner=optuna.pruners.MedianPruner(asked["after_trials"], asked["after_steps"]),
+        )
+        frozen = study.get_trials(deepcopy=False)[int(job.path.name)]
+        self._reported = set(frozen.intermediate_values)  # by an attempt that was cut off
+        self._trial = optuna.trial.Trial(study, frozen._trial_id)
+
+    def ask(self, trainer: Any) -> None:
+        """Report what is monitored, and let the Trainer stop if the trial should end."""
+        value = self.monitored(trainer.callback_metrics)
+        if self.pruned_at is None and value is not None:
+            self._report(value, step_of(trainer))
+        if self.pruned_at is not None:
+            trainer.should_stop = True
+
+    def _report(self, value: float, step: int) -> None:
+        try:
+            if step not in self._reported:
+                self._reported.add(step)
+                self._trial.report(value, step)
+            if self._trial.should_prune():
+                self.pruned_at = step
+        except OptunaError as error:  # a study out of reach is no reason to end a run
+            warnings.warn(f"{STUDY}: nothing reported at {step}: {error}", stacklevel=2)
+
+    def monitored(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return the metric that is monitored: by default the first that is named a validation's loss."""
+        for name, value in metrics.items():
+            if name == self.monitor or (self.monitor is None and "val" in name.lower() and "loss" in name.lower()):
+                return float(value)
+        return None
+
+
+def step_of(trainer: Any) -> int:
+    """Return how far a Trainer is: epochs where it validates once in each, so that trials of any batch size compare."""
+    interval = trainer.val_check_interval  # 1.0 is once per epoch, 1 is after every batch
+    by_epoch = trainer.check_val_every_n_epoch is not None and isinstance(interval, float) and interval == 1.0
+    return int(trainer.current_epoch + 1 if by_epoch else trainer.global_step)

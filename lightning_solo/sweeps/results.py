@@ -1,0 +1,160 @@
+"""The rows of a sweep, one per job, in a file that survives a write that was cut off: `results.jsonl`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.errors import CheckpointError
+
+VERSION = 1
+PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "hydra-core", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one job was, did and cost.
+
+    Attributes:
+        number: of the job in its sweep, from 0.
+        overrides: of the task, without Hydra's own.
+        status: one of `outcome.STATUSES`.
+        detail: a line that says more, such as the exception.
+        folder: where the job wrote.
+        attempt: how many times it was started.
+        returned: what the task function returned, as far as it is plain; None too if it isn't.
+        metrics: the Trainer's at the end, by name.
+        steps: optimizer steps.
+        seconds: from its start to the end of its process.
+        peak_device_bytes: None without a device.
+        peak_host_bytes: resident, of the largest process of the job.
+        config_hash: of the composed configuration, without Hydra's section.
+        versions: package -> version.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    status: str
+    detail: str = ""
+    folder: str = ""
+    attempt: int = 1
+    returned: Any = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    steps: int | None = None
+    seconds: float | None = None
+    started: float | None = None
+    peak_device_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    config_hash: str = ""
+    hardware: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """What the task function returned if that is a number, else the logged loss, the validation's first."""
+        if isinstance(self.returned, int | float) and not isinstance(self.returned, bool):
+            return float(self.returned)
+        return loss_of(self.metrics)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the `Throughput` observer, where it ran."""
+        return self.metrics.get("throughput/tokens_per_s")
+
+
+def loss_of(metrics: Mapping[str, float]) -> float | None:
+    """Return the validation loss if one is logged, else any logged loss.
+
+    >>> loss_of({"train/loss": 2.0, "val_loss": 3.0}), loss_of({"accuracy": 1.0})
+    (3.0, None)
+    """
+    for word in ("val", "loss"):
+        for name, value in metrics.items():
+            if "loss" in name.lower() and word in name.lower():
+                return value
+    return None
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a row; a line that an earlier write has left half done stays alone.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(line_of(row))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def line_of(row: Row) -> bytes:
+    """Return a row as a line that says by its checksum whether it is whole."""
+    text = json.dumps({"version": VERSION, **asdict(row)}, allow_nan=True)
+    return f"{zlib.crc32(text.encode()):08x} {text}\n".encode()
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows by number, the last of each; lines that are not whole are left out.
+
+    Raises:
+        CheckpointError: the file is of another version of this library.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = {}
+    known = {f.name for f in fields(Row)}
+    for line in lines:
+        checksum, _, text = line.partition(b" ")
+        if not text or checksum != f"{zlib.crc32(text):08x}".encode():
+            continue
+        found = json.loads(text)
+        version = found.pop("version")
+        if version != VERSION or set(found) - known:
+            raise CheckpointError(
+                f"{path}: its rows are of version {version}, this lightning-solo reads {VERSION}; read it with the"
+                " lightning-solo that wrote it, or give the sweep another name"
+            )
+        rows[found["number"]] = Row(**{**found, "overrides": tuple(found["overrides"])})
+    return [rows[number] for number in sorted(rows)]
+
+
+def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
+    """Return the rows than which no other is as good in all costs and better in one.
+
+    Args:
+        rows: those that lack one of the costs are left out.
+        costs: attributes of a row; less is better.
+    """
+    points = [(row, tuple(getattr(row, cost) for cost in costs)) for row in rows if row.status == "finished"]
+    points = [(row, point) for row, point in points if all(value is not None and value == value for value in point)]
+
+    def dominated(point: tuple[float, ...]) -> bool:
+        return any(other != point and all(o <= p for o, p in zip(other, point, strict=True)) for _, other in points)
+
+    return [row for row, point in points if not dominated(point)]
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of what decides about a run, as installed: nothing is imported."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,125 @@
+"""What a ladder is made of: the techniques, and the overrides of `lightning-solo train` with which they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_solo.errors import ConflictError, PresetError, nearest
+
+BASELINE = "baseline"
+_CALLBACK = "+solo/callback="
+_STRATEGY = "+solo/strategy="
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A rung of its own.
+
+    Attributes:
+        name: as the table shows it.
+        overrides: of `lightning-solo train`, on top of the preset `baseline`.
+        exact: Whether it claims to change no bit of what a run without it gives.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    exact: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The keys below which lie arguments of this technique alone.
+
+        >>> TECHNIQUES["checkpointing"].options, TECHNIQUES["zero_offload"].options, TECHNIQUES["bf16"].options
+        (('solo.callback.activation_checkpointing',), ('solo.strategy',), ())
+        """
+        callbacks = [f"solo.callback.{text.removeprefix(_CALLBACK)}" for text in self.overrides if _CALLBACK in text]
+        return (*callbacks, *("solo.strategy" for text in self.overrides if _STRATEGY in text))
+
+    def owns(self, override: str) -> bool:
+        """Tell whether an override is of an argument of this technique."""
+        key = override.lstrip("+~").partition("=")[0]
+        return any(key == option or key.startswith(f"{option}.") for option in self.options)
+
+
+# In the order in which they are added to one another: what costs least comes first.
+TECHNIQUES = {
+    technique.name: technique
+    for technique in (
+        Technique("bf16", ("solo.precision=bf16-mixed",)),
+        Technique("checkpointing", ("+solo/callback=activation_checkpointing",), exact=True),
+        Technique("accumulation", ("+solo/callback=accumulation_schedule",)),
+        Technique("zero_offload", ("+solo/strategy=zero_offload",)),
+    )
+}
+
+
+def chosen(names: str | None) -> tuple[Technique, ...]:
+    """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; all of them by default.
+
+    Raises:
+        PresetError: there is none of that name, or no name at all.
+    """
+    if names is None:
+        return tuple(TECHNIQUES.values())
+    given = [name.strip() for name in names.split(",")]
+    for name in given:
+        if name not in TECHNIQUES:
+            raise PresetError(
+                f"--techniques {names}: no technique {name!r}{nearest(name, TECHNIQUES)}there are"
+                f" {', '.join(TECHNIQUES)}"
+            )
+    return tuple(technique for technique in TECHNIQUES.values() if technique.name in given)
+
+
+def name_of(techniques: Sequence[Technique]) -> str:
+    """Return the name of a combination."""
+    return " + ".join(technique.name for technique in techniques) or BASELINE
+
+
+def folder_name(techniques: Sequence[Technique]) -> str:
+    """Return the name of a combination's folder."""
+    return name_of(techniques).replace(" ", "")
+
+
+def overrides_of(
+    techniques: Sequence[Technique], given: Sequence[str], ladder: Sequence[Technique] = tuple(TECHNIQUES.values())
+) -> list[str]:
+    """Return the overrides of `lightning-solo train` for a combination.
+
+    Args:
+        techniques: of the combination.
+        given: the user's own overrides; an argument of a technique goes where that technique is.
+        ladder: all techniques that the ladder has.
+
+    >>> overrides_of([TECHNIQUES["checkpointing"]], ["seed=1", "solo.strategy.stage=3"])
+    ['seed=1', 'solo=baseline', '+solo/callback=[activation_checkpointing]']
+
+    Raises:
+        ConflictError: two of them choose a strategy, or set one field.
+    """
+    wanted = [text for text in given if _applies(text, techniques, ladder)]
+    own = [text for technique in techniques for text in technique.overrides]
+    callbacks: list[str] = []
+    for text in [*wanted, *own]:
+        if text.startswith(_CALLBACK):
+            callbacks += [name.strip() for name in text.removeprefix(_CALLBACK).strip("[]").split(",")]
+    listed = [f"{_CALLBACK}[{','.join(callbacks)}]"] if callbacks else []
+    fields = [text for text in own if not text.startswith(_CALLBACK)]
+    _refuse_twice(fields, techniques)
+    before = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
+    behind = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]
+    return [*before, f"solo={BASELINE}", *fields, *listed, *behind]
+
+
+def _applies(override: str, techniques: Sequence[Technique], ladder: Sequence[Technique]) -> bool:
+    owners = [technique for technique in ladder if technique.owns(override)]
+    return not owners or any(technique in owners for technique in techniques)
+
+
+def _refuse_twice(fields: Sequence[str], techniques: Sequence[Technique]) -> None:
+    keys = [text.partition("=")[0] for text in fields]
+    for key in keys:
+        if keys.count(key) > 1:
+            both = " and ".join(t.name for t in techniques if any(text.startswith(f"{key}=") for text in t.overrides))
+            raise ConflictError(f"{both}: each sets {key.lstrip('+')}; only one of them can be in a run")

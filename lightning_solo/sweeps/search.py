@@ -1,0 +1,168 @@
+"""A search by Optuna: a trial per job, each with the job's number, in a study that the same command goes on with.
+
+Whatever kills the command, a trial is stored with its parameters before its job starts. The next command asks the
+launcher for the trials that run according to the study, and the launcher knows what became of their jobs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.sweeps import results
+from lightning_solo.sweeps.display import failures
+from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
+from lightning_solo.sweeps.launch import JobsFailed
+from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.pruning import STUDY
+from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.search_settings import OBJECTIVES, SAMPLERS, VALUE, number, settings
+from lightning_solo.sweeps.search_space import SearchSpace, search_space
+from lightning_solo.sweeps.study import best_of, open_study, quiet, said, suggest, summary
+
+
+class Search:
+    """One command's work on one study.
+
+    Raises:
+        PresetError: a setting that can't be.
+        ConflictError: settings that can't be combined, or another launcher.
+    """
+
+    def __init__(
+        self, hydra_context: HydraContext, task: TaskFunction, config: DictConfig, given: Mapping[str, Any]
+    ) -> None:
+        if not str(config.hydra.launcher.get("_target_")).endswith(".SoloLauncher"):
+            raise ConflictError(
+                "hydra/sweeper=solo_optuna: what a trial came to and what it cost is in the results of"
+                " hydra/launcher=solo; write both"
+            )
+        self.settings = settings(given, config.hydra.launcher.parallel)
+        if config.hydra.launcher.rerun != "never":
+            raise ConflictError(
+                f"hydra.launcher.rerun={config.hydra.launcher.rerun} and hydra/sweeper=solo_optuna: a trial that has"
+                " ended is a result; write a larger hydra.sweeper.n_trials for more of them"
+            )
+        if self.settings.pruning:
+            with read_write(config), open_dict(config):
+                config.hydra.launcher.preload = [*config.hydra.launcher.preload, "lightning_solo.sweeps.pruning"]
+        self.config = config
+        self.loader: ConfigLoader = hydra_context.config_loader
+        self.launcher: Any = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task, config=config
+        )
+        self.folder = SweepFolder(Path(config.hydra.sweep.dir))
+
+    def __call__(self, arguments: Sequence[str]) -> None:
+        """Run the trials that the study lacks.
+
+        Raises:
+            NothingToDoError: nothing to be searched.
+            PresetError: a space that can't be searched; a task function that returns no number.
+            CheckpointError: the folder holds another study, or another command works on it.
+            JobsFailed: in the end, where jobs failed.
+        """
+        space = search_space(arguments, self.loader)
+        for overrides in space.samples():  # a key or a choice that isn't there, before the study knows of it
+            self.loader.load_sweep_config(self.config, overrides)
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        with quiet(), self.launcher.kept(range(self.settings.n_trials)):
+            study = open_study(self.folder.path, self.settings, space)
+            OmegaConf.save(self.config, self.folder.path / "multirun.yaml")
+            self._tell_jobs(study)
+            left: set[int] = set()
+            while trials := self._next(study, left):
+                for frozen in trials:
+                    # its parameters are stored one by one; of a trial that was cut off here the rest is drawn now
+                    study.sampler = self._sampler(frozen.number)
+                    suggest(Trial(study, frozen._trial_id), space)
+                left |= self._run(study, space, [frozen.number for frozen in trials])
+        self._conclude(study, space)
+
+    def _next(self, study: Study, left: set[int]) -> list[FrozenTrial]:
+        """Return the trials that have begun, by this command or by one that was killed, else new ones."""
+
+        def begun() -> list[FrozenTrial]:
+            there = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            return [trial for trial in there if trial.number not in left]
+
+        if not begun():
+            there = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
+            for number in range(there, min(there + self.settings.n_jobs, self.settings.n_trials)):
+                study.sampler = self._sampler(number)
+                study.ask()
+        return begun()
+
+    def _sampler(self, trial: int) -> BaseSampler:
+        """Return the sampler for one trial: what it draws doesn't depend on how often the command was begun."""
+        seed = self.settings.seed
+        of_trial = None if seed is None else int(np.random.SeedSequence([seed, trial]).generate_state(1)[0])
+        return SAMPLERS[self.settings.sampler](of_trial)
+
+    def _run(self, study: Study, space: SearchSpace, numbers: Sequence[int]) -> set[int]:
+        """Run trials and tell the study; return those that the same command should run again later."""
+        params = {trial.number: trial.params for trial in study.get_trials(deepcopy=False)}
+        for _, group in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+            these = [number for _, number in group]  # without a gap, as a launcher numbers its jobs
+            self.launcher.launch([space.overrides(params[number]) for number in these], these[0])
+        rows = self._rows()
+        again = {trial for trial in numbers if rows[trial].status in AGAIN}
+        for trial in sorted({*numbers} - again):
+            self._settle(study, rows[trial])
+        return again
+
+    def _rows(self) -> dict[int, Row]:
+        return {row.number: row for row in results.read(self.folder.results)}
+
+    def _settle(self, study: Study, row: Row) -> None:
+        progress = read_json(self.folder.job(row.number).progress) or {}
+        values = [OBJECTIVES[name](row) for name in self.settings.objectives]
+        if row.status == FINISHED and progress.get("pruned_at") is not None:
+            study.tell(row.number, state=TrialState.PRUNED)
+            return
+        if row.status == FINISHED and all(value is not None and not math.isnan(value) for value in values):
+            study.tell(row.number, [float(value) for value in values if value is not None])
+        else:
+            study.tell(row.number, state=TrialState.FAIL)
+        if row.status == FINISHED and VALUE in self.settings.objectives and number(row.returned) is None:
+            raise PresetError(
+                f"job {row.number} returned {row.returned!r} {row.detail}".strip()
+                + ": a search needs a number; let the task function return it, such as"
+                " float(trainer.callback_metrics['validation/loss']), which is there after a validation"
+            )
+
+    def _tell_jobs(self, study: Study) -> None:
+        s = self.settings
+        if not s.pruning:
+            self.folder.pruning.unlink(missing_ok=True)
+            return
+        asked = {"after_trials": s.prune_after_trials, "after_steps": s.prune_after_steps}
+        write_json(self.folder.pruning, {"study": study.study_name, "monitor": s.monitor, **asked})
+
+    def _conclude(self, study: Study, space: SearchSpace) -> None:
+        trials = study.get_trials(deepcopy=False)
+        best = best_of(study)
+        OmegaConf.save(OmegaConf.create(summary(best)), self.folder.path / "optimization_results.yaml")
+        print(said(study, best, self.settings.objectives, space, self.folder.path / STUDY))
+        rows = [row for trial, row in self._rows().items() if trial < len(trials)]
+        if self.settings.pruning and trials and not any(trial.intermediate_values for trial in trials):
+            names = sorted({name for row in rows for name in row.metrics})
+            print(
+                f"hydra.sweeper.pruning=true: no trial reported {self.settings.monitor or 'a validation loss'}, so none"
+                f" was pruned; there are {', '.join(names) or 'no metrics'}; write hydra.sweeper.monitor=<one of them>"
+            )
+        if any(row.status != FINISHED for row in rows):
+            raise JobsFailed(failures(rows, self.config.hydra.launcher.tail_lines, rerun=False))

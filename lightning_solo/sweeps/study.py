@@ -1,0 +1,126 @@
+"""The study of a search: opened where it is the same one, its trials drawn, and what they came to in words."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.sweeps.pruning import STUDY, storage
+from lightning_solo.sweeps.search_settings import Settings
+from lightning_solo.sweeps.search_space import SearchSpace
+from lightning_solo.units import GiB
+
+IDENTITY = "lightning_solo"
+"""Name of the study's attribute that says what it searches."""
+
+
+def open_study(folder: Path, asked: Settings, space: SearchSpace) -> Study:
+    """Return the study of a sweep's folder; a new one where there is none.
+
+    Raises:
+        CheckpointError: it is of another name, or over another space; or the file can't be read.
+    """
+    name = asked.study_name or folder.absolute().name
+    identity = {
+        "objectives": dict(zip(asked.objectives, asked.direction, strict=True)),
+        "searched": space.described(),
+        "overrides": dict.fromkeys(sorted(space.fixed), "given"),
+    }
+    try:
+        keeper = storage(folder, new=True)
+        names = optuna.get_all_study_names(keeper)
+    except (SQLAlchemyError, RuntimeError, optuna.exceptions.OptunaError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{folder / STUDY}: not a study that Optuna {optuna.__version__} can read ({why}); give the sweep another"
+            " folder"
+        ) from error
+    if names and names != [name]:
+        raise CheckpointError(
+            f"{folder / STUDY} holds the study {', '.join(names)}, not {name}; write"
+            f" hydra.sweeper.study_name={names[0]}, or give the sweep another folder"
+        )
+    directions: Any = list(asked.direction)
+    study = optuna.create_study(storage=keeper, study_name=name, directions=directions, load_if_exists=True)
+    before = study.user_attrs.get(IDENTITY)
+    if before is None:
+        study.set_user_attr(IDENTITY, identity)
+    elif before != identity:
+        raise CheckpointError(
+            f"{folder / STUDY}: a study with other parameters:{differences(before, identity)}\ngive the former ones to"
+            " go on, or another name to begin anew: run=..., or in an application of your own hydra.sweep.dir=..."
+        )
+    return study
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a line for each difference between two identities of a study."""
+    lines = [
+        f"\n  {key}: {before.get(part, {}).get(key, 'not there')} before, {now[part].get(key, 'not there')} now"
+        for part in now
+        for key in sorted({*before.get(part, {}), *now[part]})
+        if before.get(part, {}).get(key) != now[part].get(key)
+    ]
+    return "".join(lines) or " their order"
+
+
+def suggest(trial: Trial, space: SearchSpace) -> None:
+    """Draw what a trial lacks of its parameters; they are stored one by one."""
+    for name, distribution in space.distributions.items():
+        if isinstance(distribution, CategoricalDistribution):
+            trial.suggest_categorical(name, distribution.choices)
+        elif isinstance(distribution, IntDistribution):
+            trial.suggest_int(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
+        elif isinstance(distribution, FloatDistribution):
+            trial.suggest_float(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
+
+
+def best_of(study: Study) -> list[FrozenTrial]:
+    """Return the best trial, with several objectives those of the Pareto front; none where none has finished."""
+    if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        return []
+    return [study.best_trial] if len(study.directions) == 1 else study.best_trials
+
+
+def said(study: Study, best: Sequence[FrozenTrial], objectives: Sequence[str], space: SearchSpace, file: Path) -> str:
+    """Return what came of a study, in lines."""
+    states = Counter(trial.state.name.lower() for trial in study.get_trials(deepcopy=False))
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    lines = [f"{sum(states.values())} trials: {counts}"]
+    for trial in best:
+        pairs = zip(objectives, trial.values, strict=True)
+        came_to = ", ".join(
+            f"{name} {value / GiB:.3f} GiB" if name == "peak_memory" else f"{name} {value:.6g}" for name, value in pairs
+        )
+        searched = space.overrides(trial.params)[len(space.fixed) :]
+        lines.append(f"best: trial {trial.number}, {came_to}: {shlex.join(searched)}")
+    return "\n".join([*lines, f"study: sqlite:///{file}"])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out what Optuna says about each trial: the sweep says it."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def summary(best: Sequence[FrozenTrial]) -> dict[str, Any]:
+    """Return the best trials in the form of Hydra's own Optuna plugin."""
+    if len(best) == 1 and len(best[0].values) == 1:
+        return {"name": "optuna", "best_params": best[0].params, "best_value": best[0].value}
+    return {"name": "optuna", "solutions": [{"params": t.params, "values": t.values} for t in best]}

@@ -1,0 +1,276 @@
+"""`lightning-solo ladder` as a user would call it: on a module of somebody else's, killed in the middle, repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_solo.cli.ladder import claim, rung
+from lightning_solo.cli.ladder_line import Given, compose_base, folder_of, micro_batches, parse, prepare
+from lightning_solo.errors import CheckpointError, ConflictError, PresetError, SoloError
+from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.rungs import TECHNIQUES
+from lightning_solo.units import format_bytes
+
+ROOT = Path(__file__).parents[2]
+PROJECT = """
+from pathlib import Path
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+class Theirs(L.LightningModule):
+    def __init__(self, batch_size=8, layers=3, dropout=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(*[Layer(16) for _ in range(layers)], nn.Dropout(dropout), nn.Linear(16, 1))
+
+    def on_fit_start(self):
+        with open("starts.txt", "a") as file:
+            file.write(Path(self.trainer.default_root_dir).name + "\\n")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return {"loss": nn.functional.mse_loss(self.net(x).float(), y)}
+
+    def train_dataloader(self):
+        x = torch.randn(80, 16, generator=torch.Generator().manual_seed(1))
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        return DataLoader(data, batch_size=self.hparams.batch_size, shuffle=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+class WithoutLoader(L.LightningModule):
+    pass
+"""
+MODULE = ["model=custom", "model._target_=their_project.Theirs", "allow=[their_project]"]
+LADDER = [*MODULE, "+model.batch_size=8", "--steps", "4"]
+RUNGS = {"baseline", "bf16", "checkpointing", "accumulation", "bf16+checkpointing", "bf16+checkpointing+accumulation"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "lightning_solo.cli", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
+def call(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def starts(folder: Path) -> Counter[str]:
+    file = folder / "starts.txt"
+    return Counter(file.read_text().split() if file.exists() else [])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where a ladder was killed in its second rung, and the same command then went on."""
+    path = tmp_path_factory.mktemp("theirs")
+    (path / "their_project.py").write_text(PROJECT)
+    killed = subprocess.Popen(
+        command("ladder", *LADDER),
+        cwd=path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 100
+    while len(starts(path)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    (path / "printed.txt").write_text(call(path, "ladder", *LADDER))
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> dict[str, Any]:
+    (file,) = folder.glob("runs/ladder-*/ladder.json")
+    return {row["name"].replace(" ", ""): row for row in json.loads(file.read_text())["rows"]}
+
+
+# --- a real ladder ---
+
+
+@pytest.mark.timeout(200)
+def test_killed_in_the_middle_it_goes_on_and_measures_nothing_twice(folder: Path, rows: dict[str, Any]) -> None:
+    assert {name: times for name, times in starts(folder).items() if name in RUNGS} == dict.fromkeys(RUNGS, 1)
+    assert {row["status"] for name, row in rows.items() if name in RUNGS} == {"finished"}
+    printed = (folder / "printed.txt").read_text()
+    assert "baseline: finished, by an earlier command" in printed
+    assert "memory: resident set of the process, peak" in printed or torch.cuda.is_available()
+
+
+def test_each_technique_acted(rows: dict[str, Any], folder: Path) -> None:
+    assert rows["bf16"]["loss_difference"] != 0
+    assert rows["checkpointing"]["loss_difference"] == 0
+    assert rows["checkpointing"]["exact"] is rows["bf16+checkpointing"]["exact"] is True
+    for name in ("checkpointing", "bf16+checkpointing"):
+        (output,) = folder.glob(f"runs/ladder-*/{name}/output.log")
+        assert "backward recomputes 3 Layer" in output.read_text()
+    (output,) = folder.glob("runs/ladder-*/accumulation/output.log")
+    assert "AccumulationSchedule: 1 -> 4 batches per optimizer step" in output.read_text()
+
+
+def test_accumulation_sees_the_same_batch_in_parts(rows: dict[str, Any]) -> None:
+    assert {rows[name]["samples_per_step"] for name in RUNGS} == {8}
+    assert rows["accumulation"]["overrides"][-1] == "+model.batch_size=2"
+    assert rows["accumulation"]["exact"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there zero_offload runs")
+def test_what_this_machine_lacks_is_a_row(rows: dict[str, Any]) -> None:
+    assert rows["zero_offload"]["status"] == "not run here"
+    assert rows["zero_offload"]["detail"].startswith("no CUDA device on this machine: strategy=zero_offload needs")
+    assert not any("+zero_offload" in name for name in rows)
+
+
+def test_the_file_is_as_promised(folder: Path) -> None:
+    (file,) = folder.glob("runs/ladder-*/ladder.json")
+    found = json.loads(file.read_text())
+    assert (found["baseline"], found["steps"]) == ("baseline", 4)
+    assert found["command"] == shlex.join(["lightning-solo", "ladder", *LADDER])
+    assert {"torch", "lightning", "lightning-solo"} <= set(found["versions"])
+    assert found["hardware"]
+
+
+@pytest.mark.timeout(200)
+def test_until_names_the_first_that_fits_and_its_command_trains(folder: Path, rows: dict[str, Any]) -> None:
+    before = starts(folder)
+    least = min(rows[name]["peak_bytes"] for name in RUNGS)
+    limit = f"{rows['baseline']['peak_bytes']}B"
+    printed = call(folder, "ladder", *LADDER, "--until", limit)
+    assert f"fits in {format_bytes(rows['baseline']['peak_bytes'])}, with" in printed
+    assert starts(folder) == before  # all was measured already
+    line = next(line for line in printed.splitlines() if line.startswith("lightning-solo train "))
+    assert "their_project.Theirs" in line
+    call(folder, *shlex.split(line)[1:], "trainer.max_steps=1", "run=trained")
+    printed = call(folder, "ladder", *LADDER, "--until", f"{least - 1}B", code=1)
+    assert f"none fits in {format_bytes(least - 1)}; the smallest, " in printed
+
+
+def test_a_module_without_blocks_is_a_row_with_the_reason(folder: Path) -> None:
+    options = ["+model.layers=0", "--techniques", "checkpointing", "--steps", "2", "run=flat"]
+    printed = call(folder, "ladder", *MODULE, *options)
+    assert "checkpointing: failed: NothingToDoError: no repeated blocks in Theirs; there are net" in printed
+    found = json.loads((folder / "runs/flat/ladder.json").read_text())["rows"]
+    assert [row["status"] for row in found] == ["finished", "failed"]
+
+
+# --- what is refused, and how ---
+
+BAD = {
+    "--steps=0": "--steps 0: must be an integer of at least 1, such as --steps 25",
+    "--steps=many": "--steps many: must be an integer of at least 1",
+    "--until=16GB": "--until '16GB': write a number above 0 and one of B, KiB, MiB, GiB, TiB, such as 16GiB",
+    "--until=-1GiB": "--until '-1GiB': write a number",
+    "--techniques=bf61": "no technique 'bf61'; did you mean 'bf16'? there are bf16, checkpointing",
+    "-m": "unrecognized arguments: -m; a ladder takes overrides as `lightning-solo train` does, --steps, --until",
+    "solo=checkpointing": "solo=checkpointing: the ladder chooses the presets, from `baseline` on; drop it",
+    "trainer.max_steps=3": "trainer.max_steps=3: every rung takes as many optimizer steps; write --steps 25",
+    "resume=auto": "resume=auto: a ladder always goes on where the same command stopped",
+    "hydra/launcher=basic": "hydra/launcher=basic: a ladder runs on hydra/launcher=solo",
+    "model.width=32,64": "'model.width=32,64' names several values; a ladder is of one module",
+    "nonsense": "not of the form key=value",
+    "model.widht=3": "model.widht=3: no 'widht' in model; did you mean 'width'?",
+    "model=nope": "model=nope: no model of that name; there are byte_gpt_124m",
+    "run=../x": "run='../x': must be 1 to 100 letters",
+    "+trainer.precision=16-mixed": "trainer.precision='16-mixed' and the preset's precision='32-true'",
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_bad_command_lines(argument: str) -> None:
+    with pytest.raises(SoloError) as refused:
+        compose_base(parse([argument]))
+    assert BAD[argument] in str(refused.value)
+
+
+def prepared(name: str, *overrides: str, steps: int = 2) -> Any:
+    techniques = (TECHNIQUES[name],) if name else ()
+    return prepare(techniques, Given(overrides, steps, None, tuple(TECHNIQUES.values())), Path("runs"))
+
+
+def test_a_choice_of_the_ladders_own_is_refused_with_the_techniques() -> None:
+    with pytest.raises(PresetError, match=r"solo.precision is set twice"):
+        prepared("bf16", "solo.precision=16-mixed")
+    with pytest.raises(ConflictError, match=r"trainer.precision"):
+        prepared("bf16", "+trainer.precision=16-mixed")
+    with pytest.raises(PresetError, match=r"did you mean 'every_k'"):
+        prepared("checkpointing", "solo.callback.activation_checkpointing.every_q=2")
+
+
+def test_the_batch_is_divided_where_it_is_an_argument() -> None:
+    assert micro_batches(compose("accumulation")) == 4
+    assert micro_batches(compose("bf16")) == 1
+    assert micro_batches(compose("baseline", ["accumulate_grad_batches=2"])) == 2
+    assert prepared("accumulation").overrides[-1] == "data.batch_size=4"  # 16 / 4
+    assert prepared("accumulation", "data.batch_size=8").overrides[-1] == "data.batch_size=2"
+    assert "data.batch_size=6" in prepared("accumulation", "data.batch_size=6").overrides  # 4 is no part of 6
+    eight = "solo.callback.accumulation_schedule.milestones=[[0,8]]"
+    assert prepared("accumulation", eight).overrides[-1] == "data.batch_size=2"  # 16 / 8
+
+
+def test_what_was_measured_holds_for_the_same_question_only() -> None:
+    one = prepared("bf16").config_hash
+    assert one == prepared("bf16").config_hash
+    others = [prepared("bf16", steps=3), prepared("bf16", "seed=1"), prepared("bf16", "model.width=64"), prepared("")]
+    assert len({one, *(other.config_hash for other in others)}) == 5
+
+
+def test_the_folder_is_found_again_by_what_is_asked(tmp_path: Path) -> None:
+    root = f"root={tmp_path}"
+
+    def name(*arguments: str) -> str:
+        given = parse([root, *arguments])
+        return folder_of(given, compose_base(given)).name
+
+    assert name("seed=1", "model.width=64") == name("model.width=64", "seed=1") == name("seed=1", "model.width=64")
+    assert name("seed=1", "model.width=64") == name("seed=1", "model.width=64", "--until", "1GiB", "hydra.verbose=true")
+    assert len({name(), name("seed=1"), name("--steps", "3"), name("--techniques", "bf16")}) == 4
+    assert name("run=mine") == "mine"
+
+
+def test_the_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match=r"holds something else than a ladder; give another name: run="):
+        claim(SweepFolder(tmp_path), parse([]), "lightning-solo ladder")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_module_without_data_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    target = "model._target_=their_project.WithoutLoader"
+    asked = prepared("", "model=custom", target, "allow=[their_project]", "data=none").argument
+    with pytest.raises(PresetError, match=r"data: none, and WithoutLoader has no train_dataloader; give it one, or"):
+        rung(asked)

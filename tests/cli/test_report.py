@@ -1,0 +1,72 @@
+"""`lightning-solo report`: what it prints, what it refuses, and that it needs no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.cli import COMMANDS, main
+from tests.report.folders import make_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def report(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-m", "lightning_solo.cli", "report", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def test_it_prints_where_everything_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first")
+    (run / "csv" / "memory.csv").write_text("a\n1\n")
+    done = report("first", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"report: {Path('first/report.html')}"
+    assert lines[-1] == f"TensorBoard: {Path('first/tensorboard/report')}"
+    assert "picture: first/report/loss.png" in lines
+    assert done.stderr.startswith("left out: first/csv/memory.csv: its columns are 'a'")
+    assert (run / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["takes one folder", "such as runs/first"]),
+        ([""], ["takes one folder"]),
+        (["a", "b"], ["'a b'"]),
+        (["--open"], ["'--open'"]),
+        (["gone"], ["'gone'", "is not there"]),
+    ],
+)
+def test_refused_in_words_with_exit_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", *arguments])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert [word for word in words if word not in said] == []
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", "--help"])
+    assert caught.value.code == 0
+    assert "lightning-solo report RUN" in capsys.readouterr().out
+    assert "report" in COMMANDS
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    code = (
+        "import sys; from pathlib import Path; from lightning_solo.report import write_report\n"
+        "write_report(Path('first')); assert not {'torch', 'lightning'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=250)

@@ -1,0 +1,62 @@
+"""The ladder's bars, and files that are no ladder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.report.ladder_file import read_ladder
+from lightning_solo.report.palette import LIGHT
+from lightning_solo.units import GiB
+from tests.report.folders import HOSTILE, ladder_row, make_ladder
+
+
+def test_bars_in_the_ladders_order_with_the_change(tmp_path: Path) -> None:
+    report = read_ladder(make_ladder(tmp_path, ladder_row("checkpointing", 2 * GiB, 0.1)))
+    memory, time = report.figures
+    bars = memory.draw(LIGHT)["datasets"]
+    assert [(row["name"], row["label"]) for row in bars["data"]] == [
+        ("baseline", "8.00 GiB"),
+        ("checkpointing", "4.00 GiB (-50%)"),
+        (HOSTILE, "out of device memory"),
+        ("checkpointing (2)", "2.00 GiB (-75%)"),
+    ]
+    assert bars["before"] == [{"end": 8.0}]
+    assert [row["label"] for row in time.draw(LIGHT)["datasets"]["data"]][:2] == ["200.0 ms", "250.0 ms (+25%)"]
+    assert (report.facts["Ladder"], report.facts["Ladder's hardware"]) == ("ladder x", "a GPU")
+    assert [cell.text for cell in report.tables[0].rows[1]][2:6] == ["4.00 GiB", "-50.0%", "250.0 ms", "+25.0%"]
+
+
+def test_a_ladder_without_its_baseline_has_no_changes(tmp_path: Path) -> None:
+    path = make_ladder(tmp_path) / "ladder.json"
+    path.write_text(path.read_text().replace('"baseline": "baseline"', '"baseline": "gone"'))
+    spec = read_ladder(tmp_path).figures[0].draw(LIGHT)
+    assert [row["label"] for row in spec["datasets"]["data"]][1] == "4.00 GiB"
+    assert "before" not in spec["datasets"]
+
+
+def test_a_ladder_just_begun_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ladder.json").write_text('{"rows": []}')
+    report = read_ladder(tmp_path)
+    assert (report.tells_something, report.notes) == (False, [])
+
+
+def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "ladder.json").write_text('{"rows": [{"name": "a", "peak_bytes": NaN, "step_s": 1, "loss": Infinity}]}')
+    report = read_ladder(tmp_path)
+    assert [figure.name for figure in report.figures] == ["ladder_time"]
+    assert report.notes == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"rows": [{"na', "[]", '{"rows": {}}', '{"rows": [1]}', '{"rows": [{"name": 1}]}',
+     '{"rows": [{"name": "a", "peak_bytes": "much"}]}', '{"rows": [{"name": "a", "loss": true}]}', "[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_ladder_is_a_note_that_says_what_one_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ladder.json").write_text(text)
+    report = read_ladder(tmp_path)
+    assert not report.tells_something
+    assert "ladder.json" in report.notes[0]
+    assert "a ladder is written by lightning-solo ladder" in report.notes[0]

@@ -1,0 +1,127 @@
+"""What is told of one run, and from which of its files."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.memory import ledger
+from lightning_solo.report.palette import DASHES, LIGHT
+from lightning_solo.report.run_folder import CATEGORIES, read_run
+from lightning_solo.report.step_times import of_tensorboard, records
+from lightning_solo.units import GiB, MiB
+from tests.report.folders import make_run, write_csv
+
+
+def test_categories_are_those_of_the_ledger() -> None:
+    assert CATEGORIES == ledger.CATEGORIES
+
+
+def test_a_run_has_its_charts_its_configuration_and_versions(tmp_path: Path) -> None:
+    report = read_run(make_run(tmp_path / "first"))
+    assert report.title == "first"
+    assert [f.name for f in report.figures] == ["loss", "memory", "memory_by_category", "step_time", "throughput"]
+    assert "width: 64" in report.documents["Configuration (config.yaml)"]
+    assert "torch" in report.facts["Versions"]
+    assert report.notes == []
+
+
+def test_words_and_chart_have_the_spike_of_a_long_run(tmp_path: Path) -> None:
+    loss = read_run(make_run(tmp_path, steps=20_000, spike=99.0)).figures[0]
+    assert "greatest 99" in loss.alternative
+    assert "Thinned from 20,010 points" in loss.caption  # 20,000 of training and 10 of validation
+    drawn = [row["y"] for row in loss.draw(LIGHT)["datasets"]["data"]]
+    assert max(drawn) == 99.0
+    assert len(drawn) < 2000
+    assert "99" in [row[2].text for row in loss.table.rows]
+
+
+def test_categories_are_stacked_in_the_ledgers_order(tmp_path: Path) -> None:
+    figure = next(f for f in read_run(make_run(tmp_path)).figures if f.name == "memory_by_category")
+    spec = figure.draw(LIGHT)
+    assert spec["mark"]["type"] == "area"
+    assert spec["encoding"]["color"]["scale"]["domain"] == [name.replace("_", " ") for name in CATEGORIES]
+    assert spec["encoding"]["y"]["title"] == "GiB"
+
+
+def test_a_small_run_is_told_in_mib(tmp_path: Path) -> None:
+    write_csv(tmp_path / "csv" / "memory.csv", {"step": [1, 2], "resident_bytes": [3 * MiB, 5 * MiB]})
+    (figure,) = read_run(tmp_path).figures
+    assert "in MiB" in figure.alternative
+    assert "from 3 at step 1 to 5 at step 2" in figure.alternative
+
+
+def test_memory_comes_from_the_metrics_where_there_is_no_file_of_its_own(tmp_path: Path) -> None:
+    columns = {"step": [1, 2], "memory/resident_gib": [1.0, 2.0], "memory/forward_resident_gib": [0.5, 1.5]}
+    write_csv(tmp_path / "metrics.csv", columns)
+    figures = {f.name: f for f in read_run(tmp_path).figures}
+    assert set(figures) == {"memory", "memory_by_phase"}
+    assert "resident from 1 at step 1 to 2 at step 2" in figures["memory"].alternative
+
+
+def test_lightnings_own_folder_is_found_the_newest_version(tmp_path: Path) -> None:
+    for version, loss in ((0, 7.0), (1, 8.0)):
+        write_csv(tmp_path / "lightning_logs" / f"version_{version}" / "metrics.csv", {"step": [1], "loss": [loss]})
+    assert "from 8 at step 1" in read_run(tmp_path).figures[0].alternative
+
+
+def test_one_damaged_file_is_a_note_and_the_rest_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "csv" / "memory.csv").write_text("a,b\n1,2\n")
+    report = read_run(run)
+    assert "memory.csv" in report.notes[0]
+    assert [f.name for f in report.figures] == ["loss", "step_time", "throughput"]
+
+
+def test_the_loss_of_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+    write_csv(tmp_path / "metrics.csv", {"step": range(4), "loss": [3, "nan", "nan", "inf"]})
+    assert "3 values are not finite" in read_run(tmp_path).figures[0].caption
+
+
+def event_file(folder: Path, steps: int) -> Path:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+    for step in range(0, steps, 10):
+        writer.add_scalar("train/loss", 1.0, step, walltime=1000 + step * 0.25 + (60 if step >= 50 else 0))
+    writer.close()
+    return next(folder.glob("events.out.tfevents.*"))
+
+
+def test_step_times_come_from_tensorboards_moments(tmp_path: Path) -> None:
+    path = event_file(tmp_path / "tensorboard", 100)
+    (series,) = of_tensorboard(path.parent)
+    assert series.steps == list(range(10, 100, 10))
+    assert series.values == [0.25] * 4 + [6.25] + [0.25] * 4  # at step 50 something took a minute: (60 + 2.5) / 10
+    write_csv(tmp_path / "csv" / "metrics.csv", {"step": [1], "train/loss": [1]})
+    assert [f.name for f in read_run(tmp_path).figures] == ["loss", "step_time"]
+
+
+def test_an_event_file_that_is_still_written_ends_where_it_ends(tmp_path: Path) -> None:
+    path = event_file(tmp_path, 100)
+    whole = path.read_bytes()
+    count = len(list(records(path)))
+    for cut in (1, 5, 17):
+        path.write_bytes(whole[:-cut])
+        assert len(list(records(path))) in (count - 1, count)
+        assert len(of_tensorboard(tmp_path)[0].steps) >= 7
+    path.write_bytes(struct.pack("<Q", 2**62) + whole)  # a length that no file has
+    assert list(records(path)) == []
+    path.write_bytes(struct.pack("<QI", 4, 0) + b"\xff\xff\xff\xff" + bytes(4))
+    with pytest.raises(CheckpointError, match="no TensorBoard events"):
+        of_tensorboard(tmp_path)
+
+
+def test_units_are_binary(tmp_path: Path) -> None:
+    write_csv(tmp_path / "csv" / "memory.csv", {"step": [1], "allocated_bytes": [3 * GiB]})
+    assert "from 3 at" in read_run(tmp_path).figures[0].alternative
+
+
+def test_series_differ_in_their_dashes_too(tmp_path: Path) -> None:
+    loss = next(f for f in read_run(make_run(tmp_path)).figures if f.name == "loss").draw(LIGHT)
+    line = next(layer for layer in loss["layer"] if layer["mark"]["type"] == "line")["encoding"]
+    assert line["strokeDash"]["scale"]["range"] == list(DASHES[:2])
+    assert line["color"]["scale"]["range"] == list(LIGHT.marks[:2])

@@ -1,0 +1,110 @@
+"""What is told of a sweep: every job, which of them are on the front, and where each wrote."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.report.model import Table
+from lightning_solo.report.palette import LIGHT
+from lightning_solo.report.sweep_folder import BEGUN, MOST_CURVES, job_folder, read_sweep
+from lightning_solo.sweeps.files import SweepFolder, write_json
+from lightning_solo.sweeps.results import line_of
+from lightning_solo.units import GiB
+from tests.report.folders import HOSTILE, make_row, make_sweep
+
+
+def column(table: Table, heading: str) -> list[str]:
+    return [row[list(table.headings).index(heading)].text for row in table.rows]
+
+
+def test_all_jobs_are_in_the_table_failed_ones_too(tmp_path: Path) -> None:
+    failed = make_row(2, status="crashed", detail=HOSTILE, returned=None, metrics={}, peak_device_bytes=None)
+    report = read_sweep(make_sweep(tmp_path / "s", [make_row(0), make_row(1), failed]))
+    (table,) = report.tables
+    assert column(table, "job") == ["#0", "#1", "#2"]
+    assert column(table, "status") == ["finished", "finished", "crashed"]
+    assert column(table, "overrides") == ["optimizer.lr=0", "optimizer.lr=1", "optimizer.lr=2"]
+    assert column(table, "peak, device") == ["1.00 GiB", "2.00 GiB", "–"]
+    assert report.facts["The same in all jobs"] == "model.width=8"
+    assert report.facts["Jobs"] == "3: 2 finished, 1 crashed"
+    assert report.facts["Hardware"] == "a GPU"
+    assert report.documents["Configuration (multirun.yaml)"] == "model:\n  width: 8\n"
+
+
+def test_the_front_is_marked(tmp_path: Path) -> None:
+    rows = [make_row(0), make_row(1), make_row(2, returned=4.5, peak_device_bytes=3 * GiB, seconds=9.0)]
+    report = read_sweep(make_sweep(tmp_path, rows))
+    memory, time, curves = report.figures
+    assert (memory.name, time.name, curves.name) == ("pareto_memory", "pareto_time", "loss_curves")
+    on_front = {row["job"] for row in memory.draw(LIGHT)["datasets"]["data"] if row["front"]}
+    assert on_front == {"#0", "#1"}  # 5.0 at 1 GiB, 4.0 at 2 GiB; 4.5 at 3 GiB is worse than #1 in both
+    assert {row["job"] for row in time.draw(LIGHT)["datasets"]["data"] if row["front"]} == {"#1", "#2"}
+    assert column(report.tables[0], "Pareto front") == ["loss/memory", "loss/memory and loss/time", "loss/time"]
+    points = next(layer for layer in memory.draw(LIGHT)["layer"] if layer["mark"]["type"] == "point")["encoding"]
+    assert points["shape"]["scale"]["range"] == ["diamond", "circle"]  # not by colour alone
+    assert "from cheap to dear: #0, optimizer.lr=0: loss 5; #1" in memory.alternative
+
+
+def test_jobs_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [make_row(0), make_row(1, returned=math.nan), make_row(2, returned=-math.inf), make_row(3, seconds=None)]
+    memory, time, _ = read_sweep(make_sweep(tmp_path, rows)).figures
+    assert "2 of 4 jobs" in memory.caption
+    assert "3 of 4 jobs" in time.caption
+
+
+def test_without_a_device_the_process_is_compared(tmp_path: Path) -> None:
+    rows = [make_row(n, peak_device_bytes=None) for n in range(2)]
+    memory = read_sweep(make_sweep(tmp_path, rows)).figures[0]
+    assert memory.table.headings[2] == "peak memory of the process, GiB"
+
+
+def test_a_job_that_has_only_begun_is_a_row(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, [make_row(0)])
+    files = SweepFolder(sweep).job(1)
+    write_json(files.start, {"attempt": 1, "overrides": ["model.width=8", "optimizer.lr=9"], "folder": "x/1"})
+    write_json(files.progress, {"step": 3, "metrics": {"train/loss": 2.5}})
+    write_json(SweepFolder(sweep).job(0).start, {"attempt": 1, "overrides": []})  # of which there is a row
+    (table,) = read_sweep(sweep).tables
+    assert column(table, "status") == ["finished", BEGUN]
+    assert column(table, "loss") == ["5", "2.5"]
+    (sweep / "results.jsonl").unlink()
+    assert column(read_sweep(sweep).tables[0], "job") == ["#0", "#1"]
+
+
+def test_a_torn_line_is_left_out_and_another_version_is_a_note(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, [make_row(0), make_row(1)])
+    lines = (sweep / "results.jsonl").read_bytes()
+    (sweep / "results.jsonl").write_bytes(lines[:-30])
+    assert column(read_sweep(sweep).tables[0], "job") == ["#0"]
+    text = line_of(make_row(0)).split(b" ", 1)[1].replace(b'"version": 1', b'"version": 99').strip()
+    (sweep / "results.jsonl").write_bytes(f"{zlib.crc32(text):08x} ".encode() + text + b"\n")
+    report = read_sweep(sweep)
+    assert report.tells_something is False
+    assert "version 99" in report.notes[0]
+    (sweep / "results.jsonl").write_bytes(f"{zlib.crc32(b'[]'):08x} []\n".encode())  # whole, and no row
+    assert "no results" in read_sweep(sweep).notes[0]
+
+
+def test_only_the_best_of_many_curves_are_drawn(tmp_path: Path) -> None:
+    curves = read_sweep(make_sweep(tmp_path, [make_row(n) for n in range(MOST_CURVES + 5)])).figures[2]
+    domain = {row["series"] for row in curves.draw(LIGHT)["datasets"]["data"]}
+    assert len(domain) == MOST_CURVES
+    assert "#0 optimizer.lr=0" not in domain  # its loss is the highest
+    assert f"The {MOST_CURVES} jobs of least loss" in curves.caption
+
+
+@pytest.mark.parametrize("said", ["runs/s/7", "/gone/s/7", "7", "", "../7"])
+def test_a_jobs_folder_is_found_inside_the_sweep_as_it_lies_now(tmp_path: Path, said: str) -> None:
+    (tmp_path / "7").mkdir()
+    assert job_folder(tmp_path, make_row(7, folder=said)) == tmp_path / "7"
+
+
+def test_a_jobs_folder_does_not_lead_out_by_its_parts(tmp_path: Path) -> None:
+    sweep = tmp_path / "s"
+    sweep.mkdir()
+    (tmp_path / "other").mkdir()
+    assert job_folder(sweep, make_row(0, folder="x/../other")) == Path("x/../other")

@@ -1,0 +1,117 @@
+"""A Hydra application of somebody else's, with jobs that end in every way, and how it is swept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import os, signal, sys, time
+from dataclasses import dataclass
+import hydra
+from hydra.core.config_store import ConfigStore
+
+@dataclass
+class Config:
+    n: int = 0
+    kind: str = "fine"
+    sleep: float = 0.0
+
+class Model:
+    pass
+
+def do(cfg):
+    with open("starts.txt", "a") as file:
+        file.write(f"{cfg.n}\\n")
+    print(f"job {cfg.n} of {__name__}")
+    time.sleep(cfg.sleep)
+    if cfg.kind == "raise":
+        raise ValueError("bad luck")
+    if cfg.kind == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if cfg.kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cfg.kind == "exit_3":
+        sys.exit(3)
+    if cfg.kind == "exit_0":
+        os._exit(0)
+    if cfg.kind == "hang":
+        time.sleep(1000)
+    if cfg.kind == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    if cfg.kind == "memory":
+        raise MemoryError("no room")
+    if cfg.kind == "cuda":
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if cfg.kind == "loud":
+        for _ in range(300):
+            print("x" * 10**5)
+    if cfg.kind == "object":
+        return Model()
+    if cfg.kind == "once" and not os.path.exists(f"tried-{cfg.n}"):
+        open(f"tried-{cfg.n}", "w").close()
+        raise ValueError("the first time")
+    return cfg.n * 1.5
+
+@hydra.main(config_path=None, config_name="config", version_base="1.3")
+def train(cfg):
+    return do(cfg)
+
+ConfigStore.instance().store(name="config", node=Config)
+if __name__ == "__main__":
+    train()
+"""
+
+
+def command(*overrides: str, launcher: str = "solo") -> list[str]:
+    """Return the command that sweeps `train.py`."""
+    return [sys.executable, "train.py", "-m", f"hydra/launcher={launcher}", *overrides]
+
+
+def environment() -> dict[str, str]:
+    """Return an environment in which this checkout is found, and torch takes one core."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def sweep(folder: Path, *overrides: str, code: int | None = 0, script: str = TRAIN) -> subprocess.CompletedProcess[str]:
+    """Write the application and sweep it; ``code`` is what it should exit with."""
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        command(*overrides), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert code is None or done.returncode == code, done.stderr
+    return done
+
+
+def sweep_folder(folder: Path) -> Path:
+    """Return the one sweep's folder that there is."""
+    (found,) = (folder / "multirun").iterdir()
+    return found
+
+
+def starts(folder: Path) -> dict[int, int]:
+    """Return how often each job was started: n -> times."""
+    try:
+        return dict(Counter(map(int, (folder / "starts.txt").read_text().split())))
+    except FileNotFoundError:
+        return {}
+
+
+def popen(folder: Path, *overrides: str, **arguments: Any) -> subprocess.Popen[str]:
+    """Start a sweep and return at once."""
+    (folder / "train.py").write_text(TRAIN)
+    return subprocess.Popen(
+        command(*overrides),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        **arguments,
+    )

@@ -1,0 +1,289 @@
+"""The ladder: what is measured, which combinations are tried, and what becomes of them; jobs are real processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_solo.build import trainer_arguments
+from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps.application import Application
+from lightning_solo.sweeps.figures import Figures, as_json, change, remarks
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.ladder import Ladder, Prepared
+from lightning_solo.sweeps.ladder_display import details, draw, memory_in_words, table
+from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
+from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
+from lightning_solo.sweeps.sweep import Settings
+from tests.modules import loader, regression
+
+pytestmark = pytest.mark.timeout(120)
+STUB = """
+import os, signal
+import lightning_solo.errors
+
+def task(argument):
+    with open(os.path.join(argument["folder"], "starts.txt"), "a") as file:
+        file.write(argument["name"] + "\\n")
+    do = argument["do"]
+    if "kill" in do:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "raise" in do:
+        raise getattr(lightning_solo.errors, do["raise"], RuntimeError)(do["message"])
+    return do
+"""
+FIGURES = {"device": "cpu", "steps": 5, "peak_bytes": 1000, "step_s": 2.0, "loss": 3.0, "fingerprint": "a"}
+A, B, C = Technique("a", (), exact=True), Technique("b", ()), Technique("c", ())
+
+
+def stub(folder: Path, does: Mapping[str, Any], **arguments: Any) -> Ladder:
+    """Return a ladder of a, b and c whose processes do as told: figures, an exception or a kill; by default FIGURES."""
+    (folder / "stub.py").write_text(STUB)
+    application = Application("stub", str(folder / "stub.py"), "task", 0, tuple(sys.path), ("stub",))
+
+    def prepare(techniques: tuple[Technique, ...]) -> Prepared:
+        name = name_of(techniques)
+        do = {**FIGURES, **does.get(name, {})}
+        if "conflict" in do:
+            raise ConflictError(do["conflict"])
+        return Prepared((f"name={name}",), {"folder": str(folder), "name": name, "do": do}, json.dumps([name, steps]))
+
+    steps = arguments.pop("steps", 5)
+    settings = Settings(**arguments.pop("settings", {}))
+    sweep = SweepFolder(folder / "ladder")
+    return Ladder(sweep, application, settings, [A, B, C], prepare, steps=steps, **arguments)
+
+
+def starts(folder: Path) -> Counter[str]:
+    file = folder / "starts.txt"
+    return Counter(file.read_text().splitlines() if file.exists() else [])
+
+
+def by_name(rows: list[Figures]) -> dict[str, Figures]:
+    return {row.name: row for row in rows}
+
+
+# --- which combinations, and what becomes of them ---
+
+
+def test_baseline_each_alone_then_one_on_top_of_the_other(tmp_path: Path) -> None:
+    does = {"a": {"peak_bytes": 750, "step_s": 3.0}, "a + b": {"fingerprint": "b", "loss": 3.5}}
+    rows = stub(tmp_path, does).run()
+    assert [row.name for row in rows] == ["baseline", "a", "b", "c", "a + b", "a + b + c"]
+    assert {row.status for row in rows} == {"finished"}
+    alone, both = by_name(rows)["a"], by_name(rows)["a + b"]
+    assert (alone.peak_change, alone.step_change, alone.loss_difference) == (-0.25, 0.5, 0.0)  # 750/1000, 3/2, 3 - 3
+    assert both.loss_difference == 0.5
+    assert (alone.exact, by_name(rows)["b"].exact, both.exact) == (True, None, None)  # only `a` claims to be
+    assert alone.overrides == ("name=a",)
+    assert len(starts(tmp_path)) == 6
+
+
+def test_exactness_is_against_the_combination_without_the_technique(tmp_path: Path) -> None:
+    ladder = stub(tmp_path, {"b": {"fingerprint": "b"}, "b + a": {"fingerprint": "b"}, "a": {"fingerprint": "other"}})
+    ladder.techniques = (B, A)
+    rows = by_name(ladder.run())
+    assert rows["b + a"].exact is True  # as b is, though not as baseline is
+    assert rows["a"].exact is False
+    assert "differs from baseline" in rows["a"].detail
+
+
+def test_a_technique_that_fails_alone_is_a_row_and_in_no_combination(tmp_path: Path) -> None:
+    does = {
+        "a": {"raise": "NothingToDoError", "message": "no repeated blocks\nthere are none"},
+        "b": {"raise": "CapabilityError", "message": "no CUDA device"},
+    }
+    rows = stub(tmp_path, does).run()
+    assert [row.name for row in rows] == ["baseline", "a", "b", "c"]
+    found = by_name(rows)
+    assert (found["a"].status, found["a"].peak_bytes) == ("failed", None)
+    assert found["a"].detail == "NothingToDoError: no repeated blocks there are none"  # all lines of it
+    assert (found["b"].status, found["b"].detail) == ("not run here", "no CUDA device")
+    assert found["c"].status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("do", "status"),
+    [
+        ({"kill": True}, "killed"),
+        ({"raise": "RuntimeError", "message": "CUDA out of memory. Tried"}, "out of device memory"),
+        ({"raise": "BudgetError", "message": "2 GiB are missing"}, "failed"),
+    ],
+)
+def test_what_only_lacks_memory_alone_is_tried_with_others(tmp_path: Path, do: dict[str, Any], status: str) -> None:
+    rows = by_name(stub(tmp_path, {"baseline": do, "b": do}).run())
+    assert rows["baseline"].status == rows["b"].status == status
+    assert rows["a + b"].status == rows["a + b + c"].status == "finished"
+    assert rows["a"].peak_change is None  # there is nothing to compare with
+
+
+def test_a_combination_that_is_refused_is_a_row_and_the_next_does_without(tmp_path: Path) -> None:
+    rows = stub(tmp_path, {"a + b": {"conflict": "a and b: both step"}}).run()
+    assert [row.name for row in rows] == ["baseline", "a", "b", "c", "a + b", "a + c"]
+    assert (by_name(rows)["a + b"].status, by_name(rows)["a + b"].detail) == (
+        "failed",
+        "ConflictError: a and b: both step",
+    )
+
+
+def test_until_stops_at_the_first_that_fits_and_goes_on_from_there(tmp_path: Path) -> None:
+    does = {"b": {"peak_bytes": 600}, "a + b": {"peak_bytes": 500}}
+    ladder = stub(tmp_path, does, until=600)
+    assert [row.name for row in ladder.run()] == ["baseline", "a", "b"]
+    fits = ladder.fitting()
+    assert fits is not None
+    assert fits.name == "b"
+    ladder = stub(tmp_path, does, until=599)
+    assert [row.name for row in ladder.run()] == ["baseline", "a", "b", "c", "a + b"]
+    ladder = stub(tmp_path, does, until=10)
+    assert len(ladder.run()) == 6
+    assert ladder.fitting() is None
+    assert set(starts(tmp_path).values()) == {1}  # nothing was measured twice
+
+
+def test_a_module_that_is_refused_is_refused_once_and_tried_anew(tmp_path: Path) -> None:
+    refused = {"baseline": {"raise": "PresetError", "message": "no module 'mine'"}}
+    for _ in range(2):  # the second time it could have been mended
+        with pytest.raises(PresetError, match=r"^no module 'mine'$"):
+            stub(tmp_path, refused).run()
+    assert starts(tmp_path) == {"baseline": 2}
+
+
+def test_other_steps_are_measured_anew_in_the_same_folder(tmp_path: Path) -> None:
+    stub(tmp_path, {}).run()
+    assert len(stub(tmp_path, {}, steps=6).run()) == 6
+    assert set(starts(tmp_path).values()) == {2}
+
+
+def test_rungs_side_by_side_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match=r"parallel=2: rungs that run at the same time would slow one another"):
+        stub(tmp_path, {}, settings={"parallel": 2})
+
+
+# --- the overrides ---
+
+
+def test_an_argument_of_a_technique_goes_where_it_is() -> None:
+    given = ["seed=1", "solo.callback.activation_checkpointing.every_k=2", "+solo/callback=throughput"]
+    checkpointing, accumulation = TECHNIQUES["checkpointing"], TECHNIQUES["accumulation"]
+    assert overrides_of([], given) == ["seed=1", "solo=baseline", "+solo/callback=[throughput]"]
+    assert overrides_of([accumulation, checkpointing], given) == [
+        "seed=1",
+        "solo=baseline",
+        "+solo/callback=[throughput,accumulation_schedule,activation_checkpointing]",
+        "solo.callback.activation_checkpointing.every_k=2",
+    ]
+    assert given[1] in overrides_of([], given, ladder=[accumulation])  # where Hydra refuses it
+
+
+def test_two_techniques_that_set_one_thing_are_a_conflict() -> None:
+    with pytest.raises(ConflictError, match=r"zero_offload and mine: each sets solo/strategy; only one"):
+        overrides_of([TECHNIQUES["zero_offload"], Technique("mine", ("+solo/strategy=compact",))], [])
+
+
+def test_techniques_by_name() -> None:
+    assert [t.name for t in chosen("zero_offload, bf16")] == ["bf16", "zero_offload"]  # in the ladder's order
+    assert chosen(None) == tuple(TECHNIQUES.values())
+    with pytest.raises(PresetError, match=r"no technique 'bf61'; did you mean 'bf16'\? there are bf16, checkpointing"):
+        chosen("bf61")
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=lambda technique: technique.name)
+def test_every_technique_is_one_that_the_library_has(technique: Technique) -> None:
+    own = [text.replace("solo/", "").replace("solo.", "") for text in technique.overrides]
+    baseline, config = compose("baseline"), compose("baseline", own)
+    assert config != baseline
+
+
+# --- what is measured ---
+
+
+def measured(callbacks: list[Any], steps: int, folder: Path, **trainer: Any) -> tuple[dict[str, Any], Clock, Any]:
+    torch.manual_seed(0)
+    clock, module = Clock(), regression(L.pytorch)
+    module.train_dataloader = lambda: loader(batches=12)
+    arguments = trainer_arguments(compose("baseline"), callbacks=[*callbacks, clock])
+    quiet = {"logger": False, "accelerator": "cpu", "default_root_dir": str(folder), "log_every_n_steps": 1, **trainer}
+    return measure(module, None, {**quiet, **arguments}, clock, steps), clock, module
+
+
+def test_a_step_is_all_its_micro_batches(tmp_path: Path) -> None:
+    one, clock, module = measured([], 12, tmp_path)
+    assert (one["steps"], one["samples_per_step"], one["device"]) == (12, 4, "cpu")
+    assert len(clock.seconds) == len(clock.losses) == 12
+    assert one["loss"] == pytest.approx(sum(clock.losses[-5:]) / 5)
+    assert 0 < one["before_bytes"] <= one["peak_bytes"]
+    four, window, _ = measured([AccumulationSchedule([[0, 4]])], 3, tmp_path)
+    assert (four["steps"], four["samples_per_step"]) == (3, 16)
+    # the first window: the mean of four batches' losses under the first weights, not a quarter of it
+    torch.manual_seed(0)
+    fresh = regression(L.pytorch)
+    first = [fresh.step(batch).item() for batch, _ in zip(loader(batches=12), range(4), strict=False)]
+    assert window.losses[0] == pytest.approx(sum(first) / 4)
+    assert clock.losses[0] == pytest.approx(first[0])
+    assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), fresh.parameters(), strict=True))
+
+
+def test_a_loader_without_a_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PresetError, match=r"the train_dataloader of Regression gave no batch to train on; give one"):
+        measured([], 2, tmp_path, limit_train_batches=0)
+
+
+def test_the_fingerprint_sees_one_bit(tmp_path: Path) -> None:
+    same = [measured([], 3, tmp_path) for _ in range(2)]
+    assert same[0][0]["fingerprint"] == same[1][0]["fingerprint"]
+    _, clock, module = same[1]
+    weight = next(module.parameters()).detach()
+    weight.view(-1).view(torch.int32)[0] ^= 1
+    assert fingerprint(module, clock.losses) != same[0][0]["fingerprint"]
+    assert fingerprint(torch.nn.LazyLinear(1), []) is None
+
+
+# --- what is said ---
+
+
+def test_what_can_not_be_compared_is_said() -> None:
+    base = {"steps": 5, "samples_per_step": 8, "loss": 1.0}
+    assert remarks({**base, "samples_per_step": 32}, base, 5, None, "baseline")[0].startswith(
+        "each step takes 32 samples, the baseline's 8: step time and loss are not of the same batch"
+    )
+    assert remarks({**base, "steps": 3}, base, 5, None, "baseline") == ["ended by itself after 3 of 5 steps"]
+    assert remarks({**base, "loss": float("nan")}, base, 5, True, "baseline") == ["the loss is nan"]
+    assert change(1, 0) is None
+
+
+def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
+    rows = stub(tmp_path, {"b": {"loss": float("nan")}}).run()
+    text = json.dumps(as_json(rows), allow_nan=False)
+    keys = {"name", "status", "detail", "peak_bytes", "peak_change", "step_s", "step_change", "loss", "exact"}
+    assert keys | {"loss_difference"} <= set(json.loads(text)[0])
+    assert by_name(rows)["b"].loss is None
+    assert "the loss is nan" in by_name(rows)["b"].detail
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    rows = [Figures("baseline", "finished", peak_bytes=2**30, step_s=0.5, loss=2.0, device="cpu", before_bytes=2**29)]
+    rows += [Figures("a", "out of device memory", "RuntimeError: CUDA out of memory")]
+    assert table(rows, 5).row_count == 2
+    assert details(rows) == ["a: out of device memory: RuntimeError: CUDA out of memory"]
+    assert memory_in_words(rows) == "resident set of the process, peak, 512.00 MiB of it before training"
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    assert draw(rows, tmp_path / "ladder.png") == f"picture: {tmp_path / 'ladder.png'}"
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert draw(rows[1:], tmp_path / "none.png") == "no picture: no rung finished"
+
+
+def test_without_altair_there_is_a_line_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    assert draw([], tmp_path / "ladder.png") == "no picture: altair and vl-convert-python are not installed"

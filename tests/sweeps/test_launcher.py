@@ -1,0 +1,323 @@
+"""`hydra/launcher=solo` in a Hydra application of somebody else's: a process per job, whatever becomes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.sweeps.results import read
+from tests.sweeps.applications import TRAIN, command, environment, popen, starts, sweep, sweep_folder
+
+pytestmark = pytest.mark.timeout(300)
+KINDS = ["fine", "raise", "segfault", "killed", "exit_3", "exit_0", "hang", "memory", "cuda", "object"]
+EXPECTED = {
+    "fine": "finished",
+    "raise": "failed",
+    "segfault": "crashed",
+    "killed": "killed",
+    "exit_3": "exited",
+    "exit_0": "exited",
+    "hang": "timed out",
+    "memory": "out of host memory",
+    "cuda": "out of device memory",
+    "object": "finished",
+}
+
+
+def until(condition: object, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# --- acted ---
+
+
+def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> None:
+    done = sweep(tmp_path, f"kind={','.join(KINDS)}", "n=1,2", "hydra.launcher.timeout_s=1", code=1)
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert [row.number for row in rows] == list(range(20))
+    assert {row.overrides[0].removeprefix("kind="): row.status for row in rows} == EXPECTED
+    assert starts(tmp_path) == {1: 10, 2: 10}
+    assert [row.returned for row in rows if row.overrides[0] == "kind=fine"] == [1.5, 3.0]
+    assert {row.detail for row in rows if row.overrides[0] == "kind=object"} == {"returned a Model, which is not kept"}
+    assert "16 of 20 jobs did not finish" in done.stderr
+    for number in (row.number for row in rows if row.status != "finished"):  # all failures are named, not the first
+        assert f"{number}/output.log" in done.stderr
+    assert "ValueError: bad luck" in done.stderr
+
+
+def test_each_job_is_a_process_of_its_own_under_the_scripts_own_name(tmp_path: Path) -> None:
+    script = TRAIN.replace("return cfg.n * 1.5", "return [os.getpid(), os.getppid(), Model.__module__, do.__module__]")
+    sweep(tmp_path, "n=1,2,3", script=script)
+    found = [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")]
+    assert len({pid for pid, *_ in found}) == 3
+    assert len({parent for _, parent, *_ in found}) == 1  # which has imported the application once
+    assert {tuple(names) for _, _, *names in found} == {("train", "train")}
+    assert "job 1 of train" in (sweep_folder(tmp_path) / "0" / "output.log").read_text()
+
+
+def test_a_job_starts_from_clean_memory_and_draws_numbers_of_its_own(tmp_path: Path) -> None:
+    script = TRAIN.replace(
+        "return cfg.n * 1.5",
+        "import numpy, random; state.append(cfg.n); return [len(state), random.random(), float(numpy.random.rand())]",
+    ).replace("class Model:", "import numpy\nstate = []\n\nclass Model:")
+    sweep(tmp_path, "n=1,2,3", script=script)
+    found = [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")]
+    assert [seen for seen, *_ in found] == [1, 1, 1]
+    assert len({number for _, number, _ in found}) == len({number for *_, number in found}) == 3
+
+
+def test_jobs_run_side_by_side_where_asked(tmp_path: Path) -> None:
+    script = TRAIN.replace("return cfg.n * 1.5", "return [begun, time.time()]").replace(
+        "    time.sleep(cfg.sleep)", "    begun = time.time(); time.sleep(cfg.sleep)"
+    )
+    for parallel, together in ((1, False), (2, True)):
+        folder = tmp_path / str(parallel)
+        folder.mkdir()
+        sweep(folder, "n=1,2", "sleep=0.5", f"hydra.launcher.parallel={parallel}", script=script)
+        (first, second) = (row.returned for row in read(sweep_folder(folder) / "results.jsonl"))
+        assert (second[0] < first[1]) is together
+
+
+def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
+    thread = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n\nclass Model:"
+    script = TRAIN.replace("class Model:", thread).replace("return cfg.n * 1.5", "return os.getppid()")
+    done = sweep(tmp_path, "n=1,2", "kind=fine,raise", script=script, code=1)
+    assert "fresh interpreter" in done.stdout
+    assert "threads" in done.stdout
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert [row.status for row in rows] == ["finished", "failed"] * 2
+    assert not list(sweep_folder(tmp_path).rglob("asked.pickle"))
+
+
+def test_a_failed_job_is_tried_again_where_asked(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1")
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert [(row.status, row.attempt) for row in rows] == [("finished", 2)] * 2
+    assert starts(tmp_path) == {1: 2, 2: 2}
+
+
+def test_a_job_that_ignores_the_request_to_end_is_ended(tmp_path: Path) -> None:
+    settings = ["hydra.launcher.timeout_s=0.5", "hydra.launcher.grace_s=0.5"]
+    sweep(tmp_path, "n=1", "kind=deaf", *settings, code=1)
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert (row.status, row.detail) == ("timed out", "ended by SIGKILL")
+
+
+def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
+    """30 MB of output, of which 2 MiB may stay: it is cut while the job runs and when it has ended."""
+    sweep(tmp_path, "n=1", "kind=loud", "hydra.launcher.output_mib=2")
+    output = sweep_folder(tmp_path) / "0" / "output.log"
+    assert output.stat().st_size <= 2 * 2**20
+    assert "this is its end" in output.read_text()[:200]
+
+
+def test_what_a_job_left_running_is_ended_with_it(tmp_path: Path) -> None:
+    script = TRAIN.replace("return cfg.n * 1.5", "import subprocess; return subprocess.Popen(['sleep', '1000']).pid")
+    sweep(tmp_path, "n=1", script=script)
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    until(lambda: not is_alive(row.returned))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- the same command goes on ---
+
+
+def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        sweep(tmp_path, "n=1,2", "kind=fine,raise", code=1)
+    assert starts(tmp_path) == {1: 2, 2: 2}
+    sweep(tmp_path, "n=1,2", "kind=fine,raise", "hydra.launcher.rerun=failed", code=1)
+    assert starts(tmp_path) == {1: 3, 2: 3}
+    sweep(tmp_path, "n=1,2,3", "kind=fine")  # another sweep, in a folder of its own
+    assert len(list((tmp_path / "multirun").iterdir())) == 2
+
+
+def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1,2")
+    sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
+    assert starts(tmp_path) == {1: 2, 2: 2}
+    assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == [
+        "0",
+        "0.attempt-1",
+        "1",
+        "1.attempt-1",
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_random_moments_no_job_runs_twice_and_no_row_is_lost(tmp_path: Path, seed: int) -> None:
+    """20 kills in all; the last command is left to end."""
+    moments = random.Random(seed)
+    overrides = ["n=range(20)", "sleep=0.1", "hydra.launcher.parallel=2"]
+    kills = 0
+    while kills < 5:
+        process = popen(tmp_path, *overrides)
+        with process:
+            try:
+                process.wait(timeout=moments.uniform(0.3, 1.2))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                kills += 1
+            else:
+                break
+    sweep(tmp_path, *overrides)
+    assert starts(tmp_path) == dict.fromkeys(range(20), 1)
+    lines = (sweep_folder(tmp_path) / "results.jsonl").read_text().splitlines()
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert len(lines) == len(rows) == 20
+    assert [row.returned for row in rows] == [1.5 * n for n in range(20)]
+
+
+def test_killed_with_all_its_processes_the_job_runs_again(tmp_path: Path) -> None:
+    process = popen(tmp_path, "n=1", "sleep=1000")
+    with process:
+        until(lambda: starts(tmp_path) == {1: 1})
+        state = sweep_folder(tmp_path) / ".sweep"
+        for pid in holders(state / "server.lock"):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+    (tmp_path / "starts.txt").unlink()
+    with popen(tmp_path, "n=1", "sleep=1000") as process:
+        until(lambda: starts(tmp_path) == {1: 1})
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+
+
+def holders(file: Path) -> list[int]:
+    """Return the processes that have a file open."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(link) == str(file) for link in (folder / "fd").iterdir()):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_if_the_process_between_dies_the_sweep_goes_on(tmp_path: Path) -> None:
+    with popen(tmp_path, "n=1,2", "sleep=1") as process:
+        until(lambda: starts(tmp_path) == {1: 1})
+        (job,) = [int(p) for p in children_of_server(sweep_folder(tmp_path))]
+        server = int(Path(f"/proc/{job}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(server, signal.SIGKILL)
+        assert process.wait(timeout=60) == 0
+    assert starts(tmp_path) == {1: 1, 2: 1}  # the job lived on, and what it said at its end counts
+    assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["finished"] * 2
+
+
+def children_of_server(folder: Path) -> list[int]:
+    pids = holders(folder / ".sweep" / "server.lock")
+    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+    return [pid for pid in pids if parents[pid] in pids]
+
+
+def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Path) -> None:
+    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+    with popen(tmp_path, "n=1,2,3", "sleep=3", "hydra.launcher.grace_s=20", preexec_fn=restore) as process:
+        until(lambda: starts(tmp_path) == {1: 1})
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted with 0 of 3 jobs done; the same command goes on" in said
+    assert "Traceback" not in said
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert row.status == "interrupted"
+    sweep(tmp_path, "n=1,2,3", "sleep=3", "hydra.launcher.grace_s=20", "hydra.launcher.parallel=3")
+    assert starts(tmp_path) == {1: 2, 2: 1, 3: 1}
+
+
+def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
+    with popen(tmp_path, "n=1", "sleep=5") as first:
+        until(lambda: starts(tmp_path) == {1: 1})
+        second = sweep(tmp_path, "n=1", "sleep=5", code=1)
+        assert f"process {first.pid} works on this sweep" in second.stderr
+        assert "Traceback" not in second.stderr
+        assert first.wait(timeout=60) == 0
+    assert starts(tmp_path) == {1: 1}
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["n=range(5,5)"], "n: an empty range, 0 jobs; write for example n=range(1,5)"),
+        (["n=range(1000)", "sleep=range(1000)"], "1,000,000 jobs (1000 x 1000), and hydra.launcher.max_jobs=1,000"),
+        (["n=1", "hydra.launcher.parallel=0"], "hydra.launcher.parallel=0: must be 1 or more"),
+        (["n=1", "hydra.launcher.timeout_s=-1"], "hydra.launcher.timeout_s=-1.0: must be positive"),
+        (["n=1", "hydra.launcher.rerun=some"], "must be one of never, failed, all"),
+        (["n=1,2", "hydra.sweep.subdir=same"], "jobs 0 and 1 would both write to"),
+        (["n=1", "hydra.sweep.subdir=../outside"], "which is not below"),
+        (["m=1,2"], "m"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: list[str], said: str) -> None:
+    begun = time.monotonic()
+    done = sweep(tmp_path, *overrides, code=1)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert starts(tmp_path) == {}
+    assert time.monotonic() - begun < 30  # a million jobs are counted, not composed
+
+
+def test_names_with_slashes_make_folders_below_the_sweeps(tmp_path: Path) -> None:
+    sweep(tmp_path, "kind=a/b,c", "'hydra.sweep.subdir=${hydra.job.override_dirname}'".strip("'"))
+    assert (sweep_folder(tmp_path) / "kind=a" / "b" / "output.log").is_file()
+
+
+NOT_HERE = "if __name__ != '__main__':\n    raise OSError('not here')\n\nclass Model:"
+RESOLVER = "    from omegaconf import OmegaConf\n    OmegaConf.register_new_resolver('mine', str)\n    train()\n"
+LAMBDA = "    hydra.main(config_path=None, config_name='config', version_base='1.3')(lambda cfg: 1)()\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("class Model:", NOT_HERE, "not here"),
+        ("    train()\n", RESOLVER, "mine: resolvers that"),
+        ("    train()\n", LAMBDA, "define the task function at the top level"),
+    ],
+    ids=["import fails", "resolver", "lambda"],
+)
+def test_an_application_that_another_process_cannot_have_is_refused(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    done = sweep(tmp_path, "n=1,2", script=TRAIN.replace(old, new), code=1)
+    assert said in done.stderr
+    assert starts(tmp_path) == {}
+
+
+# --- what it costs ---
+
+
+def test_the_plugin_loads_without_torch(tmp_path: Path) -> None:
+    code = "import sys; from hydra.core.plugins import Plugins; Plugins.instance(); print('torch' in sys.modules)"
+    run = subprocess.run(
+        [command()[0], "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "False"
+
+
+def test_the_state_is_plain_data(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1")
+    for file in (sweep_folder(tmp_path) / ".sweep" / "jobs" / "0").iterdir():
+        assert json.loads(file.read_text())

@@ -1,0 +1,346 @@
+"""`hydra/sweeper=solo_optuna` in a Hydra application of somebody else's: trials, objectives, and what a kill leaves."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+
+from lightning_solo.sweeps.pruning import storage
+from lightning_solo.sweeps.results import Row, read
+from tests.sweeps.applications import environment
+
+pytestmark = pytest.mark.timeout(300)
+TRAIN = """
+import hydra, os, sys, time
+from dataclasses import dataclass
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+
+@dataclass
+class Config:
+    x: float = 0.0
+    width: int = 1
+    kind: str = "fine"
+    sleep: float = 0.0
+
+@hydra.main(config_path=None, config_name="config", version_base="1.3")
+def train(cfg):
+    with open("starts.txt", "a") as file:
+        file.write(f"{HydraConfig.get().job.num} {cfg.x} {cfg.width}\\n")
+    time.sleep(cfg.sleep)
+    if cfg.kind == "raise":
+        raise ValueError("bad luck")
+    if cfg.kind == "killed":
+        os.kill(os.getpid(), 9)
+    if cfg.kind == "nan":
+        return float("nan")
+    if cfg.kind == "nothing":
+        return None
+    kept = b"x" * (cfg.width * 2**20)
+    return (cfg.x - 1) ** 2
+
+ConfigStore.instance().store(name="config", node=Config)
+if __name__ == "__main__":
+    train()
+"""
+SPACE = ("x=interval(0,3)", "width=choice(1,2,4)")
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, "train.py", "-m", "hydra/launcher=solo", "hydra/sweeper=solo_optuna", *overrides]
+
+
+def search(folder: Path, *overrides: str, code: int = 0, script: str = TRAIN) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    done = subprocess.run(
+        command(*overrides),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def sweep_folder(folder: Path) -> Path:
+    (found,) = (folder / "multirun").iterdir()
+    return found
+
+
+def rows(folder: Path) -> list[Row]:
+    return read(sweep_folder(folder) / "results.jsonl")
+
+
+def trials(folder: Path) -> list[FrozenTrial]:
+    found = sweep_folder(folder)
+    return optuna.load_study(study_name=found.name, storage=storage(found, new=False)).trials
+
+
+def starts(folder: Path) -> list[tuple[int, str]]:
+    """Return (job, the parameters it was started with), in order."""
+    lines = (folder / "starts.txt").read_text().splitlines() if (folder / "starts.txt").exists() else []
+    return [(int(number), params) for number, _, params in (line.partition(" ") for line in lines)]
+
+
+# --- acted ---
+
+
+def test_a_search_draws_what_optuna_alone_would(tmp_path: Path) -> None:
+    done = search(tmp_path, *SPACE, "hydra.sweeper.n_trials=13")
+    found = trials(tmp_path)
+    assert [trial.params for trial in found] == drawn_by_optuna_alone(13)  # the first ten by chance, then by TPE
+    assert [trial.state for trial in found] == [TrialState.COMPLETE] * 13
+    assert [trial.value for trial in found] == [row.returned for row in rows(tmp_path)]
+    assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
+    best = min(found, key=lambda trial: trial.value)
+    assert f"best: trial {best.number}, value {best.value:.6g}: x={best.params['x']}" in done.stdout
+    summary = yaml.safe_load((sweep_folder(tmp_path) / "optimization_results.yaml").read_text())
+    assert summary == {"name": "optuna", "best_params": best.params, "best_value": best.value}
+    assert (sweep_folder(tmp_path) / "multirun.yaml").exists()
+
+
+def drawn_by_optuna_alone(count: int) -> list[dict[str, Any]]:
+    study = optuna.create_study()
+    for number in range(count):
+        seed = int(np.random.SeedSequence([0, number]).generate_state(1)[0])
+        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        trial = study.ask()
+        x = trial.suggest_float("x", 0, 3)
+        trial.suggest_categorical("width", ["1", "2", "4"])
+        study.tell(trial, (x - 1) ** 2)
+    return [trial.params for trial in study.trials]
+
+
+def test_the_space_may_be_in_the_configuration_too(tmp_path: Path) -> None:
+    search(tmp_path, "+hydra.sweeper.params.x='interval(2,3)'", "width=3", "hydra.sweeper.n_trials=3")
+    assert [list(trial.params) for trial in trials(tmp_path)] == [["x"]] * 3
+    assert all(2 <= trial.params["x"] <= 3 for trial in trials(tmp_path))
+    assert {params.split()[1] for _, params in starts(tmp_path)} == {"3"}
+
+
+def test_two_objectives_of_which_the_sweep_measures_the_second(tmp_path: Path) -> None:
+    space = ("x=1,2", "width=range(1,121,40)")
+    done = search(tmp_path, *space, "hydra.sweeper.direction=[minimize,minimize]", "hydra.sweeper.n_trials=8")
+    found = trials(tmp_path)
+    assert [trial.values for trial in found] == [
+        [row.returned, float(row.peak_host_bytes or 0)] for row in rows(tmp_path)
+    ]
+    peaks = {t.params["width"]: t.values[1] for t in found}
+    assert len(peaks) > 1
+    most, least = max(peaks), min(peaks)
+    assert peaks[most] - peaks[least] == pytest.approx((most - least) * 2**20, rel=0.1)  # what a job allocates
+    assert done.stdout.count("best: trial") == len(summary_of(tmp_path)["solutions"])
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((sweep_folder(folder) / "optimization_results.yaml").read_text())
+    return found
+
+
+def test_trials_side_by_side(tmp_path: Path) -> None:
+    search(tmp_path, "sleep=1", "hydra.launcher.parallel=2", "hydra.sweeper.n_trials=5", *SPACE)
+    begun = [row.started or 0.0 for row in rows(tmp_path)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
+    assert [gap < 0.9 for gap in gaps] == [True, False, True, False]  # 2, 2 and 1 at a time
+    assert len({trial.params["x"] for trial in trials(tmp_path)}) == 5
+
+
+def test_failing_trials_are_marked_and_named_at_the_end_only(tmp_path: Path) -> None:
+    space = ("kind=choice(fine,raise,killed,nan)", "x=interval(0,3)", "hydra.sweeper.sampler=random")
+    done = search(tmp_path, *space, "hydra.sweeper.n_trials=10", code=1)
+    states = {trial.params["kind"]: trial.state for trial in trials(tmp_path)}
+    assert states == {
+        "fine": TrialState.COMPLETE,
+        "raise": TrialState.FAIL,
+        "killed": TrialState.FAIL,
+        "nan": TrialState.FAIL,
+    }
+    assert len(trials(tmp_path)) == 10
+    failed = [row for row in rows(tmp_path) if row.status != "finished"]
+    assert done.stderr.count("jobs did not finish") == 1
+    assert f"{len(failed)} of 10 jobs did not finish" in done.stderr
+    assert "ValueError: bad luck" in done.stderr
+    assert "rerun=failed" not in done.stderr  # which this sweeper refuses
+
+
+# --- the same command goes on ---
+
+
+def test_the_same_command_adds_what_is_missing_and_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    for trials_so_far in (2, 2, 12):
+        search(tmp_path / "bits", *SPACE, f"hydra.sweeper.n_trials={trials_so_far}")
+    assert [trial.params for trial in trials(tmp_path / "bits")] == drawn_by_optuna_alone(12)
+    assert [number for number, _ in starts(tmp_path / "bits")] == list(range(12))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments_each_trial_starts_once(tmp_path: Path, seed: int) -> None:
+    """The command is killed up to eight times; its jobs, which it can't take along, go on."""
+    moments = random.Random(seed)
+    (tmp_path / "train.py").write_text(TRAIN)
+    overrides = (*SPACE, "sleep=0.3", "hydra.sweeper.n_trials=6")
+    for _ in range(8):
+        process = subprocess.Popen(command(*overrides), cwd=tmp_path, env=environment(), stdout=-3, stderr=-3)
+        time.sleep(moments.uniform(1.0, 3.0))
+        process.kill()
+        process.wait()
+    search(tmp_path, *overrides)
+    found = trials(tmp_path)
+    assert [trial.params for trial in found] == drawn_by_optuna_alone(6)
+    assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
+    assert [trial.state for trial in found] == [TrialState.COMPLETE] * 6
+    assert [(row.number, row.status, row.attempt) for row in rows(tmp_path)] == [(n, "finished", 1) for n in range(6)]
+
+
+KILLED = """
+def killed_at(owner, name, count):
+    import os
+    calls, real = [], getattr(owner, name)
+    def replaced(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), 9)
+        return real(*args, **kwargs)
+    setattr(owner, name, replaced)
+"""
+OWNERS = {
+    "Study": "optuna.study",
+    "Trial": "optuna.trial",
+    "Launch": "lightning_solo.sweeps.launch",
+}
+
+
+def with_kill(script: str, owner: str, name: str, count: int) -> str:
+    """Return an application whose command is killed once, at a call of a method; its jobs know nothing of it."""
+    main = 'if __name__ == "__main__":\n'
+    killed = f"    from {OWNERS[owner]} import {owner}\n    killed_at({owner}, {name!r}, {count})\n"
+    return script.replace(main, KILLED + main + killed)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        ("Study", "ask", 3),
+        ("Trial", "suggest_float", 3),
+        ("Trial", "suggest_categorical", 3),  # x is stored, width isn't
+        ("Launch", "__call__", 3),  # stored, not started
+        ("Study", "tell", 3),  # finished, not told
+    ],
+)
+def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, count: int) -> None:
+    script = with_kill(TRAIN, owner, name, count)
+    search(tmp_path, *SPACE, "hydra.sweeper.n_trials=5", script=script, code=-signal.SIGKILL)
+    assert len(trials(tmp_path)) == (2 if name == "ask" else 3)
+    search(tmp_path, *SPACE, "hydra.sweeper.n_trials=5", script=script)
+    found = trials(tmp_path)
+    assert [trial.state for trial in found] == [TrialState.COMPLETE] * 5
+    assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
+
+
+def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    overrides = (*SPACE, "sleep=2", "hydra.sweeper.n_trials=2")
+    process = subprocess.Popen(
+        command(*overrides), cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not starts(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "interrupted with 0 of 2 jobs done" in said
+    search(tmp_path, *overrides)
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.COMPLETE] * 2
+    assert Counter(number for number, _ in starts(tmp_path)) == {0: 2, 1: 1}
+    assert len(set(starts(tmp_path))) == 2  # with the same parameters
+
+
+# --- refused ---
+
+
+def test_another_search_in_the_same_folder_is_refused_with_every_difference(tmp_path: Path) -> None:
+    search(tmp_path, "hydra.sweep.dir=multirun/mine", "x=interval(0,3)", "width=2", "hydra.sweeper.n_trials=1")
+    other = ("x=interval(0,4)", "kind=choice(fine,nan)", "hydra.sweep.dir=multirun/mine", "hydra.sweeper.n_trials=2")
+    done = search(tmp_path, *other, code=1)
+    for words in (
+        "x: 0.0 to 3.0 before, 0.0 to 4.0 now",
+        "kind: not there before, choice(fine, nan) now",
+        "width=2: given",
+    ):
+        assert words in done.stderr
+    named = (*other, "hydra.sweeper.study_name=yours")
+    assert "holds the study mine, not yours" in search(tmp_path, *named, code=1).stderr
+    assert len(starts(tmp_path)) == 1
+    (tmp_path / "multirun/mine/optuna.db").write_text("nothing of Optuna's, and long enough to be read as a header")
+    assert "not a study that Optuna" in search(tmp_path, *other, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["x=1"], "nothing to search"),
+        (["x=interval(0,1)", "wdith=choice(1,2)"], "wdith"),
+        (["x=interval(0,1)", "width=choice(1,two)"], "'two'"),
+        (["x=interval(0,1)", "hydra.sweeper.sampler=tpee"], "did you mean 'tpe'?"),
+        (["x=interval(0,1)", "hydra/launcher=basic"], "hydra/launcher=solo"),
+        (["x=interval(0,1)", "hydra.launcher.rerun=failed"], "hydra.sweeper.n_trials"),
+    ],
+)
+def test_refused_before_a_study_is_made(tmp_path: Path, overrides: list[str], words: str) -> None:
+    assert words in search(tmp_path, *overrides, code=1).stderr
+    assert not list(tmp_path.rglob("optuna.db"))
+    assert not starts(tmp_path)
+
+
+def test_a_task_function_without_a_number_is_refused_at_once(tmp_path: Path) -> None:
+    done = search(tmp_path, "kind=nothing", "x=interval(0,1)", code=1)
+    assert "job 0 returned None" in done.stderr
+    assert "trainer.callback_metrics" in done.stderr
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL]
+
+
+@pytest.mark.parametrize("version", ["none", "2.10.1"])
+def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, version: str) -> None:
+    lacks = "sys.modules['optuna'] = None; " if version == "none" else ""
+    fakes = f"    {lacks}import importlib.metadata as m; m.version = lambda name: {version!r}\n    train()\n"
+    done = search(tmp_path, *SPACE, script=TRAIN.replace("    train()\n", fakes), code=1)
+    assert f"needs Optuna 4 or newer, here is {version}: pip install 'lightning-solo[optuna]'" in done.stderr
+
+
+def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    overrides = (*SPACE, "sleep=100", "hydra.sweeper.n_trials=1")
+    first = subprocess.Popen(command(*overrides), cwd=tmp_path, env=environment(), stdout=-3, stderr=-3)
+    deadline = time.monotonic() + 60
+    while not starts(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert f"process {first.pid} works on this sweep" in search(tmp_path, *overrides, code=1).stderr
+    first.send_signal(signal.SIGINT)
+    assert first.wait(timeout=60) == 130
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.RUNNING]  # the first command's alone
+
+
+def test_the_plugin_loads_without_torch_or_optuna(tmp_path: Path) -> None:
+    code = "import sys, hydra_plugins.lightning_solo.sweeper; assert not {'torch', 'optuna'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=tmp_path)

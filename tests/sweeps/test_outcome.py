@@ -1,0 +1,104 @@
+"""What became of a job, by how its process ended and what it said; and the files that say so."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
+from lightning_solo.sweeps.outcome import STATUSES, oom_kills, outcome
+
+
+def error(kind: str, message: str = "") -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message}}
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "said", "more", "expected"),
+    [
+        (0, {"returned": 1}, {}, ("finished", "")),
+        (-6, {"returned": 1}, {}, ("finished", "and then ended with SIGABRT")),
+        (0, {"returned": 1}, {"timed_out": True}, ("finished", "")),  # it came to its end in time for that
+        (1, error("ValueError", "a\nb"), {}, ("failed", "ValueError: a")),
+        (1, error("KeyError"), {}, ("failed", "KeyError")),
+        (1, error("OutOfMemoryError", "CUDA out of memory."), {}, ("out of device memory", None)),
+        (1, error("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), {}, ("out of device memory", None)),
+        (
+            1,
+            error("RuntimeError", "[enforce] DefaultCPUAllocator: can't allocate memory"),
+            {},
+            ("out of host memory", None),
+        ),
+        (1, error("MemoryError"), {}, ("out of host memory", None)),
+        (-9, None, {"oom_kills": 1}, ("out of host memory", "killed by the kernel")),
+        (-9, None, {}, ("killed", "by SIGKILL, as the kernel does for lack of memory")),
+        (-15, None, {}, ("killed", "by SIGTERM")),
+        (-11, None, {}, ("crashed", "SIGSEGV")),
+        (-6, None, {"oom_kills": 1}, ("crashed", "SIGABRT")),
+        (3, error("SystemExit", "3"), {}, ("exited", "with status 3, before the task function returned")),
+        (0, None, {}, ("exited", "with status 0, before the task function returned")),
+        (-9, None, {"timed_out": True}, ("timed out", "ended by SIGKILL")),
+        (1, error("SIGTERMException"), {"timed_out": True}, ("timed out", "")),
+        (130, error("KeyboardInterrupt"), {"interrupted": True}, ("interrupted", "")),
+        (130, error("KeyboardInterrupt"), {}, ("interrupted", "")),
+    ],
+)
+def test_each_end_has_its_name(
+    exit_code: int, said: dict[str, Any] | None, more: dict[str, Any], expected: tuple[str, str | None]
+) -> None:
+    status, detail = outcome(exit_code, said, **more)
+    assert status == expected[0]
+    assert status in STATUSES
+    assert expected[1] is None or detail == expected[1]
+
+
+def test_the_kernels_count_is_read(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 5\noom_kill 7\noom_kill_other 3\n")
+    assert oom_kills(tmp_path) == 7
+    assert oom_kills(tmp_path / "nowhere") == 0
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "b.json"
+    write_json(file, {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(file, {"x": object()})
+    assert read_json(file) == {"x": 1}
+    assert os.listdir(file.parent) == ["b.json"]
+    file.write_text(json.dumps({"x": 1})[:-2])
+    assert read_json(file) is None
+    file.write_text("[1]")
+    assert read_json(file) is None
+    assert read_json(tmp_path / "missing.json") is None
+
+
+def hold(folder: Path, ready: Any, done: Any) -> None:
+    with SweepFolder(folder).lock():
+        ready.set()
+        done.wait(30)
+
+
+def test_a_sweep_is_one_commands_at_a_time(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path, ready, done))
+    process.start()
+    try:
+        assert ready.wait(30)
+        with (
+            pytest.raises(CheckpointError, match=rf"process {process.pid} works on this sweep.*run=\.\.\."),
+            SweepFolder(tmp_path).lock(),
+        ):
+            pass
+    finally:
+        done.set()
+        process.join()
+    with SweepFolder(tmp_path).lock():
+        assert (tmp_path / ".sweep" / "lock").read_text() == str(os.getpid())
