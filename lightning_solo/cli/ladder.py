@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from lightning_solo.cli import INTERRUPTED
 from lightning_solo.cli.ladder_line import Asked, Given, compose_base, folder_of, parse, prepare, settings_of
 from lightning_solo.cli.train import brings_data, build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, PresetError, SoloError
+from lightning_solo.report.write import write_report
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import application_of
 from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.figures import NOT_RUN, Figures, as_json
 from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
 from lightning_solo.sweeps.ladder import Ladder
-from lightning_solo.sweeps.ladder_display import details, draw, memory_in_words, table
+from lightning_solo.sweeps.ladder_display import details, memory_in_words, table
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
 from lightning_solo.sweeps.rungs import BASELINE
 from lightning_solo.sweeps.sweep import ended_by_sigterm
@@ -134,6 +134,14 @@ def tell(display: Display, names: dict[int, str], event: str, number: int | None
         display.console.print(f"{names[number]}: {said}", soft_wrap=True, highlight=False, markup=False)
 
 
+def picture(folder: Path) -> str:
+    """Write the ladder's page and pictures, and return what to say about it."""
+    try:
+        return f"report: {write_report(folder).page}"
+    except SoloError as error:
+        return f"no report: {error}"
+
+
 def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: Path, fits: Figures | None) -> int:
     """Print the table and what came of ``--until``, draw the picture, and return the exit status."""
     console = Console()
@@ -141,10 +149,7 @@ def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: 
     console.print(f"memory: {memory_in_words(rows)}", highlight=False)
     for line in details(rows):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-    picture = "no picture"
-    with suppress(SoloError, OSError):
-        picture = draw(rows, folder.path / "ladder.png")
-    console.print(f"figures: {written}\n{picture}", soft_wrap=True, highlight=False)
+    console.print(f"figures: {written}\n{picture(folder.path)}", soft_wrap=True, highlight=False)
     finished = [row for row in rows if row.status == FINISHED]
     if any(row.status not in (FINISHED, NOT_RUN) for row in rows):
         console.print("to run the failed ones again: the same command with hydra.launcher.rerun=failed", soft_wrap=True)

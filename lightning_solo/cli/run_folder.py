@@ -9,12 +9,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.sweeps.files import write_json
+from lightning_solo.sweeps.results import VERSIONS, versions
 
 FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
 class RunFolder:
-    """``config.yaml``, ``checkpoints/last.ckpt`` and the logs of one run."""
+    """``config.yaml``, ``versions.json``, ``checkpoints/last.ckpt`` and the logs of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,7 +24,7 @@ class RunFolder:
         self.config = path / "config.yaml"
 
     def open(self, cfg: DictConfig) -> str | None:
-        """Write the configuration and return the checkpoint to go on from, or None to start.
+        """Write configuration and versions, and return the checkpoint to go on from, or None to start.
 
         Raises:
             PresetError: the folder can't be written.
@@ -33,6 +35,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")  # unresolved: no secret is written out
+            write_json(self.path / VERSIONS, versions())
         except OSError as error:
             raise PresetError(f"root={cfg.root}: {self.path} can't be written: {error.strerror}") from error
         return checkpoint

@@ -12,7 +12,8 @@ from lightning_solo.report.figures import line_figure, stacked_figure, summary
 from lightning_solo.report.model import Figure, Report, plain
 from lightning_solo.report.series import Series
 from lightning_solo.report.step_times import of_metrics, of_tensorboard
-from lightning_solo.sweeps.results import versions
+from lightning_solo.sweeps.files import read_json
+from lightning_solo.sweeps.results import VERSIONS, versions
 from lightning_solo.units import GiB, MiB
 
 CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "other")  # memory.ledger's; that needs torch
@@ -47,8 +48,9 @@ def read_run(folder: Path, places: Sequence[str] = PLACES) -> Report:
         report.tables.append(summary("All logged metrics", metrics.values()))
     report.documents.update(documents(folder, CONFIGS))
     if report.figures:
-        told = ", ".join(f"{name} {version}" for name, version in versions().items())
-        report.facts["Versions"] = f"{told} (installed where this report was written)"
+        then = read_json(folder / VERSIONS)
+        told = ", ".join(f"{plain(name)} {plain(str(version))}" for name, version in (then or versions()).items())
+        report.facts["Versions"] = told if then else f"{told} (installed where this report was written)"
     return report
 
 

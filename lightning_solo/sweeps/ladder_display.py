@@ -1,19 +1,15 @@
-"""A ladder as a table on the terminal, and as a picture."""
+"""A ladder as a table on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
-from lightning_solo.machine import is_installed
 from lightning_solo.sweeps.figures import Figures
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.rungs import BASELINE
-from lightning_solo.units import GiB, format_bytes
-
-NOT_INSTALLED = "no picture: altair and vl-convert-python are not installed"
+from lightning_solo.units import format_bytes
 
 
 def table(rows: Sequence[Figures], steps: int) -> Table:
@@ -75,27 +71,3 @@ def memory_in_words(rows: Sequence[Figures]) -> str:
         return "bytes allocated on the device, peak"
     before = "" if base.before_bytes is None else f", {format_bytes(base.before_bytes)} of it before training"
     return f"resident set of the process, peak{before}"
-
-
-def draw(rows: Sequence[Figures], file: Path) -> str:
-    """Draw memory and time of each rung as bars into a PNG file, and return what to say about it."""
-    finished = [row for row in rows if row.peak_bytes is not None and row.step_s is not None]
-    if not (is_installed("altair") and is_installed("vl_convert")):
-        return NOT_INSTALLED
-    if not finished:
-        return "no picture: no rung finished"
-    import altair as alt
-
-    values = [
-        {"rung": r.name, "peak memory, GiB": (r.peak_bytes or 0) / GiB, "seconds per step": r.step_s} for r in finished
-    ]
-    bars = alt.Chart(alt.InlineData(values)).mark_bar().properties(width=300)
-    charts = [
-        bars.encode(
-            x=alt.X(field, type="quantitative"),
-            y=alt.Y("rung", type="nominal", sort=None, title=None, axis=alt.Axis(labelLimit=400, labels=first)),
-        )
-        for field, first in (("peak memory, GiB", True), ("seconds per step", False))
-    ]
-    alt.hconcat(*charts).save(str(file), scale_factor=2)
-    return f"picture: {file}"

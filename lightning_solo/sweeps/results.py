@@ -16,6 +16,8 @@ from typing import Any
 from lightning_solo.errors import CheckpointError
 
 VERSION = 1
+VERSIONS = "versions.json"
+"""File of a run: what `versions` said when it started."""
 PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "hydra-core", "deepspeed")
 
 

@@ -128,6 +128,8 @@ def test_killed_in_the_middle_it_goes_on_and_measures_nothing_twice(folder: Path
     assert {row["status"] for name, row in rows.items() if name in RUNGS} == {"finished"}
     printed = (folder / "printed.txt").read_text()
     assert "baseline: finished, by an earlier command" in printed
+    (page,) = folder.glob("runs/ladder-*/report.html")
+    assert f"report: {page.relative_to(folder)}" in printed
     assert "memory: resident set of the process, peak" in printed or torch.cuda.is_available()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -65,6 +66,7 @@ def test_a_run_says_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
     ):
         assert words in output
     folder = tmp_path / "runs" / "first"
+    assert json.loads((folder / "versions.json").read_text())["torch"] == torch.__version__
     for name in ("config.yaml", "csv/metrics.csv", "checkpoints/last.ckpt", "csv/memory.csv"):
         assert (folder / name).is_file(), name
         assert name == "config.yaml" or str(folder / name) in output

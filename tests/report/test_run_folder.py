@@ -26,7 +26,10 @@ def test_a_run_has_its_charts_its_configuration_and_versions(tmp_path: Path) -> 
     assert [f.name for f in report.figures] == ["loss", "memory", "memory_by_category", "step_time", "throughput"]
     assert "width: 64" in report.documents["Configuration (config.yaml)"]
     assert "torch" in report.facts["Versions"]
+    assert "installed where this report was written" in report.facts["Versions"]
     assert report.notes == []
+    (tmp_path / "first" / "versions.json").write_text('{"torch": "1.2.3"}')  # which `train` writes as a run starts
+    assert read_run(tmp_path / "first").facts["Versions"] == "torch 1.2.3"
 
 
 def test_words_and_chart_have_the_spike_of_a_long_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.figures import Figures, as_json, change, remarks
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.ladder import Ladder, Prepared
-from lightning_solo.sweeps.ladder_display import details, draw, memory_in_words, table
+from lightning_solo.sweeps.ladder_display import details, memory_in_words, table
 from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
 from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
 from lightning_solo.sweeps.sweep import Settings
@@ -271,19 +271,9 @@ def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
     assert "the loss is nan" in by_name(rows)["b"].detail
 
 
-def test_table_and_picture(tmp_path: Path) -> None:
+def test_the_table() -> None:
     rows = [Figures("baseline", "finished", peak_bytes=2**30, step_s=0.5, loss=2.0, device="cpu", before_bytes=2**29)]
     rows += [Figures("a", "out of device memory", "RuntimeError: CUDA out of memory")]
     assert table(rows, 5).row_count == 2
     assert details(rows) == ["a: out of device memory: RuntimeError: CUDA out of memory"]
     assert memory_in_words(rows) == "resident set of the process, peak, 512.00 MiB of it before training"
-    pytest.importorskip("altair")
-    pytest.importorskip("vl_convert")
-    assert draw(rows, tmp_path / "ladder.png") == f"picture: {tmp_path / 'ladder.png'}"
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-    assert draw(rows[1:], tmp_path / "none.png") == "no picture: no rung finished"
-
-
-def test_without_altair_there_is_a_line_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    assert draw([], tmp_path / "ladder.png") == "no picture: altair and vl-convert-python are not installed"
