@@ -26,7 +26,6 @@ from lightning_solo.sweeps.ladder import Ladder
 from lightning_solo.sweeps.ladder_display import details, memory_in_words, table
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
 from lightning_solo.sweeps.rungs import BASELINE
-from lightning_solo.sweeps.sweep import ended_by_sigterm
 from lightning_solo.units import format_bytes
 
 PRELOAD = ("lightning_solo.sweeps.measurement",)
@@ -75,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         names=names,
     )
     try:
-        with ended_by_sigterm(), display.shown():
+        with display.shown():
             rows = ladder.run()
     except KeyboardInterrupt:
         done = [row for row in ladder.figures() if row.status not in AGAIN]

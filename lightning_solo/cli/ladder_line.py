@@ -26,9 +26,9 @@ from lightning_solo.cli.command_line import (
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import refuse_twice
 from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.ladder import Prepared
 from lightning_solo.sweeps.rungs import Technique, chosen, folder_name, overrides_of
-from lightning_solo.sweeps.sweep import Settings
 from lightning_solo.units import parse_bytes
 
 OURS = {

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_solo.errors import NothingToDoError, PresetError, nearest
 from lightning_solo.sweeps.display import duration
@@ -104,7 +105,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         )
     table.add_column("best in loss against")
     for row in rows:
-        cells = [_words(name, COLUMNS[name](row)) for name in shown]
+        cells = [Text(_words(name, COLUMNS[name](row))) for name in shown]
         table.add_row(*cells, " and ".join(name for name, front in fronts.items() if row.number in front))
     Console().print(table)
 

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,7 +78,7 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = ()) -> A
 def _resolvers() -> tuple[str, ...]:
     from omegaconf.basecontainer import BaseContainer
 
-    return tuple(sorted(BaseContainer._resolvers))
+    return tuple(sorted(name for name in BaseContainer._resolvers if not name.startswith("hydra")))
 
 
 def _name(task: Callable[..., Any]) -> str:
@@ -99,13 +100,13 @@ def load(application: Application) -> Callable[..., Any]:
         importlib.import_module(name)
     found: Any = _import(application)
     setup_globals()
+    Plugins.instance()  # which may register some
     if missing := sorted(set(application.resolvers) - set(_resolvers())):
         raise ConflictError(
             f"{', '.join(missing)}: resolvers that {application.file or application.module} doesn't register when it is"
             " imported, as a job's own process does; register them at its top level, not below `if __name__ =="
             ' "__main__"`'
         )
-    Plugins.instance()
     sys.modules["__main__"] = found  # what the command has pickled calls it so
     for part in application.function.split("."):
         found = getattr(found, part)
@@ -118,7 +119,8 @@ def load(application: Application) -> Callable[..., Any]:
 def _import(application: Application) -> ModuleType:
     if application.file is None:
         return importlib.import_module(application.module)
-    spec = importlib.util.spec_from_file_location(application.module, application.file)
+    loader = SourceFileLoader(application.module, application.file)  # also of a file without .py
+    spec = importlib.util.spec_from_file_location(application.module, application.file, loader=loader)
     assert spec is not None  # a Python file, since it was run
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

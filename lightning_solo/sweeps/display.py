@@ -109,7 +109,7 @@ class Display:
         took = time.monotonic() - self.started[number] if number in self.started else None
         return [
             str(number),
-            self.names.get(number, ""),
+            Text(self.names.get(number, "")),
             Text("running" if runs else state, style=style),
             "" if step is None else f"{step}/{steps}" if steps else str(step),
             "" if loss is None else f"{loss:.4g}",
@@ -154,7 +154,7 @@ def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) ->
     for name in ("job", "overrides", "status", "why"):
         table.add_column(name, overflow="fold")
     for row in failed:
-        table.add_row(str(row.number), " ".join(row.overrides), row.status, row.detail)
+        table.add_row(str(row.number), Text(" ".join(row.overrides)), row.status, Text(row.detail))
     terminal = Console(stderr=True)
     console = Console(width=terminal.width if terminal.is_terminal else 120, force_terminal=False)
     with console.capture() as captured:

@@ -27,6 +27,8 @@ from typing import Any
 
 from lightning_solo.errors import CheckpointError
 
+STATE = ".sweep"
+
 
 def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
     """Write a file that is whole at any moment; ``durable``: also after the power went."""
@@ -94,7 +96,7 @@ class SweepFolder:
     @property
     def state(self) -> Path:
         """What belongs to the sweep itself, beside the jobs' folders."""
-        return self.path / ".sweep"
+        return self.path / STATE
 
     @property
     def results(self) -> Path:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_solo.errors import ConflictError
 from lightning_solo.sweeps import entry_points
 from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_json
 
@@ -29,6 +30,7 @@ class Asked:
     number: int
     attempt: int
     resumes: bool
+    failures: int
     overrides: tuple[str, ...]
     folder: str
     config_hash: str
@@ -39,10 +41,22 @@ class Asked:
 
 
 def pickled(hydra_context: Any, config: Any) -> bytes:
-    """Return what Hydra needs to run a job, as bytes for a process of this user's own."""
+    """Return what Hydra needs to run a job, as bytes for a process of this user's own.
+
+    Raises:
+        ConflictError: some of it can't be pickled.
+    """
+    from hydra.core.config_store import ConfigStore
     from hydra.core.singleton import Singleton
 
-    return pickle.dumps((hydra_context, config, Singleton.get_state()["instances"]))
+    instances = {kind: one for kind, one in Singleton.get_state()["instances"].items() if kind is not ConfigStore}
+    try:
+        return pickle.dumps((hydra_context, config, instances))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConflictError(
+            f"hydra/launcher=solo: the configuration, or one of hydra.callbacks, can't be handed to another process:"
+            f" {error}; define its classes at the top level of a module"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,7 @@ def run(task: Callable[..., Any], asked: Asked, files: JobFiles) -> int:
         said |= returned(value)
         status = 0
     except BaseException as error:  # SystemExit and Ctrl-C too: they are what became of it
-        if isinstance(error, CompactHydraException):  # a refusal that says all there is to say
+        if type(error) is CompactHydraException:  # a refusal that says all there is to say
             print(error, file=sys.stderr)
         elif not isinstance(error, SystemExit):
             traceback.print_exc()
@@ -87,13 +101,15 @@ def run(task: Callable[..., Any], asked: Asked, files: JobFiles) -> int:
 
 def under_hydra(task: Callable[..., Any], hydra_context: Any, config: Any, instances: Any) -> Any:
     """Return what the task function returns under Hydra's `run_job`; raise what it raises."""
+    from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
     from hydra.core.singleton import Singleton
     from hydra.core.utils import JobStatus, run_job, setup_globals
 
     setup_globals()
-    found = {Plugins: Plugins.instance()}  # looked for once, in the process that forks the jobs
+    # Filled when the application was imported, in the process that forks the jobs
+    found = {Plugins: Plugins.instance(), ConfigStore: ConfigStore.instance()}
     Singleton.set_state({**Singleton.get_state(), "instances": {**instances, **found}})
     HydraConfig.instance().set_config(config)
     done = run_job(
@@ -129,7 +145,7 @@ def returned(value: object) -> dict[str, Any]:
     """
     try:
         return {"returned": _plain(value)}
-    except TypeError:
+    except Exception:  # whatever an object of the user's says to being looked at
         return {"not_kept": type(value).__name__}
 
 
@@ -141,7 +157,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if getattr(value, "ndim", None) == 0:  # a number of torch's or numpy's
-        return value.item()
+        return _plain(value.item())
     raise TypeError(type(value).__name__)
 
 

@@ -13,9 +13,10 @@ from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.figures import NOT_RUN, Figures, compare, error_of, measured
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job import plain
+from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.rungs import Technique, folder_name, name_of
-from lightning_solo.sweeps.sweep import Job, Settings, Sweep
+from lightning_solo.sweeps.sweep import Sweep
 
 WILL_FAIL_AGAIN = ("failed", NOT_RUN)
 """Statuses of a technique alone that leave it out of every combination; what only lacked memory stays in."""

@@ -24,9 +24,10 @@ from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job import pickled
+from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.sweep import Job, Settings, Sweep, ended_by_sigterm
+from lightning_solo.sweeps.sweep import Sweep
 
 TIME = "@time@"
 INTERRUPTED = 130
@@ -56,7 +57,7 @@ class Launch:
             self.application = application_of(task, preload)
             refuse_count(config, max_jobs)
             self.folder = SweepFolder(Path(sweep_dir(config, self.application)))
-        with read_write(config), open_dict(config):
+        with read_write(config.hydra.sweep), open_dict(config.hydra.sweep):
             config.hydra.sweep.dir = str(self.folder.path)
         self._kept: tuple[Sweep, Display] | None = None
 
@@ -71,7 +72,7 @@ class Launch:
             display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
             sweep = Sweep(self.folder, self.application, self.settings, tell=display.tell, look=display.look)
             try:
-                with ended_by_sigterm(), display.shown(), sweep.opened():
+                with display.shown(), sweep.opened():
                     self._kept = sweep, display
                     yield
             except KeyboardInterrupt:
@@ -79,6 +80,7 @@ class Launch:
                 display.console.print(
                     f"interrupted with {done} of {len(jobs)} jobs done; the same command goes on: {self.folder.path}",
                     soft_wrap=True,
+                    markup=False,
                 )
                 raise SystemExit(INTERRUPTED) from None
             finally:
@@ -97,6 +99,8 @@ class Launch:
             assert self._kept is not None
             sweep, display = self._kept
             display.names.update(names)
+            if jobs:
+                jobs[0].context()  # refused before a job runs
             rows = sweep.run(jobs)
         error = JobsFailed(failures(rows, self.settings.tail_lines))
         return [job_return(config, row, error) for config, row in zip(configs, rows, strict=True)]
@@ -162,6 +166,8 @@ def _count(override: Any) -> int:
     value: Any = override.value()
     if isinstance(value, RangeSweep):
         numbers: Any = value
+        if not numbers.step:
+            raise PresetError(f"{override.input_line}: a step of 0; write for example range(1,5,1)")
         jobs: int = math.ceil((numbers.stop - numbers.start) / float(numbers.step))
         return max(jobs, 0)
     if hasattr(value, "list"):

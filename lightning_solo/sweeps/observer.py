@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -26,9 +27,18 @@ def callbacks_for_pytorch_lightning() -> list[Any]:
 
 
 def _callbacks(home: str) -> list[Any]:
-    base = sys.modules[home].Callback
-    made = type("JobObserver", (JobObserver, base), {"__module__": __name__})
-    return [made(JobFiles(Path(os.environ[VARIABLE])))]
+    return [observer(home, Path(os.environ[VARIABLE]))]
+
+
+def observer(home: str, path: Path) -> Any:
+    """Return an observer for the Trainers of a home of Lightning; processes that a Trainer spawns make it anew."""
+    base = importlib.import_module(home).Callback
+
+    def reduce(self: Any) -> Any:
+        return observer, (home, path)
+
+    made = type("JobObserver", (JobObserver, base), {"__module__": __name__, "__reduce__": reduce})
+    return made(JobFiles(path))
 
 
 def pruning_of(files: JobFiles) -> Any:
@@ -94,14 +104,14 @@ class JobObserver:
                 },
                 durable=False,
             )
-        except OSError:  # a full disk is no reason to end a run
+        except Exception:  # a full disk, or a device that is gone, is not the run's to hear of from here
             return
 
 
 def figures(trainer: Any) -> dict[str, float]:
     """Return what our `Throughput` last told, if it is there: it logs to loggers alone."""
-    found = (callback.figures for callback in trainer.callbacks if type(callback).__name__ == "Throughput")
-    return dict(next(found, {}))
+    ours = getattr(sys.modules.get("lightning_solo.callbacks.throughput"), "Throughput", ())
+    return dict(next((callback.figures for callback in trainer.callbacks if isinstance(callback, ours)), {}))
 
 
 def total_steps(trainer: Any) -> int | None:

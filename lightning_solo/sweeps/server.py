@@ -141,6 +141,7 @@ class Server:
                 "overrides": list(asked.overrides),
                 "folder": asked.folder,
                 "config_hash": asked.config_hash,
+                "failures": asked.failures,
                 "started": time.time(),
             },
         )
@@ -174,6 +175,7 @@ class Server:
                 self.connection.close()
             for job in self.running.values():
                 os.close(job.descriptor)
+            leave_to_this_process(self.lock)
             seed_afresh()
             assert self.task is not None
             status = run(self.task, asked, files)
@@ -191,9 +193,8 @@ class Server:
         request = files.path / "asked.pickle"
         request.touch(mode=0o600)
         request.write_bytes(pickle.dumps((self.application, asked)))
-        command = [sys.executable, "-m", "lightning_solo.sweeps.server", "job", str(self.sweep.path), str(request)]
         process = subprocess.Popen(
-            command,
+            interpreter("job", str(self.sweep.path), str(request), str(self.lock)),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -273,9 +274,11 @@ def why_not_fork() -> str:
             with suppress(OSError):
                 if os.readlink(descriptor).startswith("/dev/nvidia"):
                     return "the application opens the CUDA device while it is imported"
-    if threading.active_count() > 1:
-        names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
-        return f"the application starts threads while it is imported ({names})"
+    with suppress(OSError):
+        others = len(os.listdir("/proc/self/task")) - 1  # native ones too: a fork has none of them, and waits for them
+        if others:
+            names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
+            return f"the application starts threads while it is imported ({names or f'{others}, native'})"
     return ""
 
 
@@ -309,6 +312,18 @@ def into(output: int) -> None:
     os.close(nothing)
 
 
+def leave_to_this_process(lock: int) -> None:
+    """Let what this process starts not hold the lock: it says that a job lives, not what a job has left."""
+    os.set_inheritable(lock, False)
+    os.register_at_fork(after_in_child=lambda: suppress_close(lock))
+
+
+def suppress_close(descriptor: int) -> None:
+    """Close a descriptor, if it is open."""
+    with suppress(OSError):
+        os.close(descriptor)
+
+
 def seed_afresh() -> None:
     """Let a forked process draw random numbers of its own, as a fresh one would."""
     random.seed()
@@ -317,27 +332,28 @@ def seed_afresh() -> None:
         numpy.random.seed()
 
 
-def run_job_here(sweep: SweepFolder, request: Path) -> NoReturn:
+def interpreter(*arguments: str) -> list[str]:
+    """Return the command of a fresh interpreter that finds what this one finds, and nothing else, and runs `main`."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.sweeps.server import main; main(sys.argv[1:])"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_job_here(sweep: SweepFolder, request: Path, lock: int) -> NoReturn:
     """Be a job in a fresh interpreter."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_to_this_process(lock)
     application, asked = pickle.loads(request.read_bytes())
     status = run(load(application), asked, sweep.job(asked.number))
     raise SystemExit(status)
 
 
 def main(arguments: list[str]) -> None:
-    """Serve a command: ``<sweep's folder> <descriptor of the connection>``."""
-    what, folder, third = arguments
+    """``serve <sweep's folder> <descriptor of the connection>``, or ``job <folder> <request> <lock>``."""
+    what, folder, third, *more = arguments
     sweep = SweepFolder(Path(folder))
     if what == "job":
-        run_job_here(sweep, Path(third))
+        run_job_here(sweep, Path(third), int(more[0]))
     lock = os.open(sweep.server_lock, os.O_RDWR | os.O_CREAT, 0o644)
     if not try_lock(lock):
         raise SystemExit("another process starts the jobs of this sweep")
     Server(sweep, Connection(int(third)), lock).serve()
-
-
-if __name__ == "__main__":
-    from lightning_solo.sweeps import server
-
-    server.main(sys.argv[1:])  # under its own name: `__main__` is the application's

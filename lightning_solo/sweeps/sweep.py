@@ -4,81 +4,28 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from socket import socketpair
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.sweeps import entry_points, results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock
+from lightning_solo.sweeps.interrupts import Interrupts
 from lightning_solo.sweeps.job import Asked
-from lightning_solo.sweeps.outcome import AGAIN, FINISHED, LOST
+from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders, set_aside
+from lightning_solo.sweeps.outcome import AGAIN, FINISHED, LOST, outcome
 from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.server import interpreter
 
-RERUN = ("never", "failed", "all")
 LOOK_S = 0.25
 SERVERS = 3  # that may die under one sweep
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What `hydra.launcher` may be told.
-
-    Attributes:
-        parallel: jobs at a time.
-        timeout_s: seconds that a job may take; None for any.
-        grace_s: seconds between asking a job to end and ending it.
-        retries: how often a job that failed is started again.
-        rerun: which jobs of an earlier command are run again: never, failed, all.
-        output_mib: of a job's output that are kept; 0 for all.
-        tail_lines: of a failed job's output that are shown.
-    """
-
-    parallel: int = 1
-    timeout_s: float | None = None
-    grace_s: float = 10.0
-    retries: int = 0
-    rerun: str = "never"
-    output_mib: int = 64
-    tail_lines: int = 15
-
-    def __post_init__(self) -> None:
-        for name, least in (("parallel", 1), ("retries", 0), ("grace_s", 0), ("output_mib", 0), ("tail_lines", 0)):
-            if getattr(self, name) < least:
-                raise PresetError(f"hydra.launcher.{name}={getattr(self, name)}: must be {least} or more")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise PresetError(f"hydra.launcher.timeout_s={self.timeout_s}: must be positive, or null for no limit")
-        if self.rerun not in RERUN:
-            raise PresetError(f"hydra.launcher.rerun={self.rerun!r}: must be one of {', '.join(RERUN)}")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job to be run; `context` makes what Hydra needs, when it is needed."""
-
-    number: int
-    overrides: tuple[str, ...]
-    folder: Path
-    config_hash: str
-    context: Callable[[], bytes]
-
-
-class Try(NamedTuple):
-    """A job and how many times it will have been started; ``resumes`` what an earlier try has begun."""
-
-    job: Job
-    attempt: int
-    resumes: bool
 
 
 class Sweep:
@@ -113,7 +60,9 @@ class Sweep:
         self.look = look
         self.wanted = wanted
         self.rows: dict[int, Row] = {}
+        self.interrupts = Interrupts()
         self._unwritten: OSError | None = None
+        self._running: dict[int, Try] = {}
         self._opened: ExitStack | None = None
         self._connection: Connection | None = None
 
@@ -127,7 +76,7 @@ class Sweep:
         if self._opened is not None:
             yield
             return
-        with self.folder.lock():
+        with self.folder.lock(), self.interrupts.counted():
             self._wait_for_orphans()
             self.rows = {}
             try:
@@ -146,15 +95,16 @@ class Sweep:
         """
         check_folders(self.folder.path, jobs)
         with self.opened():
+            self.interrupts.check()
             earlier = {row.number: row for row in results.read(self.folder.results)}
             waiting: deque[Try] = deque()
             for job in jobs:
                 row = self._settled(job, earlier.get(job.number))
-                if row is None:
-                    waiting.append(self._next(job, earlier.get(job.number)))
-                else:
+                if row is not None and self._stands(row):
                     self.rows[job.number] = row
                     self.tell("kept", job.number, row.status)
+                else:
+                    waiting.append(self._next(job, row))
             if any(self.wanted(one.job) for one in waiting):
                 self._work(waiting)
             return [self.rows[job.number] for job in jobs if job.number in self.rows]
@@ -173,6 +123,7 @@ class Sweep:
                     told = True
                 self.look(running)
                 time.sleep(LOOK_S)
+                self.interrupts.check()
 
     def _has_ended(self, number: int) -> bool:
         files = self.folder.job(number)
@@ -180,28 +131,38 @@ class Sweep:
         return start is None or (end is not None and end["attempt"] == start["attempt"])
 
     def _settled(self, job: Job, row: Row | None) -> Row | None:
-        """Return the row of a job that need not run again; writes the one that an earlier command did not come to."""
+        """Return the row of a job that ran with this configuration; writes one that an earlier command did not."""
         start = read_json(self.folder.job(job.number).start)
-        if start is None or start["config_hash"] != job.config_hash or self.settings.rerun == "all":
+        if start is None or start["config_hash"] != job.config_hash:
             return None
         if row is None or row.attempt != start["attempt"]:
             row = self._row(job, self._end(job.number, start))
             self._write(row)
-        failed = row.status != FINISHED
-        if row.status in AGAIN or (failed and self.settings.rerun == "failed"):
-            return None
-        if failed and row.attempt <= self.settings.retries:
-            return None
         return row
 
+    def _stands(self, row: Row) -> bool:
+        """Tell whether a job need not run again."""
+        if self.settings.rerun == "all" or row.status in AGAIN:
+            return False
+        if row.status == FINISHED:
+            return True
+        start = read_json(self.folder.job(row.number).start) or {}
+        return self.settings.rerun == "never" and start.get("failures", 0) >= self.settings.retries
+
     def _next(self, job: Job, row: Row | None) -> Try:
-        """Return the next try of a job that is to run; it goes on where the last one did not come to a result."""
+        """Return the next try of a job that is to run; it goes on where the last one did not come to a result.
+
+        Args:
+            job: the job.
+            row: of its last try, if that had this configuration.
+        """
         start = read_json(self.folder.job(job.number).start)
         if start is None:
             return Try(job, 1, False)
-        same = start["config_hash"] == job.config_hash
-        finished = row is not None and row.status == FINISHED
-        return Try(job, start["attempt"] + 1, same and not finished)
+        failures = 0
+        if row is not None and self.settings.rerun == "never":
+            failures = start.get("failures", 0) + (row.status not in (FINISHED, *AGAIN))
+        return Try(job, start["attempt"] + 1, row is not None and row.status != FINISHED, failures)
 
     def _end(self, number: int, start: dict[str, Any]) -> dict[str, Any]:
         """Return how a job's process ended, as far as it is known."""
@@ -210,8 +171,10 @@ class Sweep:
         if end is not None and end["attempt"] == start["attempt"]:
             return end
         said = read_json(files.result)
-        done = said is not None and said.get("attempt") == start["attempt"] and "error" not in said
-        return {"attempt": start["attempt"], "status": FINISHED if done else LOST, "detail": ""}
+        status, detail = LOST, ""
+        if said is not None and said.get("attempt") == start["attempt"]:
+            status, detail = outcome(int("error" in said), said)
+        return {"attempt": start["attempt"], "status": status, "detail": detail}
 
     # --- the work ---
 
@@ -243,77 +206,73 @@ class Sweep:
     def _server(self) -> Iterator[Connection]:
         entry_points.announce(self.folder.entry_points)
         ours, theirs = socketpair()
-        command = [sys.executable, "-m", "lightning_solo.sweeps.server", "serve", str(self.folder.path.absolute())]
         with self.folder.server_log.open("ab") as log, theirs:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                interpreter("serve", str(self.folder.path.absolute()), str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=with_package_on_path(),
             )
         connection = Connection(ours.detach())
         try:
-            connection.send(("application", self.application))
-            what, value = connection.recv()
-            if what == "failed":
-                where = self.application.file or self.application.module
-                raise PresetError(f"hydra/launcher=solo: a job's own process can't import {where}:\n{value}")
-            if value:
-                self.tell("spawning", None, value)
+            self._import(connection)
             yield connection
-        except EOFError:
-            raise CheckpointError(
-                f"the process that starts the jobs died before the first; its last words are in"
-                f" {self.folder.server_log}"
-            ) from None
         finally:
             connection.close()
             process.wait()
 
-    def _serve(self, server: Connection, waiting: deque[Try]) -> bool:
-        """Run jobs until all have ended; False when the server died."""
-        self._running: dict[int, Try] = {}
+    def _import(self, server: Connection) -> None:
         try:
-            while waiting or self._running:
-                while waiting and len(self._running) < self.settings.parallel:
-                    one = waiting.popleft()
-                    if not self.wanted(one.job):
-                        continue
-                    self._running[one.job.number] = one
-                    set_aside(one)
-                    server.send(("run", self._asked(one)))
-                    self.tell("started", one.job.number, "")
+            server.send(("application", self.application))
+            while not server.poll(LOOK_S):
+                self.interrupts.check()
+            what, value = server.recv()
+        except (EOFError, ConnectionError):
+            raise CheckpointError(
+                "the process that starts the jobs died before the first; its last words are in"
+                f" {self.folder.server_log}"
+            ) from None
+        if what == "failed":
+            where = self.application.file or self.application.module
+            raise PresetError(f"hydra/launcher=solo: a job's own process can't import {where}:\n{value}")
+        if value:
+            self.tell("spawning", None, value)
+
+    def _serve(self, server: Connection, waiting: deque[Try]) -> bool:
+        """Run jobs until all have ended; False when the server died.
+
+        At a Ctrl-C the running jobs are asked to end, as by Ctrl-C, and none is started; at a second they are ended.
+        """
+        self._running, told = {}, 0
+        while waiting or self._running:
+            while waiting and len(self._running) < self.settings.parallel and not self.interrupts.count:
+                self._start(server, waiting.popleft())
+            try:
+                while told < self.interrupts.count and self._running:
+                    server.send(("interrupt", None))
+                    told += 1
                 self.look(list(self._running))
-                if server.poll(LOOK_S):
+                if self._running and server.poll(LOOK_S):
                     what, value = server.recv()
                     if what == "ended":
                         self._ended(value, waiting)
-        except (EOFError, OSError):
-            return False
-        except KeyboardInterrupt:
-            self._interrupt(server)
-            raise
+            except (EOFError, ConnectionError):
+                return False
+            if not self._running:
+                self.interrupts.check()
         return True
 
-    def _interrupt(self, server: Connection) -> None:
-        """Ask the jobs to end, as Ctrl-C does, and see that they do; at a second Ctrl-C they are ended."""
-        nothing: deque[Try] = deque()
-        while self._running:
-            with suppress(EOFError, OSError):
-                server.send(("interrupt", None))
-                while self._running:
-                    try:
-                        self.look(list(self._running))
-                        if server.poll(LOOK_S):
-                            what, value = server.recv()
-                            if what == "ended":
-                                self._ended(value, nothing)
-                    except KeyboardInterrupt:
-                        server.send(("interrupt", None))
-            break
+    def _start(self, server: Connection, one: Try) -> None:
+        if not self.wanted(one.job):
+            return
+        set_aside(one)
+        asked = self._asked(one)
+        self._running[one.job.number] = one
+        with suppress(ConnectionError):  # what waits for its answer will see that it is gone
+            server.send(("run", asked))
+        self.tell("started", one.job.number, "")
 
     def _asked(self, one: Try) -> Asked:
         s, job = self.settings, one.job
@@ -321,6 +280,7 @@ class Sweep:
             number=job.number,
             attempt=one.attempt,
             resumes=one.resumes,
+            failures=one.failures,
             overrides=job.overrides,
             folder=str(job.folder.absolute()),
             config_hash=job.config_hash,
@@ -332,11 +292,11 @@ class Sweep:
 
     def _ended(self, told: tuple[int, dict[str, Any]], waiting: deque[Try]) -> None:
         number, end = told
-        job, attempt, _ = self._running.pop(number)
-        row = self._row(job, end)
-        if row.status not in (FINISHED, *AGAIN) and attempt <= self.settings.retries:
+        one = self._running.pop(number)
+        row = self._row(one.job, end)
+        if row.status not in (FINISHED, *AGAIN) and one.failures < self.settings.retries and not self.interrupts.count:
             self.tell("again", number, f"{row.status} {row.detail}".strip())
-            waiting.appendleft(Try(job, attempt + 1, True))
+            waiting.appendleft(Try(one.job, one.attempt + 1, True, one.failures + 1))
             return
         self._write(row)
         self.rows[number] = row
@@ -346,8 +306,8 @@ class Sweep:
         """Settle the jobs whose server died under them: those that came to an end, and those that did not."""
         for job, *_ in self._running.values():
             row = self._settled(job, None)
-            if row is None:
-                waiting.appendleft(self._next(job, None))
+            if row is None or not self._stands(row):
+                waiting.appendleft(self._next(job, row))
             else:
                 self.rows[job.number] = row
                 self.tell("ended", job.number, f"{row.status} {row.detail}".strip())
@@ -387,56 +347,3 @@ class Sweep:
             results.append(self.folder.results, row)
         except OSError as error:  # the jobs go on; it is said at the end
             self._unwritten = error
-
-
-def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
-    """Refuse jobs' folders that lead out of the sweep's, or that two jobs share.
-
-    Raises:
-        PresetError: names the jobs.
-    """
-    root, seen = sweep.resolve(), dict[Path, int]()
-    for job in jobs:
-        folder = job.folder.resolve()
-        if root not in folder.parents:
-            raise PresetError(
-                f"hydra.sweep.subdir: job {job.number} would write to {job.folder}, which is not below {sweep}; write"
-                " 'hydra.sweep.subdir=${hydra.job.num}'"
-            )
-        if folder in seen:
-            raise PresetError(
-                f"hydra.sweep.subdir: jobs {seen[folder]} and {job.number} would both write to {job.folder}; write"
-                " 'hydra.sweep.subdir=${hydra.job.num}'"
-            )
-        seen[folder] = job.number
-
-
-def set_aside(one: Try) -> None:
-    """Rename the folder of a job that starts anew though it ran before: with another configuration, or by `rerun`."""
-    if one.attempt > 1 and not one.resumes and one.job.folder.exists():
-        one.job.folder.rename(one.job.folder.with_name(f"{one.job.folder.name}.attempt-{one.attempt - 1}"))
-
-
-def with_package_on_path() -> dict[str, str]:
-    """Return the environment for a process that finds this package where this one did."""
-    root = str(Path(__file__).parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, path]) if path else root}
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Take SIGTERM for a Ctrl-C, so that jobs are asked to end and results are kept."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt("SIGTERM")
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

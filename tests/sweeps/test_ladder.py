@@ -20,11 +20,11 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.figures import Figures, as_json, change, remarks
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.ladder import Ladder, Prepared
 from lightning_solo.sweeps.ladder_display import details, memory_in_words, table
 from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
 from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
-from lightning_solo.sweeps.sweep import Settings
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.timeout(120)

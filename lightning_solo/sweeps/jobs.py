@@ -1,0 +1,103 @@
+"""What is to be run: the settings of a sweep, its jobs and their folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_solo.errors import PresetError
+from lightning_solo.sweeps.files import STATE
+
+RERUN = ("never", "failed", "all")
+REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `hydra.launcher` may be told.
+
+    Attributes:
+        parallel: jobs at a time.
+        timeout_s: seconds that a job may take; None for any.
+        grace_s: seconds between asking a job to end and ending it.
+        retries: how often a job that failed is started again.
+        rerun: which jobs of an earlier command are run again: never, failed, all.
+        output_mib: of a job's output that are kept; 0 for all.
+        tail_lines: of a failed job's output that are shown.
+    """
+
+    parallel: int = 1
+    timeout_s: float | None = None
+    grace_s: float = 10.0
+    retries: int = 0
+    rerun: str = "never"
+    output_mib: int = 64
+    tail_lines: int = 15
+
+    def __post_init__(self) -> None:
+        for name, least in (("parallel", 1), ("retries", 0), ("grace_s", 0), ("output_mib", 0), ("tail_lines", 0)):
+            if getattr(self, name) < least:
+                raise PresetError(f"hydra.launcher.{name}={getattr(self, name)}: must be {least} or more")
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise PresetError(f"hydra.launcher.timeout_s={self.timeout_s}: must be positive, or null for no limit")
+        if self.rerun not in RERUN:
+            raise PresetError(f"hydra.launcher.rerun={self.rerun!r}: must be one of {', '.join(RERUN)}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job to be run; `context` makes what Hydra needs, when it is needed."""
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: Path
+    config_hash: str
+    context: Callable[[], bytes]
+
+
+class Try(NamedTuple):
+    """A job and how many times it will have been started; ``resumes`` what an earlier try has begun.
+
+    ``failures`` are those of the tries before it that count against `retries`.
+    """
+
+    job: Job
+    attempt: int
+    resumes: bool
+    failures: int = 0
+
+
+def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
+    """Refuse jobs' folders that lead out of the sweep's, or that lie in each other.
+
+    Raises:
+        PresetError: names the jobs.
+    """
+    root, seen = sweep.resolve(), dict[Path, Job]()
+    for job in jobs:
+        folder = job.folder.resolve()
+        if root not in folder.parents or folder.is_relative_to(root / STATE):
+            raise PresetError(
+                f"hydra.sweep.subdir: job {job.number} would write to {job.folder}, which is not below {sweep}, or is"
+                f" the sweep's own; {REMEDY}"
+            )
+        if folder in seen:
+            raise PresetError(
+                f"hydra.sweep.subdir: jobs {seen[folder].number} and {job.number} would both write to {job.folder};"
+                f" {REMEDY}"
+            )
+        seen[folder] = job
+    for folder, job in seen.items():
+        for outer in [parent for parent in folder.parents if parent in seen]:
+            raise PresetError(
+                f"hydra.sweep.subdir: job {job.number} would write to {job.folder}, into the folder of job"
+                f" {seen[outer].number}; {REMEDY}"
+            )
+
+
+def set_aside(one: Try) -> None:
+    """Rename the folder of a job that starts anew though it ran before: with another configuration, or by `rerun`."""
+    if one.attempt > 1 and not one.resumes and one.job.folder.exists():
+        one.job.folder.rename(one.job.folder.with_name(f"{one.job.folder.name}.attempt-{one.attempt - 1}"))

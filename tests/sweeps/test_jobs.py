@@ -1,0 +1,195 @@
+"""What a sweep asks of a job and what a job may do to it: folders, values, threads, leftovers, the environment."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_solo.errors import PresetError
+from lightning_solo.sweeps.display import Display, failures
+from lightning_solo.sweeps.files import SweepFolder, try_lock, write_json
+from lightning_solo.sweeps.job import returned
+from lightning_solo.sweeps.jobs import Job, check_folders
+from lightning_solo.sweeps.observer import figures, observer
+from lightning_solo.sweeps.results import Row, read
+from tests.sweeps.applications import TRAIN, environment, starts, sweep, sweep_folder
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def job(folder: Path, number: int = 0) -> Job:
+    return Job(number, (), folder, "hash", lambda: b"")
+
+
+@pytest.mark.parametrize(
+    ("folders", "said"),
+    [
+        (["a", "a"], "jobs 0 and 1 would both write to"),
+        (["a", "a/b"], "job 1 would write to .*a/b, into the folder of job 0"),
+        (["a/b", "a"], "job 0 would write to .*a/b, into the folder of job 1"),
+        ([".sweep/jobs"], "is the sweep's own"),
+        (["../a"], "which is not below"),
+        ([""], "which is not below"),
+    ],
+)
+def test_folders_that_would_be_in_each_others_way(tmp_path: Path, folders: list[str], said: str) -> None:
+    with pytest.raises(PresetError, match=said):
+        check_folders(tmp_path, [job(tmp_path / folder, number) for number, folder in enumerate(folders)])
+    check_folders(tmp_path, [job(tmp_path / "a" / "b"), job(tmp_path / "a" / "c", 1)])
+
+
+class Odd:
+    ndim = 0
+
+    def item(self) -> Any:
+        raise OSError("no")
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (None, {"returned": None}),
+        ((1, 2.5, "a", [True]), {"returned": [1, 2.5, "a", [True]]}),
+        ({1: torch.tensor(2.0)}, {"returned": {"1": 2.0}}),
+        (np.float32(0.5), {"returned": 0.5}),
+        (np.complex64(1j), {"not_kept": "complex64"}),
+        (torch.ones(2), {"not_kept": "Tensor"}),
+        (Odd(), {"not_kept": "Odd"}),
+    ],
+)
+def test_plain_values_are_kept(value: object, kept: dict[str, Any]) -> None:
+    assert returned(value) == kept
+
+
+def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
+    row = Row(0, ("paths=[/data/a,b]",), "failed", "ValueError: expected [batch, width] in [/data/a]", str(tmp_path))
+    told = failures([row])
+    assert "paths=[/data/a,b]" in told
+    assert "expected [batch, width] in [/data/a]" in told
+    display = Display(SweepFolder(tmp_path), {0: "paths=[/data/a,b]"}, 1)
+    display.tell("ended", 0, "failed in [/data/a]")
+    with display.console.capture() as captured:
+        display.console.print(display.render([]))
+    assert "paths=[/data/a,b]" in captured.get()
+
+
+# --- the observer ---
+
+
+def test_an_observer_goes_with_its_trainer_into_another_process(home: ModuleType, tmp_path: Path) -> None:
+    made = pickle.loads(pickle.dumps(observer(home.__name__, tmp_path)))
+    assert isinstance(made, home.Callback)
+    assert isinstance(made, importlib.import_module("lightning_solo.sweeps.observer").JobObserver)
+
+
+def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
+    class Throughput:
+        pass
+
+    trainer = type("Trainer", (), {"callbacks": [Throughput()]})()
+    assert figures(trainer) == {}
+
+
+# --- what a job does ---
+
+
+def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork has none of them, and would wait for them in its first parallel operation."""
+    script = TRAIN.replace(
+        "class Model:", "import torch\ntorch.set_num_threads(2)\ntorch.randn(10**6).exp().sum()\n\nclass Model:"
+    ).replace("return cfg.n * 1.5", "return float(torch.ones(10**6).exp().sum())")
+    done = sweep(tmp_path, "n=1", "hydra.launcher.timeout_s=60", script=script)
+    assert "fresh interpreter" in done.stdout
+    assert "native" in done.stdout
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert row.returned == pytest.approx(2.718281828 * 10**6, rel=1e-3)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, fresh: bool) -> None:
+    leave = "pid = os.fork()\n    if not pid:\n        os.setsid(); time.sleep(20); os._exit(0)\n    return pid"
+    script = TRAIN.replace("return cfg.n * 1.5", leave)
+    if fresh:
+        thread = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n\nclass Model:"
+        script = script.replace("class Model:", thread)
+    sweep(tmp_path, "n=1", script=script)
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert Path(f"/proc/{row.returned}").exists()  # a session of its own: nobody here may end it
+    with SweepFolder(sweep_folder(tmp_path)).server_lock.open("a") as file:
+        assert try_lock(file.fileno())
+    os.kill(row.returned, 9)
+
+
+def test_a_jobs_environment_is_the_commands(tmp_path: Path) -> None:
+    """And what lies in the folder one stands in shadows nothing."""
+    (tmp_path / "random.py").write_text("raise OSError('shadowed')")
+    script = TRAIN.replace("return cfg.n * 1.5", "return [os.environ['PYTHONPATH'], sys.path[0]]")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(script)
+    command = [sys.executable, "src/train.py", "-m", "hydra/launcher=solo", "n=1"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert row.returned == [environment()["PYTHONPATH"], str(tmp_path / "src")]
+
+
+def test_a_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
+    script = TRAIN.replace(
+        "return cfg.n * 1.5",
+        "from hydra.utils import instantiate\n    instantiate({'_target_': 'json.loads', 's': 'x'})",
+    )
+    sweep(tmp_path, "n=1", script=script, code=1)
+    told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
+    assert "JSONDecodeError" in told
+    assert "train.py" in told
+
+
+def test_classes_that_another_process_cannot_find_are_refused(tmp_path: Path) -> None:
+    script = TRAIN.replace("node=Config", "node=__import__('dataclasses').make_dataclass('Made', [('n', int, 0)])")
+    done = sweep(tmp_path, "n=1,2", script=script, code=1)
+    assert "can't be handed to another process" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert starts(tmp_path) == {}
+
+
+# --- tries ---
+
+
+def test_a_failure_that_the_job_told_counts_though_its_process_was_not_seen_to_end(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1", "kind=raise", code=1)
+    state = SweepFolder(sweep_folder(tmp_path))
+    state.job(0).end.unlink()
+    state.results.unlink()
+    sweep(tmp_path, "n=1", "kind=raise", code=1)
+    assert starts(tmp_path) == {1: 1}
+    assert [(row.status, row.detail) for row in read(state.results)] == [("failed", "ValueError: bad luck")]
+
+
+def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1", "kind=raise", code=1)
+    state = SweepFolder(sweep_folder(tmp_path))
+    state.job(0).end.unlink()
+    write_json(state.job(0).result, {})  # as if it had been cut off
+    state.results.unlink()
+    sweep(tmp_path, "n=1", "kind=raise", "hydra.launcher.retries=1", code=1)
+    assert starts(tmp_path) == {1: 3}  # lost, failed, tried again
+
+
+def test_rerun_all_begins_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1")
+    SweepFolder(sweep_folder(tmp_path)).results.unlink()  # the command was killed before the row
+    sweep(tmp_path, "n=1", "hydra.launcher.rerun=all")
+    assert (sweep_folder(tmp_path) / "0.attempt-1" / "output.log").is_file()
+    assert starts(tmp_path) == {1: 2}
