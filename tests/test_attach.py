@@ -167,7 +167,7 @@ def test_row_19_schedule_with_manual_optimization(home: ModuleType, make_trainer
 
 def test_row_24_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(solo.CapabilityError, match="pip install deepspeed"):
+    with pytest.raises(solo.CapabilityError, match="pip install 'deepspeed>="):
         solo.trainer_kwargs("zero_offload", ["strategy.allow_cpu=true"])
 
 

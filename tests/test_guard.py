@@ -133,8 +133,8 @@ def test_model_states_on_a_gpu() -> None:
     assert model_states(compose("bf16"), sizes, cuda=True) == Room(int((16 * 1_200_000 + 4 * 100_000 + 64) * margin), 0)
     need = model_states(compose("zero_offload", ["strategy.pin_memory=false", "precision=32-true"]), sizes, cuda=True)
     assert need is not None
-    # master 4, gradients 4, states 8, the copy out 4, two temporaries 8; the scratch of the largest
-    assert need.host == int((28 * 1_200_000 + 4 * 1_000_000) * margin)
+    # master 4, gradients 4, states 8, the copy out 4; the scratch of the largest
+    assert need.host == int((20 * 1_200_000 + 4 * 1_000_000) * margin)
     # 64-true is no precision of DeepSpeed's, and a strategy of the user's is not known
     assert model_states(SoloConfig(precision="64-true", strategy={"name": "zero_offload"}), sizes, cuda=True) is None
     assert model_states(SoloConfig(strategy={"_target_": "mine.Strategy"}), sizes, cuda=True) is None

@@ -162,7 +162,7 @@ def lbfgs(made: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (without_optimizer, NothingToDoError, "no trained parameter.*configure_optimizers"),
+        (without_optimizer, NothingToDoError, "configure_optimizers returned None"),
         (frozen, NothingToDoError, "no trained parameter.*requires_grad"),
         (two_optimizers, ConflictError, "one optimizer, not several; write one with several parameter groups"),
         (two_by_hand, ConflictError, "configure_optimizers returned 2; write one with several parameter groups"),
