@@ -143,7 +143,8 @@ def parent(folder: Path) -> dict[str, Any]:
             resident = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError):
             continue
-        seen[done] = resident
+        if resident:  # a process that has ended has none
+            seen[done] = resident
     first = next(seen[n] for n in sorted(seen) if n >= 20)
     last = seen[max(seen)]
     return {"jobs": 200, "resident_bytes_at_20": first, "resident_bytes_at_200": last, "grown_bytes": last - first}

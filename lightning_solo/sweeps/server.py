@@ -253,6 +253,17 @@ class Server:
         self._tell("ended", (job.asked.number, end))
 
 
+def openblas_threads() -> int:
+    """Return how many threads numpy and its like have started while they were imported: these survive a fork.
+
+    OpenBLAS ends them before a fork and starts them again; each copy that is loaded has its own.
+    """
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
+    told = (os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"))
+    cores = next((int(text) for text in told if text.isdigit() and int(text)), len(os.sched_getaffinity(0)))
+    return len(loaded) * (cores - 1)
+
+
 def could_not_start(asked: Asked, error: OSError) -> dict[str, Any]:
     """Return the end of a job that never began."""
     return {
@@ -275,8 +286,9 @@ def why_not_fork() -> str:
                 if os.readlink(descriptor).startswith("/dev/nvidia"):
                     return "the application opens the CUDA device while it is imported"
     with suppress(OSError):
-        others = len(os.listdir("/proc/self/task")) - 1  # native ones too: a fork has none of them, and waits for them
-        if others:
+        # Native ones too: a fork has none of them, and waits for them.
+        others = len(os.listdir("/proc/self/task")) - 1
+        if others > openblas_threads():
             names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
             return f"the application starts threads while it is imported ({names or f'{others}, native'})"
     return ""

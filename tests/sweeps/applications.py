@@ -74,16 +74,25 @@ def command(*overrides: str, launcher: str = "solo") -> list[str]:
     return [sys.executable, "train.py", "-m", f"hydra/launcher={launcher}", *overrides]
 
 
-def environment() -> dict[str, str]:
-    """Return an environment in which this checkout is found, and torch takes one core."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+def environment(threads: int | None = 1) -> dict[str, str]:
+    """Return an environment in which this checkout is found, and torch takes one core, or with None all."""
+    one = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return {**os.environ, "PYTHONPATH": str(ROOT), **one, "COLUMNS": "200"}
 
 
-def sweep(folder: Path, *overrides: str, code: int | None = 0, script: str = TRAIN) -> subprocess.CompletedProcess[str]:
+def sweep(
+    folder: Path, *overrides: str, code: int | None = 0, script: str = TRAIN, threads: int | None = 1
+) -> subprocess.CompletedProcess[str]:
     """Write the application and sweep it; ``code`` is what it should exit with."""
     (folder / "train.py").write_text(script)
     done = subprocess.run(
-        command(*overrides), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command(*overrides),
+        cwd=folder,
+        env=environment(threads),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert code is None or done.returncode == code, done.stderr
     return done

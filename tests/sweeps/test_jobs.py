@@ -117,6 +117,19 @@ def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
     assert row.returned == pytest.approx(2.718281828 * 10**6, rel=1e-3)
 
 
+def test_imports_of_torch_and_lightning_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are imported with all cores, threads of numpy's included."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = TRAIN.replace("class Model:", "import torch, lightning.pytorch\n\nclass Model:").replace(
+        "return cfg.n * 1.5", "return [os.getppid(), float(torch.ones(10**6).exp().sum())]"
+    )
+    done = sweep(tmp_path, "n=1,2", "hydra.launcher.timeout_s=60", script=script, threads=None)
+    assert "fresh interpreter" not in done.stdout
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert len({row.returned[0] for row in rows}) == 1
+    assert [row.returned[1] for row in rows] == [pytest.approx(2.718281828 * 10**6, rel=1e-3)] * 2
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, fresh: bool) -> None:
     leave = "pid = os.fork()\n    if not pid:\n        os.setsid(); time.sleep(20); os._exit(0)\n    return pid"
