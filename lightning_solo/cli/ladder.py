@@ -127,7 +127,7 @@ def tell(display: Display, names: dict[int, str], event: str, number: int | None
     if number is not None and number not in display.states:
         display.states.update(dict.fromkeys(names, "waiting") | display.states)
     display.tell(event, number, detail)
-    if number is not None and not display.console.is_terminal:
+    if number is not None and event != "anew" and not display.console.is_terminal:
         said = event if event in ("started", "adopted") else detail.replace("failed CapabilityError", NOT_RUN)
         said += ", by an earlier command" if event == "kept" else ""
         display.console.print(f"{names[number]}: {said}", soft_wrap=True, highlight=False, markup=False)

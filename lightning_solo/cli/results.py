@@ -6,6 +6,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,10 @@ def print_rows(rows: Sequence[Row]) -> None:
         "time": {row.number for row in pareto_front(rows, ["loss", "seconds"])},
     }
     shown = [name for name in SHOWN if any(COLUMNS[name](row) is not None for row in rows)]
-    table = Table(box=None, pad_edge=False)
+    common = {text for text in rows[0].overrides if len(rows) > 1 and all(text in row.overrides for row in rows)}
+    table = Table(box=None, pad_edge=False, caption=Text(f"in all jobs: {' '.join(sorted(common))}" if common else ""))
+    table.caption_justify = "left"
+    rows = [replace(row, overrides=tuple(text for text in row.overrides if text not in common)) for row in rows]
     for name in shown:
         table.add_column(
             name.removesuffix("_bytes").replace("_", " "), justify="left" if name in SHOWN[1:3] else "right"

@@ -13,7 +13,7 @@ PIP = "pip install 'lightning-solo[report]'"
 FEW = 40
 """Points that are marked one by one; a line alone would not show a series of one."""
 LEGEND_COLUMNS = 3
-ON_FRONT, BEHIND = "on the Pareto front", "another is as good in both"
+ON_FRONT, BEHIND = "on the Pareto front", "another beats it"
 
 
 def altair() -> Any:
@@ -114,8 +114,8 @@ def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) ->
     which, colours = [ON_FRONT, BEHIND], [palette.marks[1], palette.marks[0]]
     legend = alt.Legend(title=None, orient="top", labelLimit=400)
     base = alt.Chart(alt.NamedData("data")).encode(
-        x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False, padding=18)),
-        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False, padding=18)),
+        x=alt.X("x:Q", title=x, scale=_around(alt, [row["x"] for row in drawn])),
+        y=alt.Y("y:Q", title=y, scale=_around(alt, [row["y"] for row in drawn])),
     )
     points = base.mark_point(size=90, strokeWidth=1.8, opacity=1).encode(
         color=alt.Color("which:N", scale=alt.Scale(domain=which, range=colours), legend=legend),
@@ -129,6 +129,15 @@ def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) ->
     line = front.mark_line(interpolate="step-after", strokeDash=[4, 3], color=palette.marks[1], strokeWidth=1.2)
     numbers = front.mark_text(align="left", dx=8, dy=-8, color=palette.ink).encode(text="job:N")
     return _finished(alt, line + points + numbers, {"data": drawn}, palette, height=320)
+
+
+def _around(alt: Any, values: Sequence[float | None]) -> Any:
+    """Return a scale around values; of a single one Vega would round the axis' numbers to whole ones."""
+    known = [value for value in values if value is not None]
+    if known and min(known) == max(known):
+        margin = 0.1 * abs(known[0]) or 1.0
+        return alt.Scale(domain=[known[0] - margin, known[0] + margin], nice=False)
+    return alt.Scale(zero=False, padding=18)
 
 
 def short(value: float | None) -> float | None:

@@ -66,7 +66,7 @@ class Display:
         if event in ("started", "adopted", "again"):
             self.states[number] = "running"
             self.started[number] = time.monotonic()
-        else:
+        elif event != "anew":
             self.states[number] = detail
             if number in self.started:
                 self.seconds.append(time.monotonic() - self.started.pop(number))
@@ -75,9 +75,14 @@ class Display:
                 "adopted": "still running, begun by an earlier command",
                 "kept": f"{detail}, by an earlier command",
                 "again": f"{detail}; started again",
+                "anew": "runs again, from the beginning; what it wrote before is beside it",
                 "started": "started",
             }
-            log.info("#%s %s: %s", number, self.names.get(number, ""), words.get(event, detail))
+            log.info("#%s %s: %s", number, self._name(number), words.get(event, detail))
+
+    def _name(self, number: int) -> str:
+        """Return a job's overrides, those of an earlier command's job too."""
+        return self.names.get(number) or " ".join((read_json(self.folder.job(number).start) or {}).get("overrides", []))
 
     def look(self, running: Sequence[int]) -> None:
         """Show it anew."""
@@ -109,7 +114,7 @@ class Display:
         took = time.monotonic() - self.started[number] if number in self.started else None
         return [
             str(number),
-            Text(self.names.get(number, "")),
+            Text(self._name(number)),
             Text("running" if runs else state, style=style),
             "" if step is None else f"{step}/{steps}" if steps else str(step),
             "" if loss is None else f"{loss:.4g}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import sys
@@ -19,6 +20,8 @@ VARIABLE = "LIGHTNING_SOLO_JOB"
 """Environment variable of a job: the folder of its `JobFiles`, for the observer that joins its Trainer."""
 
 
+BEFORE_S = 0.3
+"""Seconds before its time is over in which a job tells where it is."""
 RESUMES = "LIGHTNING_SOLO_RESUMES"
 """Environment variable of a job that was begun before and not finished: its folder is as it left it."""
 
@@ -75,6 +78,9 @@ def run(task: Callable[..., Any], asked: Asked, files: JobFiles) -> int:
     """Run the task function, write what came of it, and return the exit status of the process."""
     from hydra.errors import CompactHydraException
 
+    faulthandler.enable(2)  # where it was, in the output of one that crashes, or is about to be ended
+    if asked.timeout_s is not None:
+        faulthandler.dump_traceback_later(max(asked.timeout_s - BEFORE_S, BEFORE_S), file=2)
     os.environ[VARIABLE] = str(files.path)
     entry_points.find(SweepFolder(files.path.parents[2]).entry_points)
     if asked.resumes:
@@ -93,6 +99,7 @@ def run(task: Callable[..., Any], asked: Asked, files: JobFiles) -> int:
             traceback.print_exc()
         status = _status_of(error)
         said["error"] = {"type": type(error).__name__, "message": _message(error)}
+    faulthandler.cancel_dump_traceback_later()
     said |= peaks()
     with contextlib.suppress(OSError):  # a full disk; how the process ends is told all the same
         write_json(files.result, said)

@@ -97,7 +97,13 @@ def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
             )
 
 
-def set_aside(one: Try) -> None:
-    """Rename the folder of a job that starts anew though it ran before: with another configuration, or by `rerun`."""
-    if one.attempt > 1 and not one.resumes and one.job.folder.exists():
-        one.job.folder.rename(one.job.folder.with_name(f"{one.job.folder.name}.attempt-{one.attempt - 1}"))
+def set_aside(one: Try) -> bool:
+    """Rename the folder of a job that starts anew though it ran before: with another configuration, or by `rerun`.
+
+    Returns:
+        Whether there was one.
+    """
+    if one.attempt == 1 or one.resumes or not one.job.folder.exists():
+        return False
+    one.job.folder.rename(one.job.folder.with_name(f"{one.job.folder.name}.attempt-{one.attempt - 1}"))
+    return True

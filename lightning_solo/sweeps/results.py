@@ -115,7 +115,7 @@ def read(path: Path) -> list[Row]:
     """
     try:
         lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     rows = {}
     known = {f.name for f in fields(Row)}

@@ -236,6 +236,8 @@ class Server:
             interrupted=job.interrupted,
             oom_kills=oom_kills() - job.oom_kills,
         )
+        if status == "timed out":
+            detail = f"after {job.asked.timeout_s:g} s (hydra.launcher.timeout_s), {detail}".removesuffix(", ")
         end = {
             "attempt": job.asked.attempt,
             "status": status,

@@ -36,7 +36,7 @@ class Sweep:
         application: what the jobs run.
         settings: how.
         tell: called with (event, job's number, details) as things happen: "adopted", "kept", "started", "ended",
-            "again", "waiting", "spawning".
+            "again", "anew", "spawning".
         look: called several times a second, with the numbers of the jobs that run.
         wanted: asked before a job is started; one that is no longer wanted is left out, without a row.
     """
@@ -267,7 +267,8 @@ class Sweep:
     def _start(self, server: Connection, one: Try) -> None:
         if not self.wanted(one.job):
             return
-        set_aside(one)
+        if set_aside(one):
+            self.tell("anew", one.job.number, "")
         asked = self._asked(one)
         self._running[one.job.number] = one
         with suppress(ConnectionError):  # what waits for its answer will see that it is gone

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_solo.report.charts import scatter
 from lightning_solo.report.model import Table
 from lightning_solo.report.palette import LIGHT
 from lightning_solo.report.sweep_folder import BEGUN, MOST_CURVES, job_folder, read_sweep
@@ -108,3 +109,15 @@ def test_a_jobs_folder_does_not_lead_out_by_its_parts(tmp_path: Path) -> None:
     sweep.mkdir()
     (tmp_path / "other").mkdir()
     assert job_folder(sweep, make_row(0, folder="x/../other")) == Path("x/../other")
+
+
+def test_a_single_point_has_numbers_of_its_own_on_both_axes() -> None:
+    """Vega rounds those of a scale without extent: a loss of 0.6 stood at 1."""
+    row = {"x": 0.3, "y": 0.6, "job": "#0", "overrides": "", "front": True}
+    for rows, given in (([row], True), ([row, {**row, "x": 0.5, "y": 0.7}], False)):
+        encoding = scatter(rows, "memory", "loss", LIGHT)["layer"][0]["encoding"]
+        for axis in ("x", "y"):
+            scale = encoding[axis]["scale"]
+            assert ("domain" in scale) is given
+            if given:
+                assert scale["domain"][0] < row[axis] < scale["domain"][1]

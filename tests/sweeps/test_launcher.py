@@ -111,7 +111,10 @@ def test_a_job_that_ignores_the_request_to_end_is_ended(tmp_path: Path) -> None:
     settings = ["hydra.launcher.timeout_s=0.5", "hydra.launcher.grace_s=0.5"]
     sweep(tmp_path, "n=1", "kind=deaf", *settings, code=1)
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
-    assert (row.status, row.detail) == ("timed out", "ended by SIGKILL")
+    assert (row.status, row.detail) == ("timed out", "after 0.5 s (hydra.launcher.timeout_s), ended by SIGKILL")
+    told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
+    assert "train.py" in told  # where it hung
+    assert " in do" in told
 
 
 def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
@@ -151,7 +154,8 @@ def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
 
 def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2")
-    sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
+    done = sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
+    assert done.stdout.count("runs again, from the beginning; what it wrote before is beside it") == 2
     assert starts(tmp_path) == {1: 2, 2: 2}
     assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == [
         "0",

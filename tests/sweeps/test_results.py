@@ -31,6 +31,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_without_a_file_there_are_none(tmp_path: Path) -> None:
     assert read(tmp_path / "results.jsonl") == []
+    (tmp_path / "file").touch()
+    assert read(tmp_path / "file" / "results.jsonl") == []
 
 
 @given(cut=st.integers(min_value=0, max_value=len(line_of(ROW)) - 1))
