@@ -153,7 +153,6 @@ class Server:
             os.close(output)
         job = Running(asked, files, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
         self.running[asked.number] = job
-        self._tell("started", (asked.number, pid))
 
     def _fork(self, asked: Asked, files: JobFiles, output: int) -> int:
         sys.stdout.flush()
@@ -329,10 +328,10 @@ def into(output: int) -> None:
 def leave_to_this_process(lock: int) -> None:
     """Let what this process starts not hold the lock: it says that a job lives, not what a job has left."""
     os.set_inheritable(lock, False)
-    os.register_at_fork(after_in_child=lambda: suppress_close(lock))
+    os.register_at_fork(after_in_child=lambda: close_if_open(lock))
 
 
-def suppress_close(descriptor: int) -> None:
+def close_if_open(descriptor: int) -> None:
     """Close a descriptor, if it is open."""
     with suppress(OSError):
         os.close(descriptor)

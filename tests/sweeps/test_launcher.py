@@ -266,6 +266,7 @@ def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
     [
         (["n=range(5,5)"], "n: an empty range, 0 jobs; write for example n=range(1,5)"),
         (["n=range(1000)", "sleep=range(1000)"], "1,000,000 jobs (1000 x 1000), and hydra.launcher.max_jobs=1,000"),
+        (["n=range(1,5,0)"], "a step of 0; write for example range(1,5,1)"),
         (["n=1", "hydra.launcher.parallel=0"], "hydra.launcher.parallel=0: must be 1 or more"),
         (["n=1", "hydra.launcher.timeout_s=-1"], "hydra.launcher.timeout_s=-1.0: must be positive"),
         (["n=1", "hydra.launcher.rerun=some"], "must be one of never, failed, all"),
