@@ -76,8 +76,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def suggest(trial: Trial, space: SearchSpace) -> None:
-    """Draw what a trial lacks of its parameters; they are stored one by one."""
+    """Draw what a trial lacks of its parameters, as if in one go; they are stored one by one."""
     for name, distribution in space.distributions.items():
+        if name in trial.params and name not in trial.relative_params and not distribution.single():
+            # stored by a command that was killed before the next one: drawn again, so that the next one is the same
+            frozen = trial.study.trials[trial.number]
+            trial.study.sampler.sample_independent(trial.study, frozen, name, distribution)
         if isinstance(distribution, CategoricalDistribution):
             trial.suggest_categorical(name, distribution.choices)
         elif isinstance(distribution, IntDistribution):

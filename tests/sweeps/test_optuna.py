@@ -241,17 +241,20 @@ def with_kill(script: str, owner: str, name: str, count: int) -> str:
         ("Study", "ask", 3),
         ("Trial", "suggest_float", 3),
         ("Trial", "suggest_categorical", 3),  # x is stored, width isn't
+        ("Trial", "suggest_categorical", 12),  # the same where TPE draws
         ("Launch", "__call__", 3),  # stored, not started
         ("Study", "tell", 3),  # finished, not told
     ],
 )
 def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, count: int) -> None:
     script = with_kill(TRAIN, owner, name, count)
-    search(tmp_path, *SPACE, "hydra.sweeper.n_trials=5", script=script, code=-signal.SIGKILL)
-    assert len(trials(tmp_path)) == (2 if name == "ask" else 3)
-    search(tmp_path, *SPACE, "hydra.sweeper.n_trials=5", script=script)
+    overrides = (*SPACE, f"hydra.sweeper.n_trials={count + 2}")
+    search(tmp_path, *overrides, script=script, code=-signal.SIGKILL)
+    assert len(trials(tmp_path)) == (count - 1 if name == "ask" else count)
+    search(tmp_path, *overrides, script=script)
     found = trials(tmp_path)
-    assert [trial.state for trial in found] == [TrialState.COMPLETE] * 5
+    assert [trial.params for trial in found] == drawn_by_optuna_alone(count + 2)
+    assert [trial.state for trial in found] == [TrialState.COMPLETE] * (count + 2)
     assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
 
 
