@@ -1,4 +1,4 @@
-"""Live storages by category and the bytes that a forward saves for backward, counted exactly on real tensors."""
+"""Live storages by category, their peak, and the bytes that a forward saves for backward, counted exactly."""
 
 from __future__ import annotations
 
@@ -12,34 +12,43 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "other")
+from lightning_solo.memory.events import CATEGORIES, EventLog, Peak
+from lightning_solo.memory.module_names import ModuleNames
+
+_OWNED = ("weights", "gradients", "optimizer_states")
 
 
 class _Entry:
-    """One storage: the bytes the ledger last counted for it, and what it was born as; ``None`` if before the mode."""
+    """One storage: the bytes last counted for it, its number in the log, and what it is; ``None`` if from before."""
 
-    __slots__ = ("born_as", "bytes", "ref")
+    __slots__ = ("bytes", "label", "number", "on_host", "ref")
 
-    def __init__(self, ref: weakref.ref[UntypedStorage], born_as: str | None) -> None:
+    def __init__(self, ref: weakref.ref[UntypedStorage], label: str | None, *, on_host: bool) -> None:
         self.ref = ref
         self.bytes = 0
-        self.born_as = born_as
+        self.label = label
+        self.on_host = on_host
+        self.number = -1
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every storage that an operator returns while the mode is active, until the storage is freed.
 
     Storages are counted, not tensors: a view, a tied weight or an in-place result costs nothing. Bytes are those asked
-    for (``UntypedStorage.nbytes``), before an allocator rounds them, and on every device alike. Memory that a kernel
-    takes and gives back within one operator is not seen. Tensors from before the mode, such as a batch, count only
-    where they belong to ``module`` or ``optimizers``.
+    for (``UntypedStorage.nbytes``), before an allocator rounds them; fake tensors count as real ones. Tensors from
+    before the mode, such as a batch, count only where they belong to ``module`` or ``optimizers``.
 
-    A storage keeps no label: its category is decided when asked, by identity, so that weights replaced by
-    ``module.to(dtype)`` or gradients set to ``None`` are never counted as what they were.
+    Not seen: memory that a kernel takes and gives back within one operator, and what happens inside of a function that
+    torch.compile has compiled before the mode; one compiled under it runs as if it weren't.
+
+    What is live is told apart by identity when asked (`live`), so that weights replaced by ``module.to(dtype)`` are
+    never counted as what they were. At the peak (`peak`) a storage counts as what it turned out to be.
 
     Args:
         module: Its parameters and buffers are ``weights``, the parameters' ``.grad`` are ``gradients``.
         optimizers: Tensors in their ``state`` are ``optimizer_states``.
+        device: Type of the device that is counted, such as ``"cuda"``; what lies on the CPU is then on the host.
+            Without it all devices are counted alike, and on the host is only what `to_host` moved there.
 
     >>> layer = nn.Linear(3, 2)
     >>> with Ledger(layer) as ledger:
@@ -48,45 +57,83 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (32, 32)
     """
 
-    def __init__(self, module: nn.Module | None = None, optimizers: Sequence[Optimizer] = ()) -> None:
+    def __init__(
+        self, module: nn.Module | None = None, optimizers: Sequence[Optimizer] = (), device: str | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
         self._optimizers = tuple(optimizers)
+        self._device = device
         self._entries: dict[int, _Entry] = {}
-        self._now = 0
-        self._peak = 0
+        self._now = self._host_now = 0
+        self._peak = self._host_peak = 0
+        self._where = ("", "")
+        self._in_backward = False
+        self._names = ModuleNames(module)
+        self.log = EventLog()
 
     def __enter__(self) -> Ledger:
-        self._see_owned()
+        self.see_owned()
+        self._names.start()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._names.stop()
+        self.see_owned()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for storage in _storages((args, kwargs)):  # those from before, of which the result may be a view
-            self._see(storage, None)
-        result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            self._see(storage, "activations" if torch.is_grad_enabled() else "other")
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten.lift_fresh.default:  # how torch.tensor() hands over what it has just made
+            for storage in storages_of((args, kwargs)):  # those from before, of which the result may be a view
+                self._see(storage, None)
+        result = self.run(func, args, kwargs)
+        label = self._label()
+        peak = self._peak
+        for storage in storages_of(result):
+            self._see(storage, label)
+        if self._peak > peak:
+            self._where = (str(func), self._names.here())
         return result
 
-    def live(self) -> dict[str, int]:
-        """Return the bytes of live storages in each category of ``CATEGORIES``."""
-        self._see_owned()
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of one operator; for subclasses."""
+        return func(*args, **kwargs)
+
+    def _label(self) -> str:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._in_backward and not in_backward:
+            self.see_owned()  # gradients are known before anyone drops them
+        self._in_backward = in_backward
+        if torch.is_grad_enabled():
+            return "activations"
+        if not in_backward:
+            return "other"
+        node = torch._C._current_autograd_node()
+        return "gradients" if node is not None and "AccumulateGrad" in node.name() else "temporaries"
+
+    def live(self, *, on_host: bool = False) -> dict[str, int]:
+        """Return the bytes of live storages in each category of ``CATEGORIES``, on the device or on the host."""
+        self.see_owned()
         owner = {id(storage): category for category, storage in self._owned()}
         totals = dict.fromkeys(CATEGORIES, 0)
         for key, entry in list(self._entries.items()):
             storage = entry.ref()
-            category = owner.get(key, entry.born_as)
-            if storage is not None and category is not None:
-                self._resize(entry, storage)  # a storage may have been resized without any operator
-                totals[category] += entry.bytes
+            if storage is None or entry.label is None:
+                continue
+            self._resize(entry, storage)  # a storage may have been resized without any operator
+            # one that was somebody's and isn't any more is what is left over from it
+            unowned = "other" if entry.label in _OWNED else entry.label
+            if entry.on_host == on_host:
+                totals[owner.get(key, unowned)] += entry.bytes
         return totals
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all live storages; the sum of ``live()``."""
+        """Bytes of all live storages on the device; the sum of ``live()``."""
         return sum(self.live().values())
 
     @property
@@ -94,38 +141,79 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The most bytes that were live at once since the mode was entered or ``reset_peak`` was called."""
         return self._peak
 
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes that were live at once on the host, since the same moment."""
+        return self._host_peak
+
+    def peak(self) -> Peak:
+        """Return the peak on the device since the mode was entered or ``reset_peak`` was called, by category."""
+        self.see_owned()
+        most, count = self.log.peak()
+        return Peak(most, self.log.breakdown(count), *self._where)
+
     def reset_peak(self) -> None:
-        """Start a new peak at the bytes that are live now."""
-        self._peak = self.live_bytes
+        """Start a new peak at the bytes that are live now, and forget the events until now."""
+        self._peak, self._host_peak = self.live_bytes, self._host_now
+        self._where = ("", "")
+        there = [entry for entry in self._entries.values() if entry.label is not None and not entry.on_host]
+        self.log.forget([(entry.number, entry.bytes) for entry in there])
+
+    def to_host(self, tensor: Tensor) -> None:
+        """Count a tensor's storage on the host from now on: where device and host are one memory, nothing tells."""
+        storage = tensor.untyped_storage()
+        self._see(storage, self._label())
+        entry = self._entries[id(storage)]
+        entry.label = entry.label or "other"
+        self._count(entry, 0)
+        entry.on_host = True
+        self._resize(entry, storage)
+
+    def see_owned(self) -> None:
+        """Look who owns what now: called by itself at the end of each backward, and where anything is asked."""
+        for category, storage in self._owned():
+            self._see(storage, category)
 
     def _owned(self) -> Iterator[tuple[str, UntypedStorage]]:
         """Yield (category, storage) for what module and optimizers hold; where one is held twice the last one wins."""
         for optimizer in self._optimizers:
-            yield from (("optimizer_states", storage) for storage in _storages(list(optimizer.state.values())))
+            yield from (("optimizer_states", storage) for storage in storages_of(list(optimizer.state.values())))
         if self._module is not None:
             parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
-            yield from (("gradients", storage) for storage in _storages([p.grad for p in parameters]))
-            yield from (("weights", storage) for storage in _storages([parameters, buffers]))
+            yield from (("gradients", storage) for storage in storages_of([p.grad for p in parameters]))
+            yield from (("weights", storage) for storage in storages_of([parameters, buffers]))
 
-    def _see_owned(self) -> None:
-        for category, storage in self._owned():
-            self._see(storage, category)
-
-    def _see(self, storage: UntypedStorage, born_as: str | None) -> None:
+    def _see(self, storage: UntypedStorage, label: str | None) -> None:
         key = id(storage)
         entry = self._entries.get(key)
         if entry is None or entry.ref() is not storage:  # ids are used again: compare the object too
             if entry is not None:
-                self._now -= entry.bytes
-            entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), born_as)
-        elif entry.born_as is None and born_as in ("weights", "gradients", "optimizer_states"):
-            entry.born_as = "other"  # from before, and now known to belong to the module or an optimizer
-        if entry.born_as is not None:
+                self._count(entry, 0)
+            on_host = self._device is not None and storage.device.type != self._device
+            entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), label, on_host=on_host)
+        elif label in _OWNED:
+            entry.label = label
+            if entry.number >= 0:
+                self.log.labels[entry.number] = label
+        if entry.label is not None:
             self._resize(entry, storage)
 
     def _resize(self, entry: _Entry, storage: UntypedStorage) -> None:
-        self._now += storage.nbytes() - entry.bytes
-        entry.bytes = storage.nbytes()
+        self._count(entry, storage.nbytes())
+
+    def _count(self, entry: _Entry, now: int) -> None:
+        change = now - entry.bytes
+        if not change:
+            return
+        entry.bytes = now
+        if entry.on_host:
+            self._host_now += change
+            self._host_peak = max(self._host_peak, self._host_now)
+            return
+        if entry.number < 0:
+            entry.number = self.log.born(entry.label or "other")
+        self.log.events.append((entry.number, change))
+        self._now += change
         self._peak = max(self._peak, self._now)
 
     def _forget(self, key: int) -> Callable[[weakref.ref[UntypedStorage]], None]:
@@ -135,12 +223,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def forget(ref: weakref.ref[UntypedStorage]) -> None:
             self_ = ledger()
             if self_ is not None and (entry := self_._entries.get(key)) is not None and entry.ref is ref:
-                self_._now -= self_._entries.pop(key).bytes
+                self_._count(self_._entries.pop(key), 0)
 
         return forget
 
 
-def _storages(tree: Any) -> Iterator[UntypedStorage]:
+def storages_of(tree: Any) -> Iterator[UntypedStorage]:
     """Yield the storage of every tensor in ``tree`` that has one."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:

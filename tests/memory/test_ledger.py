@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from lightning_solo.memory.events import Peak
 from lightning_solo.memory.ledger import CATEGORIES, Ledger, saved_for_backward
 
 
@@ -162,3 +168,140 @@ def test_the_peak_of_a_step_equals_the_profilers_allocation_record():
     assert end == 0
     assert peak > 4 * 256 * (64 + 128 + 64)
     assert abs(peak - highest) <= 0.001 * highest
+
+
+# --- the peak: how much, of what, and where ---
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(8, 16, bias=False), nn.Linear(16, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.narrow(x))
+
+
+def test_the_peak_says_of_what_it_is_made_and_in_which_module():
+    module = Two()
+    weights = 4 * (8 * 16 + 16 * 512)
+    with Ledger(module) as ledger:
+        x = torch.ones(3, 8)
+        with torch.no_grad():
+            module(x)
+        peak = ledger.peak()
+        activations = 4 * (3 * 8 + 3 * 16 + 3 * 512)
+        assert peak.breakdown == dict.fromkeys(CATEGORIES, 0) | {
+            "weights": weights,
+            "activations": 4 * 3 * 8,  # x, made where gradients were on
+            "other": activations - 4 * 3 * 8,
+        }
+        assert (peak.bytes, peak.operator, peak.module) == (weights + activations, "aten.mm.default", "wide")
+
+
+def test_in_backward_the_peak_is_in_the_module_whose_forward_it_belongs_to():
+    module = Two()
+    with Ledger(module) as ledger:
+        module(torch.ones(300, 8)).square().sum().backward()
+    peak = ledger.peak()
+    assert peak == ledger.peak()
+    assert peak.breakdown["weights"] == 4 * (8 * 16 + 16 * 512)
+    assert sum(peak.breakdown.values()) == peak.bytes == ledger.peak_bytes
+    # of the square: the gradient of its result, a scalar expanded; 2 x the input, their product, and the input
+    assert peak.breakdown["temporaries"] + peak.breakdown["activations"] >= 4 * 300 * 512 * 3
+    assert peak.module == ""  # the loss belongs to no part
+
+
+def test_in_backward_the_peak_has_the_name_of_the_part():
+    module = Two()
+    with Ledger(module) as ledger:
+        module(torch.ones(1, 8)).sum().backward()  # the gradients outweigh all else
+    peak = ledger.peak()
+    assert peak.breakdown["gradients"] == 4 * (16 * 512 + 8 * 16)  # though they became ones a moment later
+    assert (peak.operator, peak.module) == ("aten.mm.default", "narrow")
+
+
+def test_a_recomputed_block_has_its_own_name_in_backward():
+    wide = nn.Sequential(nn.Linear(4, 4096), nn.ReLU(), nn.Linear(4096, 4))
+    with Ledger(wide) as ledger:
+        x = torch.ones(64, 4, requires_grad=True)
+        loss = checkpoint(wide, x, use_reentrant=False).sum()
+        ledger.reset_peak()
+        loss.backward()
+    assert ledger.peak().module in ("1", "2")  # where its three wide tensors meet
+    assert ledger.peak().breakdown["activations"] >= 4 * 64 * 4096
+
+
+def test_optimizer_states_and_gradients_that_are_gone_count_as_what_they_were():
+    layer = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
+    with Ledger(layer, [optimizer]) as ledger:
+        layer(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = ledger.peak().breakdown
+    size = 4 * 64 * 64
+    assert found["weights"] == found["gradients"] == size
+    assert found["optimizer_states"] == 2 * size + 4  # and a step count
+    assert found["other"] >= size  # what the step divides by
+    assert ledger.live()["gradients"] == 0
+
+
+def test_what_is_moved_to_the_host_is_counted_there():
+    with Ledger() as ledger, torch.no_grad():
+        kept, moved = torch.ones(10), torch.ones(100)
+        ledger.to_host(moved)
+        assert (ledger.live_bytes, ledger.live(on_host=True)["other"]) == (4 * 10, 4 * 100)
+        assert (ledger.peak_bytes, ledger.host_peak_bytes) == (4 * 110, 4 * 100)
+        del moved
+        assert ledger.live(on_host=True)["other"] == 0
+        ledger.reset_peak()
+        assert (ledger.peak_bytes, ledger.host_peak_bytes) == (4 * 10, 0)
+        assert kept.shape == (10,)
+
+
+def test_with_a_device_named_all_else_is_on_the_host():
+    with Ledger(device="meta") as ledger, torch.no_grad():
+        held = torch.empty(10, device="meta"), torch.empty(100)
+        assert (ledger.live_bytes, ledger.host_peak_bytes) == (4 * 10, 4 * 100)
+        assert len(held) == 2
+
+
+def test_the_hooks_are_gone_after_an_exception():
+    def hooks() -> tuple[int, int]:
+        module = nn.modules.module
+        return len(module._global_forward_pre_hooks), len(module._global_forward_hooks)
+
+    before = hooks()
+    with pytest.raises(RuntimeError, match="shapes"), Ledger(Two()):
+        assert hooks() != before
+        Two()(torch.ones(1, 9))
+    assert hooks() == before
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_fake_tensors_count_as_real_ones(bf16: bool, again: bool):
+    def step() -> tuple[Peak, dict[str, int], list[tuple[int, int]]]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.GELU(), nn.Linear(64, 32))
+        module = nn.Sequential(nn.Linear(16, 32), block, nn.Linear(32, 4))
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+        with Ledger(module, [optimizer]) as ledger:
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    x = module[0](torch.ones(5, 16))
+                    x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+                    loss = module[2](x).float().square().mean()
+                loss.backward()
+                del loss, x
+                optimizer.step()
+                optimizer.zero_grad()
+            gc.collect()  # checkpoint leaves cycles
+            return ledger.peak(), ledger.live(), [change for _, change in ledger.log.events]
+
+    with FakeTensorMode():
+        fake = step()
+    real = step()
+    assert fake[:2] == real[:2]
+    assert Counter(fake[2]) == Counter(real[2])  # within one operator they are freed in any order

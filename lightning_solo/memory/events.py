@@ -1,0 +1,74 @@
+"""What a ledger writes down: each storage's bytes as they come and go, and what it turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporaries", "other")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were live at once.
+
+    Args:
+        bytes: at the peak.
+        breakdown: bytes of each category of ``CATEGORIES``; they sum up to ``bytes``.
+        operator: the operator whose result made the peak, such as ``aten.mm.default``; empty before the first.
+        module: the qualified name of the module in whose forward, or in whose part of backward, it ran; empty for the
+            module as a whole, and outside of it.
+    """
+
+    bytes: int
+    breakdown: dict[str, int]
+    operator: str = ""
+    module: str = ""
+
+
+@dataclass
+class EventLog:
+    """Births, changes of size and deaths of storages in order; a storage is the index of its label.
+
+    Attributes:
+        events: (storage, bytes gained or lost), as they happened.
+        labels: storage -> category, by what it turned out to be in the end.
+        held: storage -> bytes before the first event.
+    """
+
+    events: list[tuple[int, int]] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    held: dict[int, int] = field(default_factory=dict)
+
+    def born(self, label: str) -> int:
+        """Return the index of a new storage."""
+        self.labels.append(label)
+        return len(self.labels) - 1
+
+    def peak(self, first: int = 0, last: int | None = None) -> tuple[int, int]:
+        """Return the most bytes after any event of ``events[first:last]``, or before them, and how many came before.
+
+        >>> EventLog([(0, 4), (1, 8), (1, -8), (2, 2)]).peak()
+        (12, 2)
+        """
+        now = sum(self.held.values()) + sum(change for _, change in self.events[:first])
+        most, where = now, first
+        for index, (_, change) in enumerate(self.events[first:last], first + 1):
+            now += change
+            if now > most:
+                most, where = now, index
+        return most, where
+
+    def breakdown(self, count: int) -> dict[str, int]:
+        """Return the bytes of each category after the first ``count`` events."""
+        totals = dict.fromkeys(CATEGORIES, 0)
+        for storage, held in self.held.items():
+            totals[self.labels[storage]] += held
+        for storage, change in self.events[:count]:
+            totals[self.labels[storage]] += change
+        return totals
+
+    def forget(self, living: Sequence[tuple[int, int]]) -> None:
+        """Drop all events; ``living`` storages with their bytes are what there was before the next one."""
+        self.events.clear()
+        self.held = dict(living)

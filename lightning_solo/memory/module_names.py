@@ -1,0 +1,66 @@
+"""Which module an operator belongs to, in forward and in backward, without a change to the graph."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class ModuleNames:
+    """Knows which module of ``root`` runs now; in backward, whose forward made the node that runs now.
+
+    Autograd numbers the nodes of a thread in the order in which they are made, so a module's nodes are an interval.
+    """
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self._root = root
+        self._names: dict[nn.Module, str] = {}
+        self._stack: list[tuple[str, int]] = []
+        self._intervals: deque[tuple[int, int, str]] = deque(maxlen=2**16)  # older forwards have had their backward
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Follow the forward of every module, by hooks of torch that are for all modules."""
+        if self._root is not None and not self._handles:
+            self._handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._stack.clear()
+
+    def here(self) -> str:
+        """Return the name of the module whose operator runs now."""
+        if self._stack:
+            return self._stack[-1][0]  # in backward too, where a block is recomputed
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        found = ""
+        for first, end, name in reversed(self._intervals):
+            if end <= number:
+                break
+            if first <= number:
+                found = name  # an inner module was left before the outer one
+        return found
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if module not in self._names and self._root is not None:
+            self._names = {part: name for name, part in self._root.named_modules()}
+            self._names.setdefault(module, "")
+        self._stack.append((self._names[module], _get_sequence_nr()))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            name, first = self._stack.pop()
+            if name:
+                self._intervals.append((first, _get_sequence_nr(), name))
