@@ -1,4 +1,4 @@
-"""Bytes and durations as people read them; GiB = 2**30 everywhere."""
+"""Bytes and numbers as people read them; GiB = 2**30 everywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 GiB = 2**30
 MiB = 2**20
 KiB = 2**10
+_LONG = re.compile(r"(?<![\w.])\d+\.\d{4,}(?:e[+-]?\d+)?(?![\w.])")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i)?B", re.IGNORECASE)
 
 
@@ -20,6 +21,15 @@ def format_bytes(count: int) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"
+
+
+def shorter_numbers(text: str) -> str:
+    """Return a text in which numbers with many decimals, as a search draws them, are cut to 4 digits.
+
+    >>> shorter_numbers("lr=0.0008311303692128172 decay=4.0438780095151014e-05 betas=[0.9,0.999] width=12345")
+    'lr=0.0008311 decay=4.044e-05 betas=[0.9,0.999] width=12345'
+    """
+    return _LONG.sub(lambda found: f"{float(found[0]):.4g}", text)
 
 
 def parse_bytes(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Samples and tokens per second, and the share of the device's arithmetic that training uses.
+"""Samples and tokens per second, seconds per step, and the share of the device's arithmetic that training uses.
 
 Saves:      nothing; it observes
 Costs:      a few integers each batch; the first batch's forward runs under a FLOP counter (some milliseconds, and
@@ -139,7 +139,9 @@ def _ignored(flops: int) -> None:
 
 
 class Throughput(Callback):
-    """Logs samples/s, tokens/s, model TFLOP/s and model FLOP utilisation, over the last batches of training.
+    """Logs samples/s, tokens/s, model TFLOP/s and model FLOP utilisation, over the last batches, and seconds per step.
+
+    ``throughput/step_s`` is the mean over the optimizer steps since the log before, the first step of the fit aside.
 
     Model FLOPs are those of the first batch's forward, times 3 for forward and backward, scaled by tokens (else
     samples) for other batches: what activation checkpointing computes again is not counted. Under manual optimization
@@ -206,6 +208,7 @@ class Throughput(Callback):
         self._available_flops: float | None = None
         self._mark: float | None = None  # since when training runs; None while it does not
         self._step = 0
+        self._since: tuple[int, float] | None = None  # optimizer step and training seconds where `step_s` counts from
         self._counter: CountedOnce | None = None
         self._warned = False
 
@@ -233,6 +236,8 @@ class Throughput(Callback):
         """Add the batch, and log where it is an optimizer step's turn."""
         self._add(batch)
         step = trainer.global_step
+        if self._since is None and step != self._step:
+            self._since = step, self._seconds
         if step != self._step and step % self.every_n_steps == 0:
             self._log(trainer)
 
@@ -281,7 +286,7 @@ class Throughput(Callback):
         if samples is None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Throughput: no tensor found in a batch of type {type(batch).__name__}, so there are no figures; "
+                f"Throughput: no tensor found in a batch of type {type(batch).__name__}, so there is step_s alone; "
                 "write throughput.samples_per_batch=...",
                 stacklevel=2,
             )
@@ -294,10 +299,16 @@ class Throughput(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         self._step = trainer.global_step
-        figures = self.figures if trainer.loggers else {}
+        figures = {**self.figures, **self._step_time()} if trainer.loggers else {}
+        self._since = self._step, self._seconds
         for logger in trainer.loggers if figures else ():
             # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
             logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _step_time(self) -> dict[str, float]:
+        step, seconds = self._since or (self._step, self._seconds)
+        steps = self._step - step
+        return {"throughput/step_s": (self._seconds - seconds) / steps} if steps > 0 else {}
 
     def _receive_flops(self, flops: int) -> None:
         self._counted_flops = flops or None

@@ -23,7 +23,7 @@ from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.figures import NOT_RUN, Figures, as_json
 from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
 from lightning_solo.sweeps.ladder import Ladder
-from lightning_solo.sweeps.ladder_display import details, memory_in_words, table
+from lightning_solo.sweeps.ladder_display import details, memory_in_words, noise_in_words, table
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
 from lightning_solo.sweeps.rungs import BASELINE
 from lightning_solo.units import format_bytes
@@ -122,13 +122,23 @@ def write(folder: SweepFolder, given: Given, command: str, rows: Sequence[Figure
     return file
 
 
+def failed(row: Figures) -> bool:
+    """Tell whether a rung ran, and came to no end."""
+    return row.status not in (FINISHED, NOT_RUN)
+
+
 def tell(display: Display, names: dict[int, str], event: str, number: int | None, detail: str) -> None:
-    """Hand an event to the display; a line of its own where that shows none."""
+    """Hand an event to the display, with the rung's name; a line of its own where that shows none."""
+    if number is not None and number not in names:  # of an earlier command, and not yet made by this one
+        start = read_json(display.folder.job(number).start) or {}
+        names[number] = Path(start.get("folder", f"#{number}")).name.replace("+", " + ")
+    display.names = names
     if number is not None and number not in display.states:
         display.states.update(dict.fromkeys(names, "waiting") | display.states)
     display.tell(event, number, detail)
     if number is not None and event != "anew" and not display.console.is_terminal:
-        said = event if event in ("started", "adopted") else detail.replace("failed CapabilityError", NOT_RUN)
+        words = {"started": event, "adopted": "still running, begun by an earlier command"}
+        said = words.get(event, detail.replace("failed CapabilityError", NOT_RUN))
         said += ", by an earlier command" if event == "kept" else ""
         display.console.print(f"{names[number]}: {said}", soft_wrap=True, highlight=False, markup=False)
 
@@ -144,13 +154,16 @@ def picture(folder: Path) -> str:
 def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: Path, fits: Figures | None) -> int:
     """Print the table and what came of ``--until``, draw the picture, and return the exit status."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     console.print(table(rows, given.steps))
-    console.print(f"memory: {memory_in_words(rows)}", highlight=False)
-    for line in details(rows):
+    outputs = [folder.path / row.name.replace(" ", "") / "output.log" for row in rows if failed(row)]
+    said = [f"memory: {memory_in_words(rows)}", noise_in_words(rows), *details(rows)]
+    for line in [*filter(None, said), *(f"output: {path}" for path in outputs if path.exists())]:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(f"figures: {written}\n{picture(folder.path)}", soft_wrap=True, highlight=False)
     finished = [row for row in rows if row.status == FINISHED]
-    if any(row.status not in (FINISHED, NOT_RUN) for row in rows):
+    if any(failed(row) for row in rows):
         console.print("to run the failed ones again: the same command with hydra.launcher.rerun=failed", soft_wrap=True)
     if given.until is None:
         return 0 if finished else 1

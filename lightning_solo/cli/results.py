@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_solo.errors import NothingToDoError, PresetError, nearest
+from lightning_solo.report.sweep_folder import common_overrides, front_of, peak_of, pruned
 from lightning_solo.sweeps.display import duration
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.sweeps.results import Row, pareto_front, read
-from lightning_solo.units import format_bytes
+from lightning_solo.sweeps.results import Row, read
+from lightning_solo.units import format_bytes, shorter_numbers
 
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "job": lambda row: row.number,
@@ -92,26 +93,48 @@ def _order(value: Any) -> tuple[bool, Any]:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table; a star marks the jobs that no other beats in loss and memory, or in loss and time."""
-    memory = "peak_device_bytes" if any(row.peak_device_bytes for row in rows) else "peak_host_bytes"
+    """Print a table that names the jobs that no other beats in loss and memory, or in loss and time.
+
+    Where overrides would be cut off beside the figures, they are listed below.
+    """
+    common = common_overrides(rows)
+    console, names = Console(), {row.number: shorter_numbers(" ".join(own_overrides(row, common))) for row in rows}
+    figures = table_of(rows, {})
+    longest = max((len(word) for name in names.values() for word in name.split()), default=0)
+    fits = console.measure(figures).maximum + longest + 2 <= console.width  # 2 of padding
+    console.print(table_of(rows, names) if fits else figures)
+    if not fits:
+        console.print(*(Text(f"#{number} {name}") for number, name in names.items() if name), sep="\n")
+    if common:
+        console.print(Text(f"in all jobs: {' '.join(common)}", style="italic"))
+
+
+def own_overrides(row: Row, common: Sequence[str]) -> list[str]:
+    """Return the overrides that not all jobs have."""
+    return [text for text in row.overrides if text not in common]
+
+
+def table_of(rows: Sequence[Row], names: Mapping[int, str]) -> Table:
+    """Return a row per job, with its name where it has one."""
     fronts = {
-        "memory": {row.number for row in pareto_front(rows, ["loss", memory])},
-        "time": {row.number for row in pareto_front(rows, ["loss", "seconds"])},
+        "memory": {row.number for row in front_of(rows, peak_of(rows))},
+        "time": {row.number for row in front_of(rows, "seconds")},
     }
     shown = [name for name in SHOWN if any(COLUMNS[name](row) is not None for row in rows)]
-    common = {text for text in rows[0].overrides if len(rows) > 1 and all(text in row.overrides for row in rows)}
-    table = Table(box=None, pad_edge=False, caption=Text(f"in all jobs: {' '.join(sorted(common))}" if common else ""))
-    table.caption_justify = "left"
-    rows = [replace(row, overrides=tuple(text for text in row.overrides if text not in common)) for row in rows]
+    if not any(names.values()):
+        shown.remove("overrides")
+    table = Table(box=None, pad_edge=False)
     for name in shown:
+        heading = name.removesuffix("_bytes").replace("_", " ")
         table.add_column(
-            name.removesuffix("_bytes").replace("_", " "), justify="left" if name in SHOWN[1:3] else "right"
+            heading, justify="left" if name in SHOWN[1:3] else "right", no_wrap=bool(names) and name != "overrides"
         )
     table.add_column("best in loss against")
     for row in rows:
-        cells = [Text(_words(name, COLUMNS[name](row))) for name in shown]
+        own = {"overrides": names.get(row.number, ""), **({"status": row.detail} if pruned(row) else {})}
+        cells = [Text(own[name] if name in own else _words(name, COLUMNS[name](row))) for name in shown]
         table.add_row(*cells, " and ".join(name for name, front in fronts.items() if row.number in front))
-    Console().print(table)
+    return table
 
 
 def _words(name: str, value: Any) -> str:
@@ -130,7 +153,11 @@ def write_csv(rows: Sequence[Row], target: str) -> None:
     lines: list[list[Any]] = [[*COLUMNS, *metrics]]
     lines += [[*(ask(row) for ask in COLUMNS.values()), *(row.metrics.get(name) for name in metrics)] for row in rows]
     if target == "-":
-        csv.writer(sys.stdout).writerows(lines)
+        try:
+            csv.writer(sys.stdout).writerows(lines)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough; what Python still holds goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     try:
         with Path(target).open("w", newline="", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.sweeps.job import RESUMES
+from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB
 
 # Imported once for all jobs of a sweep, in the process that forks them
@@ -62,7 +63,7 @@ def _job(cfg: DictConfig) -> float | None:
 
 
 def train(cfg: DictConfig, folder: Path) -> float | None:
-    """Train as configured inside ``folder`` and return the last validation loss, or None without validation.
+    """Train as configured inside ``folder`` and return what a search goes by, or None where it was not logged.
 
     Raises:
         SoloError: any refusal: of a choice, of this machine, of a run to go on with.
@@ -71,7 +72,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     checked = check_config(cfg)
     run_folder = RunFolder(folder)
     checkpoint = run_folder.open(cfg)
-    watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput"}]
+    often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
+    watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput", "every_n_steps": often}]
     callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
@@ -89,8 +91,17 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
         _say_interrupted(trainer, run_folder)
         raise SystemExit(INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
-    loss = trainer.callback_metrics.get("validation/loss")
-    return None if loss is None else float(loss)
+    return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
+
+
+def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
+    """Return the last value of the metric that a search monitors; of None the validation's loss, by its name.
+
+    >>> objective({"train_loss": 1.0, "val_loss": 2.0, "val_accuracy": 0.5}, None)
+    2.0
+    """
+    found = (name for name in metrics if name == monitor or (monitor is None and is_validation_loss(name)))
+    return next((float(metrics[name]) for name in found), None)
 
 
 def _quieten() -> None:

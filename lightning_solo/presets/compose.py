@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.conflicts import check_conflicts
-from lightning_solo.presets.files import check_choice, check_file, conf_folder, user_conf_folder
+from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.schema import FIELDS, SoloConfig, from_mapping
 
 GROUPS = ("callback", "strategy")
@@ -147,6 +147,11 @@ def _preset_in_store(preset: str | Mapping[str, Any], allow: Sequence[str]) -> I
             yield _GIVEN
         finally:
             del store.repo["solo"][f"{_GIVEN}.yaml"]
+    elif preset is None:  # the cfg.solo of a Hydra application in which nobody has chosen one
+        raise PresetError(
+            "preset=None: no preset is chosen; in a Hydra application write `- solo: bf16` in the defaults list, or on"
+            f" the command line +solo=bf16 where that list has no solo; there are {', '.join(preset_files())}"
+        )
     else:
         raise PresetError(f"preset={preset!r}: must be a name or a mapping of fields (a Hydra application's cfg.solo)")
 

@@ -12,7 +12,8 @@ from lightning_solo.report.series import Series
 PIP = "pip install 'lightning-solo[report]'"
 FEW = 40
 """Points that are marked one by one; a line alone would not show a series of one."""
-LEGEND_COLUMNS = 3
+LONG_NAME = 31
+"""Letters from which a legend has 2 columns, of 340 pixels each, instead of 3 of 200: as a picture is wide."""
 ON_FRONT, BEHIND = "on the Pareto front", "another beats it"
 
 
@@ -156,9 +157,8 @@ def _scale(alt: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
 def _legend(alt: Any, names: Sequence[str]) -> Any:
     if len(names) < 2:
         return None
-    return alt.Legend(
-        title=None, orient="top", columns=LEGEND_COLUMNS, labelLimit=230, symbolType="stroke", symbolSize=500
-    )
+    columns, width = (2, 340) if any(len(name) >= LONG_NAME for name in names) else (3, 200)
+    return alt.Legend(title=None, orient="top", columns=columns, labelLimit=width, symbolType="stroke", symbolSize=500)
 
 
 def _finished(alt: Any, chart: Any, data: dict[str, Any], palette: Palette, height: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning_solo.units import GiB, format_bytes
 
 FILE = "ladder.json"
 NUMBERS = ("peak_bytes", "step_s", "loss", "loss_difference")
+NOISE = " ~: within the noise, the middle halves of the step times overlap the baseline's, or are not known."
 
 
 def read_ladder(folder: Path) -> Report:
@@ -68,7 +69,20 @@ def load(path: Path) -> dict[str, Any]:
             if value is not None and not math.isfinite(value):
                 row[key] = None
         row["name"] = plain(row["name"])
+        row["step_quartiles_s"] = quartiles_of(row)
     return found
+
+
+def quartiles_of(row: dict[str, Any]) -> tuple[float, float] | None:
+    """Return between which two the middle half of the step times lies, or None where that is not known.
+
+    >>> quartiles_of({"step_quartiles_s": [0.1, 0.3]}), quartiles_of({"step_quartiles_s": [0.1, "?"]}), quartiles_of({})
+    ((0.1, 0.3), None, None)
+    """
+    match row.get("step_quartiles_s"):
+        case [int() | float() as first, int() | float() as third] if math.isfinite(first) and math.isfinite(third):
+            return first, third
+    return None
 
 
 def versions_of(ladder: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +106,11 @@ def change(rows: list[dict[str, Any]], baseline: str, row: dict[str, Any], key: 
     return None if not before or row[key] is None else row[key] / before - 1.0
 
 
+def noise(row: dict[str, Any], key: str) -> str:
+    """Return the mark of a change that the spread of the steps explains too."""
+    return "~ " if key == "step_s" and row.get("step_within_noise") is True else ""
+
+
 def bar_figure(
     name: str,
     title: str,
@@ -108,7 +127,7 @@ def bar_figure(
     drawn, cells = [], []
     for row, distinct in zip(rows, distinct_names([row["name"] for row in rows]), strict=True):
         differs = change(rows, baseline, row, key)
-        share = "" if differs is None or row["name"] == baseline else f" ({differs:+.0%})"
+        share = "" if differs is None or row["name"] == baseline else f" ({noise(row, key)}{differs:+.0%})"
         text = plain(row.get("status") or "no figure") if row[key] is None else f"{shown(row[key])}{share}"
         value = None if row[key] is None else row[key] / scale
         drawn.append({"name": distinct, "value": value, "label": text, "first": row["name"] == baseline})
@@ -117,7 +136,8 @@ def bar_figure(
     return Figure(
         name=name,
         title=title,
-        caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}.",
+        caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}."
+        + (NOISE if any(noise(row, key) for row in rows) else ""),
         alternative=f"Bar chart: {title}. {told}.",
         draw=partial(bars, drawn, unit),
         table=Table(f"{title}: data", ("combination", unit), cells, sortable=True),
@@ -140,8 +160,8 @@ def distinct_names(names: list[str]) -> list[str]:
 
 def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
     """Return every row with its changes against the baseline."""
-    headings = ("combination", "status", "peak memory", "change", "step time", "change", "loss", "loss − baseline's",
-                "exact", "detail")  # fmt: skip
+    headings = ("combination", "status", "peak memory", "change", "step time", "spread", "change", "loss",
+                "loss − baseline's", "exact", "detail")  # fmt: skip
     cells = []
     for row in rows:
         changes = [change(rows, baseline, row, key) for key in ("peak_bytes", "step_s")]
@@ -150,7 +170,8 @@ def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
             Cell(row["name"], row["name"]),
             Cell(plain(row.get("status") or "–"), plain(row.get("status") or "")),
             Cell("–") if peak is None else Cell(format_bytes(int(peak)), peak), percent(changes[0]),
-            Cell("–") if step is None else Cell(seconds(step), step), percent(changes[1]),
+            Cell("–") if step is None else Cell(seconds(step), step), spread(row),
+            percent(changes[1], noise(row, "step_s")),
             number(row["loss"]), number(row["loss_difference"]),
             Cell({"True": "yes", "False": "no"}.get(str(row.get("exact")), "–")),
             Cell(plain(row.get("detail") or "")),
@@ -158,6 +179,15 @@ def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
     return Table("Ladder", headings, cells, sortable=True)
 
 
-def percent(share: float | None) -> Cell:
+def spread(row: dict[str, Any]) -> Cell:
+    """Return half the interquartile range of the step times, as a share of their median."""
+    if not row["step_s"] or row["step_quartiles_s"] is None:
+        return Cell("–")
+    first, third = row["step_quartiles_s"]
+    share = (third - first) / 2 / row["step_s"]
+    return Cell(f"±{share:.1%}", share)
+
+
+def percent(share: float | None, mark: str = "") -> Cell:
     """Return a change as a cell."""
-    return Cell("–") if share is None else Cell(f"{share:+.1%}", share)
+    return Cell("–") if share is None else Cell(f"{mark}{share:+.1%}", share)

@@ -11,12 +11,13 @@ from lightning_solo.report.csv_files import read_memory, read_metrics
 from lightning_solo.report.figures import line_figure, stacked_figure, summary
 from lightning_solo.report.model import Figure, Report, plain
 from lightning_solo.report.series import Series
-from lightning_solo.report.step_times import of_metrics, of_tensorboard
+from lightning_solo.report.step_times import of_metrics, of_tensorboard, source_of
 from lightning_solo.sweeps.files import read_json
 from lightning_solo.sweeps.results import VERSIONS, versions
 from lightning_solo.units import GiB, MiB
 
-CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "other")  # memory.ledger's; that needs torch
+CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporaries", "other")
+"""Those of `memory.ledger`, which needs torch."""
 PHASES = ("forward", "backward", "optimizer_step")
 PLACES = ("csv", ".", "*", "*/*")
 """Where the loggers of a run write, below its folder; `lightning_logs/version_0` is the last."""
@@ -69,7 +70,7 @@ def figures(metrics: dict[str, Series], memory: Sequence[Series], times: Sequenc
         memory_figure(
             "memory_by_phase", "Memory by phase", by_phase, "The most that was held in each phase of a step."
         ),
-        line_figure("step_time", "Step time", "seconds per step", times, times[0].name + "." if times else ""),
+        line_figure("step_time", "Step time", "seconds per step", times, source_of(times)),
         line_figure("throughput", "Throughput", "per second", rates[:1], "As the throughput callback logged it."),
     ]
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.report.series import Series
 
+OURS = "throughput/step_s"
 KEYS = ("step_s", "step_time_s", "seconds_per_step", "step_time")
 BETWEEN = "Wall-clock time between two logged steps, with what came between: validation, checkpoints"
 
 
 def of_metrics(metrics: Mapping[str, Series]) -> list[Series]:
-    """Return the step times that a callback logged, such as ``throughput/step_s``."""
+    """Return the step times that a callback logged: those of `Throughput`, else any that are named so."""
+    if OURS in metrics:
+        return [metrics[OURS]]
     return [one for name, one in metrics.items() if name.rsplit("/", 1)[-1] in KEYS]
+
+
+def source_of(times: Sequence[Series]) -> str:
+    """Return what step times are, as a caption says it."""
+    if [one.name for one in times] == [OURS]:
+        return f"{OURS}: mean of the steps since the log before, without validation."
+    return f"{', '.join(dict.fromkeys(one.name for one in times))}."
 
 
 def of_tensorboard(folder: Path) -> list[Series]:

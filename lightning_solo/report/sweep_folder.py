@@ -19,7 +19,7 @@ from lightning_solo.sweeps import results
 from lightning_solo.sweeps.files import SweepFolder, read_json
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row, pareto_front
-from lightning_solo.units import GiB, format_bytes
+from lightning_solo.units import GiB, format_bytes, shorter_numbers
 
 BEGUN = "begun, no result yet"
 MOST_CURVES = 35  # pairs of colour and dash that differ
@@ -133,9 +133,18 @@ def size(count: int | None) -> Cell:
     return Cell("–") if count is None else Cell(format_bytes(count), count)
 
 
+def pruned(row: Row) -> bool:
+    """Tell whether a search has ended a job before its end: its loss and cost are those of a shorter run.
+
+    >>> pruned(Row(0, (), "finished", detail="pruned at 50")), pruned(Row(0, (), "finished"))
+    (True, False)
+    """
+    return "pruned at " in row.detail
+
+
 def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
-    """Return the finished jobs of which both loss and cost are known and finite."""
-    both = [(row, row.loss, getattr(row, cost)) for row in rows if row.status == FINISHED]
+    """Return the jobs that ran to their end, of which both loss and cost are known and finite."""
+    both = [(row, row.loss, getattr(row, cost)) for row in rows if row.status == FINISHED and not pruned(row)]
     return [row for row, loss, paid in both if loss is not None and paid is not None and math.isfinite(loss + paid)]
 
 
@@ -165,7 +174,7 @@ def pareto_figure(
         for p in points
     ]  # fmt: skip
     best = "; ".join(f"#{row.number}, {own(row, common)}: loss {number(row.loss).text}" for row in front[:10])
-    left = f" {len(rows) - len(shown)} of {len(rows)} jobs tell no loss and cost and are left out."
+    left = f" {len(rows) - len(shown)} of {len(rows)} jobs were pruned, or tell no loss and cost, and are left out."
     return Figure(
         name=name,
         title=title,
@@ -180,29 +189,57 @@ def pareto_figure(
 def curves_figure(folder: Path, rows: Sequence[Row], common: Sequence[str], notes: list[str]) -> Figure | None:
     """Return the loss curves of the jobs, or None where none is logged."""
     ranked = sorted(rows, key=lambda row: row.loss if row.loss is not None and row.loss == row.loss else math.inf)
-    curves: list[Series] = []
+    logged: list[tuple[Row, dict[str, Series]]] = []
     for row in ranked:
-        if len(curves) == MOST_CURVES:
+        if len(logged) == MOST_CURVES:
             break
         path = newest(job_folder(folder, row), "metrics.csv")
         try:
-            curve = loss_curve(read_metrics(path)) if path is not None else None
+            losses = losses_of(read_metrics(path)) if path is not None else {}
         except CheckpointError as error:
             notes.append(plain(error))
             continue
-        if curve is not None:
-            name = f"#{row.number} {own(row, common)}"
-            curves.append(Series(name[:120], curve.steps, curve.values, left_out=curve.left_out))
+        if losses:
+            logged.append((row, losses))
+    compared = loss_name([losses for _, losses in logged])
+    drawn, name = [(row, losses[compared]) for row, losses in logged if compared in losses], plain(compared[:60])
+    curves = [Series(label(row, common), one.steps, one.values, left_out=one.left_out) for row, one in drawn]
     only = (
-        f" The {MOST_CURVES} jobs of least loss; the table has all." if len(curves) == MOST_CURVES < len(rows) else ""
+        f" The {MOST_CURVES} jobs of least loss; the table has all." if len(logged) == MOST_CURVES < len(rows) else ""
     )
-    return line_figure("loss_curves", "Loss of each job", "loss", curves, f"As logged.{only}")
+    others = len(logged) - len(drawn)
+    without = f" {others} of {len(logged)} jobs logged another one alone." if others else ""
+    return line_figure("loss_curves", "Loss of each job", name, curves, f"{name}, as logged.{without}{only}")
 
 
-def loss_curve(metrics: dict[str, Series]) -> Series | None:
-    """Return the loss with the most points; a validation's only where training logged none."""
-    losses = [one for name, one in metrics.items() if "loss" in name.lower() and one.values]
-    return max(losses, key=lambda one: len(one.values), default=None)
+def losses_of(metrics: dict[str, Series]) -> dict[str, Series]:
+    """Return what is named a loss, by name."""
+    return {name: one for name, one in metrics.items() if "loss" in name.lower() and one.values}
+
+
+def loss_name(logged: Sequence[dict[str, Series]]) -> str:
+    """Return the loss that curves are compared in: what most jobs logged; training's where there are several.
+
+    The same one of all jobs, since a validation's is not to be compared with a training's.
+    """
+    jobs = Counter(name for losses in logged for name in losses)
+    points = Counter(name for losses in logged for name, one in losses.items() for _ in one.values)
+    return max(jobs, key=lambda name: (jobs[name], "val" not in name.lower(), points[name]), default="loss")
+
+
+def label(row: Row, common: Sequence[str]) -> str:
+    """Return what tells a job from the others in the little room of a legend.
+
+    >>> label(Row(2, ("model.width=8", "optimizer.lr=0.000123456", "data.width=9"), "finished"), [])
+    '#2 model.width=8 lr=0.0001235 data.width=9'
+    """
+    options = [text.partition("=") for text in own(row, common).split(" ")]
+    last = [key.rpartition(".")[2] for key, _, _ in options]
+    short = [
+        f"{end if last.count(end) == 1 else key}{is_}{value}"
+        for end, (key, is_, value) in zip(last, options, strict=True)
+    ]
+    return shorter_numbers(f"#{row.number} {' '.join(short)}")[:120]
 
 
 def job_folder(folder: Path, row: Row) -> Path:

@@ -70,9 +70,9 @@ class Display:
             self.states[number] = detail
             if number in self.started:
                 self.seconds.append(time.monotonic() - self.started.pop(number))
-        if self._live is None:
+        if self._live is None or (event == "adopted" and detail):  # a process that somebody may want to end
             words = {
-                "adopted": "still running, begun by an earlier command",
+                "adopted": f"still running, begun by an earlier command{detail and f': {detail}'}",
                 "kept": f"{detail}, by an earlier command",
                 "again": f"{detail}; started again",
                 "anew": "runs again, from the beginning; what it wrote before is beside it",

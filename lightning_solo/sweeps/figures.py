@@ -25,6 +25,8 @@ class Figures:
         before_bytes: what was there of it before training.
         peak_change: against the baseline; -0.25 is a quarter less.
         step_s: median seconds of an optimizer step, the loader aside.
+        step_quartiles_s: between which the middle half of the steps lies; None where too few were timed.
+        step_within_noise: Whether the change of the step time can't be told from the steps' own spread.
         loss: mean training loss of the last steps.
         loss_difference: from the baseline's.
         exact: equal to the bit to the rung without the last technique, where that one claims to be.
@@ -38,7 +40,9 @@ class Figures:
     peak_bytes: int | None = None
     peak_change: float | None = None
     step_s: float | None = None
+    step_quartiles_s: tuple[float, float] | None = None
     step_change: float | None = None
+    step_within_noise: bool | None = None
     loss: float | None = None
     loss_difference: float | None = None
     exact: bool | None = None
@@ -82,7 +86,9 @@ def compare(
         peak_bytes=found.get("peak_bytes"),
         peak_change=change(found.get("peak_bytes"), base.get("peak_bytes")),
         step_s=found.get("step_s"),
+        step_quartiles_s=found.get("step_quartiles_s") and tuple(found["step_quartiles_s"]),
         step_change=change(found.get("step_s"), base.get("step_s")),
+        step_within_noise=within_noise(found, base) if techniques else None,
         loss=finite(found.get("loss")),
         loss_difference=difference(found.get("loss"), base.get("loss")),
         exact=exact,
@@ -117,6 +123,8 @@ def remarks(
             f"each step takes {samples} samples, the baseline's {usual}: step time and loss are not of the same batch,"
             " and no memory is saved; a batch size that is an argument (data.batch_size, +model.batch_size) is divided"
         )
+    if found and found.get("loss") is None:
+        said.append("no loss to compare: training_step returns none, and logs none of that name")
     if found.get("loss") is not None and not math.isfinite(found["loss"]):
         said.append(f"the loss is {found['loss']}")
     if exact is False:
@@ -133,6 +141,19 @@ def change(value: float | None, base: float | None) -> float | None:
     (-0.25, None)
     """
     return None if value is None or not base else value / base - 1
+
+
+def within_noise(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool | None:
+    """Tell whether the middle halves of the step times overlap, or are not known; None where there is no change.
+
+    >>> base = {"step_s": 2.0, "step_quartiles_s": [1.8, 2.2]}
+    >>> [within_noise({"step_s": 2.4, "step_quartiles_s": [first, 2.6]}, base) for first in (2.1, 2.3)]
+    [True, False]
+    """
+    if found.get("step_s") is None or base.get("step_s") is None:
+        return None
+    here, there = found.get("step_quartiles_s"), base.get("step_quartiles_s")
+    return not here or not there or bool(here[0] <= there[1] and there[0] <= here[1])
 
 
 def difference(value: float | None, base: float | None) -> float | None:

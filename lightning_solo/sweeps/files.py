@@ -7,7 +7,8 @@
 │   ├── lock             held by the command that runs the sweep
 │   ├── server.lock      held by the process that started the jobs, and by each job, while they live
 │   ├── server.log
-│   └── jobs/7/          start.json, progress.json, result.json (the job's own word), end.json (how its process ended)
+│   └── jobs/7/          start.json, process.json, progress.json, result.json (the job's own word), end.json (how its
+│                        process ended)
 └── 7/output.log         what job 7 printed; the folder is named by `hydra.sweep.subdir`
 ```
 A JSON file is whole or not there: it is written beside its place and renamed.
@@ -28,6 +29,8 @@ from typing import Any
 from lightning_solo.errors import CheckpointError
 
 STATE = ".sweep"
+ROOM = 2**16
+"""Bytes set aside for each of a job's last words and its process's: a few hundred, and what was returned."""
 
 
 def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
@@ -44,6 +47,43 @@ def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> 
     except BaseException:
         os.unlink(name)
         raise
+
+
+def keep_room(path: Path) -> None:
+    """Set aside the space that a file will need, so that a disk that is full by then does not lose it.
+
+    Raises:
+        OSError: it is full now.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with room_of(path).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM)
+    except OSError:
+        room_of(path).unlink(missing_ok=True)
+        raise
+
+
+def room_of(path: Path) -> Path:
+    """Return the file that holds the space for another one."""
+    return path.with_name(f".room-{path.name}")
+
+
+def write_in_room(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file as :func:`write_json` does, on a full disk into the space that :func:`keep_room` has set aside.
+
+    Raises:
+        OSError: nor is there enough of that.
+    """
+    try:
+        write_json(path, data)
+    except OSError:
+        with room_of(path).open("rb+") as file:
+            file.write(json.dumps(data).encode())
+            file.truncate()
+            os.fsync(file.fileno())
+        os.replace(room_of(path), path)
+    room_of(path).unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -63,8 +103,13 @@ class JobFiles:
 
     @property
     def start(self) -> Path:
-        """Its attempt, process, overrides and folder; written by the process that forks it, before the fork."""
+        """Its attempt, overrides and folder; written by the process that forks it, before the fork."""
         return self.path / "start.json"
+
+    @property
+    def process(self) -> Path:
+        """The id of its process; written by the one that forks it, right after the fork."""
+        return self.path / "process.json"
 
     @property
     def progress(self) -> Path:
@@ -83,7 +128,7 @@ class JobFiles:
 
     def clear(self) -> None:
         """Remove what an earlier attempt left; the start of the new one overwrites the old one's."""
-        for file in (self.end, self.result, self.progress):
+        for file in (self.end, self.result, self.progress, self.process):
             file.unlink(missing_ok=True)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.sweeps import entry_points
-from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_json
+from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_in_room
 
 VARIABLE = "LIGHTNING_SOLO_JOB"
 """Environment variable of a job: the folder of its `JobFiles`, for the observer that joins its Trainer."""
@@ -93,16 +93,22 @@ def run(task: Callable[..., Any], asked: Asked, files: JobFiles) -> int:
         said |= returned(value)
         status = 0
     except BaseException as error:  # SystemExit and Ctrl-C too: they are what became of it
-        if type(error) is CompactHydraException:  # a refusal that says all there is to say
-            print(error, file=sys.stderr)
-        elif not isinstance(error, SystemExit):
-            traceback.print_exc()
+        with contextlib.suppress(OSError):  # a full disk has no room for its output
+            if type(error) is CompactHydraException:  # a refusal that says all there is to say
+                print(error, file=sys.stderr)
+            elif not isinstance(error, SystemExit):
+                traceback.print_exc()
         status = _status_of(error)
         said["error"] = {"type": type(error).__name__, "message": _message(error)}
     faulthandler.cancel_dump_traceback_later()
     said |= peaks()
-    with contextlib.suppress(OSError):  # a full disk; how the process ends is told all the same
-        write_json(files.result, said)
+    try:
+        write_in_room(files.result, said)
+    except OSError as error:  # a full disk, and a value too large for the room that was kept
+        with contextlib.suppress(OSError):
+            told = {"type": "OSError", "message": f"what it returned could not be written: {error}"}
+            write_in_room(files.result, {"attempt": asked.attempt, "error": told})
+        return 1
     return status
 
 

@@ -107,12 +107,14 @@ class Ladder:
             CheckpointError: another command works on this folder.
             KeyboardInterrupt: after the running rung has ended; `figures` has what there is.
         """
-        self._climb([self._rung(()), *(self._rung((technique,)) for technique in self.techniques)])
-        base = self.figures()[0]
-        if base.detail.startswith("PresetError: "):
-            raise PresetError(base.detail.removeprefix("PresetError: "))
-        if self.fitting() is None:
-            self._climb(self._combinations())
+        alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
+        with self._sweep.opened():  # one process starts them all, and imports torch once
+            self._climb(alone)
+            base = self.figures()[0]
+            if base.detail.startswith("PresetError: "):
+                raise PresetError(base.detail.removeprefix("PresetError: "))
+            if self.fitting() is None:
+                self._climb(self._combinations())
         return self.figures()
 
     def figures(self) -> list[Figures]:

@@ -11,13 +11,16 @@ from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.rungs import BASELINE
 from lightning_solo.units import format_bytes
 
+HEADINGS = ("peak memory", "change", "step", "spread", "change", "loss", "differs", "exact")
+
 
 def table(rows: Sequence[Figures], steps: int) -> Table:
     """Return the table: memory, time and loss of each rung, with their changes against the baseline."""
     title = f"after {steps} optimizer steps; changes and difference are against {BASELINE}"
-    made = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="")
-    made.add_column("rung")
-    for name in ("peak memory", "change", "step", "change", "loss", "differs", "exact"):
+    # collapsed and folded, eighty columns hold it
+    made = Table(box=None, pad_edge=False, collapse_padding=True, title=title, title_justify="left", title_style="")
+    made.add_column("rung", overflow="fold")
+    for name in HEADINGS:
         made.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row.status == FINISHED:
@@ -30,18 +33,45 @@ def table(rows: Sequence[Figures], steps: int) -> Table:
 def cells(row: Figures) -> list[str]:
     """Return the figures of a row in words, an empty one where there is none.
 
-    >>> cells(Figures("bf16", "finished", peak_bytes=3 * 2**29, peak_change=-0.25, step_s=0.5, step_change=0.1))
-    ['1.50 GiB', '-25%', '500 ms', '+10%', '', '', '']
+    >>> cells(Figures("bf16", "finished", peak_bytes=3 * 2**29, peak_change=-0.25, loss=2.5))
+    ['1.50 GiB', '-25%', '', '', '', '2.5000', '', '']
+    >>> cells(Figures("a", "", step_s=0.5, step_quartiles_s=(0.48, 0.54), step_change=0.04, step_within_noise=True))
+    ['', '', '500 ms', '±6%', '~ +4%', '', '', '']
     """
+    noise = "~ " if row.step_within_noise else ""
     return [
         "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
         "" if row.peak_change is None else f"{row.peak_change:+.0%}",
         "" if row.step_s is None else seconds(row.step_s),
-        "" if row.step_change is None else f"{row.step_change:+.0%}",
+        ""
+        if row.step_s is None or row.step_quartiles_s is None
+        else f"±{spread(row.step_quartiles_s) / row.step_s:.0%}",
+        "" if row.step_change is None else f"{noise}{row.step_change:+.0%}",
         "" if row.loss is None else f"{row.loss:.4f}",
         "" if row.loss_difference is None else f"{row.loss_difference:+.1e}" if row.loss_difference else "0",
         "" if row.exact is None else "yes" if row.exact else "no",
     ]
+
+
+def spread(quartiles: tuple[float, float]) -> float:
+    """Return half the distance of the quartiles."""
+    return (quartiles[1] - quartiles[0]) / 2
+
+
+def noise_in_words(rows: Sequence[Figures]) -> str:
+    """Return what the spread is, and what the mark at a change of the step time says, where they are there."""
+    if all(row.step_s is None for row in rows):
+        return ""
+    said = "spread: half the interquartile range of the step times"
+    if any(row.step_within_noise for row in rows):
+        said += "; ~: within the noise, the middle halves of the step times overlap the baseline's"
+        said += ", or too few steps were timed to say" if any(lacks_spread(row) for row in rows) else ""
+    return said
+
+
+def lacks_spread(row: Figures) -> bool:
+    """Tell whether a row has a step time and not how far its steps lie apart."""
+    return row.step_s is not None and row.step_quartiles_s is None
 
 
 def seconds(value: float) -> str:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import RangeSweep
-from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -24,13 +25,14 @@ from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job import pickled
-from lightning_solo.sweeps.jobs import Job, Settings
+from lightning_solo.sweeps.jobs import Job, Settings, check_folders
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.sweep import Sweep
 
 TIME = "@time@"
 INTERRUPTED = 130
+MULTIRUN = "multirun.yaml"
 
 
 class Launch:
@@ -56,6 +58,7 @@ class Launch:
             self.settings = Settings(**settings)
             self.application = application_of(task, preload)
             refuse_count(config, max_jobs)
+            refuse_first(hydra_context, config)
             self.folder = SweepFolder(Path(sweep_dir(config, self.application)))
         with read_write(config.hydra.sweep), open_dict(config.hydra.sweep):
             config.hydra.sweep.dir = str(self.folder.path)
@@ -89,9 +92,12 @@ class Launch:
     def __call__(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run jobs and return what Hydra's sweepers want: a value each, or one error that names all failures."""
         setup_globals()
-        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
-        configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
-        jobs = [self._job(config) for config in configs]
+        with self._nothing_left():
+            configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
+            jobs = [self._job(config) for config in configs]
+            check_folders(self.folder.path, jobs)
+            if jobs:
+                jobs[0].context()
         names = {job.number: " ".join(job.overrides) for job in jobs}
         with ExitStack() as stack:
             if self._kept is None:
@@ -99,11 +105,21 @@ class Launch:
             assert self._kept is not None
             sweep, display = self._kept
             display.names.update(names)
-            if jobs:
-                jobs[0].context()  # refused before a job runs
             rows = sweep.run(jobs)
         error = JobsFailed(failures(rows, self.settings.tail_lines))
         return [job_return(config, row, error) for config, row in zip(configs, rows, strict=True)]
+
+    @contextmanager
+    def _nothing_left(self) -> Iterator[None]:
+        """Remove a sweep's folder again if it is refused before anything but Hydra's own file is there."""
+        try:
+            with compact():
+                yield
+        except BaseException:
+            if [file.name for file in self.folder.path.glob("*")] == [MULTIRUN]:
+                (self.folder.path / MULTIRUN).unlink()
+                self.folder.path.rmdir()
+            raise
 
     def _composed(self, number: int, overrides: Sequence[str]) -> DictConfig:
         given = [*overrides, f"hydra.sweep.dir={quoted(str(self.folder.path))}"]
@@ -143,12 +159,7 @@ def refuse_count(config: DictConfig, most: int) -> None:
     Raises:
         PresetError: there are none, or more than ``most``.
     """
-    sweeper = config.hydra.sweeper
-    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
-        return
-    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    texts = [*given, *task_overrides(config)]
-    counts = {o.get_key_element(): _count(o) for o in OverridesParser.create().parse_overrides(texts)}
+    counts = {o.get_key_element(): _count(o) for o in OverridesParser.create().parse_overrides(multiplied(config))}
     jobs = math.prod(counts.values())
     if jobs == 0:
         empty = next(name for name, count in counts.items() if count == 0)
@@ -158,6 +169,29 @@ def refuse_count(config: DictConfig, most: int) -> None:
             f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
             f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
         )
+
+
+def refuse_first(hydra_context: HydraContext, config: DictConfig) -> None:
+    """Compose the first job of Hydra's own sweeper before that makes the sweep's folder.
+
+    Raises:
+        HydraException: Hydra's own, for a key that isn't there, say.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    loader = hydra_context.config_loader
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides(multiplied(config))
+    jobs = BasicSweeper.split_arguments(overrides, None)[0] if overrides else []
+    for first in jobs[:1]:
+        loader.load_sweep_config(config, first)
+
+
+def multiplied(config: DictConfig) -> list[str]:
+    """Return the overrides that Hydra's own sweeper multiplies; none where another sweeper runs."""
+    sweeper = config.hydra.sweeper
+    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+        return []
+    return [*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *task_overrides(config)]
 
 
 def _count(override: Any) -> int:
@@ -182,7 +216,9 @@ def sweep_dir(config: DictConfig, application: Application) -> str:
     """
     asked = copy.deepcopy(config)
     OmegaConf.clear_cache(asked)
-    OmegaConf.register_new_resolver("now", lambda _: TIME, replace=True, use_cache=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # OmegaConf 2.4 has it as register_resolver, which is another function in 2.3
+        OmegaConf.register_new_resolver("now", lambda _: TIME, replace=True, use_cache=False)
     try:
         folder = under_hydra(asked, lambda: str(asked.hydra.sweep.dir))
     finally:

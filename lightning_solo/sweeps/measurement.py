@@ -6,6 +6,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -15,11 +16,14 @@ from torch import Tensor
 from lightning_solo.callbacks.throughput import size_of
 from lightning_solo.errors import PresetError
 from lightning_solo.memory.reading import read
+from lightning_solo.sweeps.results import loss_of
 
 WARM_UP = 5
 """Steps that are not timed, or half of them where there are fewer than ten."""
 LAST = 5
 """Steps over which the loss is averaged, the last ones."""
+FEWEST = 4
+"""Timed steps from which on their spread says something."""
 OWN_ARGUMENTS = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -62,6 +66,9 @@ class Clock(L.Callback):
             # under automatic optimization Lightning has divided it by the micro-batches of a step
             times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._losses.append(loss.detach() * times)
+        elif not pl_module.automatic_optimization:  # which need not return it
+            logged = loss_of({name: float(value) for name, value in trainer.callback_metrics.items()})
+            self._losses += [] if logged is None else [torch.tensor(logged)]
         if trainer.global_step != self._step:
             self._step = trainer.global_step
             self.seconds.append(self._seconds)
@@ -95,31 +102,44 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
         )
     return {
         "device": device.type,
-        "steps": len(clock.seconds),
+        "steps": runner.global_step,  # two optimizers under manual optimization take two a batch
         "peak_bytes": reading.peak_allocated or reading.peak_resident,
         "before_bytes": before.resident if before.allocated is None else before.allocated,
-        "step_s": median_step(clock.seconds),
+        "step_s": statistics.median(timed(clock.seconds)),
+        "step_quartiles_s": quartiles(timed(clock.seconds)),
         "loss": statistics.fmean(clock.losses[-LAST:]) if clock.losses else None,
         "samples_per_step": clock.samples[0] or None,
         "fingerprint": fingerprint(model, clock.losses),
     }
 
 
-def median_step(seconds: Sequence[float]) -> float:
-    """Return the median of the steps after the warm-up.
+def timed(seconds: Sequence[float]) -> Sequence[float]:
+    """Return the steps after the warm-up.
 
-    >>> median_step([9.0, 1.0]), median_step([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0])
-    (1.0, 2.0)
+    >>> timed([9.0, 1.0]), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0])
+    ([1.0], [1.0, 2.0, 3.0, 2.0, 2.0])
     """
-    return statistics.median(seconds[min(WARM_UP, len(seconds) // 2) :])
+    return seconds[min(WARM_UP, len(seconds) // 2) :]
+
+
+def quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:
+    """Return between which two the middle half lies; None where there are too few to say.
+
+    >>> quartiles([1.0, 2.0, 3.0, 2.0, 2.0, 9.0, 2.0]), quartiles([1.0, 2.0, 3.0])
+    ((2.0, 2.5), None)
+    """
+    if len(seconds) < FEWEST:
+        return None
+    first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return first, third
 
 
 def fingerprint(model: torch.nn.Module, losses: Sequence[float]) -> str | None:
-    """Return a hash of every bit of the parameters and of the losses; None where the parameters can't be read."""
+    """Return a hash of every bit of parameters, buffers and losses; None where one of them can't be read."""
     found = hashlib.sha256(repr(list(losses)).encode())
     try:
-        for name, parameter in model.named_parameters():
-            bits = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             found.update(name.encode())
             found.update(bits.numpy().data)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # never initialized, or a subclass without bytes

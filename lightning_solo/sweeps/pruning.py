@@ -16,6 +16,7 @@ from optuna.exceptions import OptunaError
 from optuna.storages import RDBStorage
 
 from lightning_solo.sweeps.files import JobFiles, SweepFolder, read_json
+from lightning_solo.sweeps.results import is_validation_loss
 
 STUDY = "optuna.db"
 LOCKED_S = 60.0
@@ -82,7 +83,7 @@ class Pruning:
     def monitored(self, metrics: Mapping[str, Any]) -> float | None:
         """Return the metric that is monitored: by default the first that is named a validation's loss."""
         for name, value in metrics.items():
-            if name == self.monitor or (self.monitor is None and "val" in name.lower() and "loss" in name.lower()):
+            if name == self.monitor or (self.monitor is None and is_validation_loss(name)):
                 return float(value)
         return None
 

@@ -72,6 +72,11 @@ class Row:
         return self.metrics.get("throughput/tokens_per_s")
 
 
+def is_validation_loss(name: str) -> bool:
+    """Tell whether a metric is named so; what a search goes by where nothing is said."""
+    return "val" in name.lower() and "loss" in name.lower()
+
+
 def loss_of(metrics: Mapping[str, float]) -> float | None:
     """Return the validation loss if one is logged, else any logged loss.
 

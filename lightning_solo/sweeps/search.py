@@ -141,7 +141,9 @@ class Search:
             raise PresetError(
                 f"job {row.number} returned {row.returned!r} {row.detail}".strip()
                 + ": a search needs a number; let the task function return it, such as"
-                " float(trainer.callback_metrics['validation/loss']), which is there after a validation"
+                " float(trainer.callback_metrics['validation/loss']), which is there after a validation;"
+                " `lightning-solo train` returns the metric hydra.sweeper.monitor, here one of"
+                f" {', '.join(sorted(row.metrics)) or 'none'}"
             )
 
     def _tell_jobs(self, study: Study) -> None:

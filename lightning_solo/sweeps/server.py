@@ -9,6 +9,7 @@ has its jobs started from a fresh interpreter each, and the log says so.
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import pickle
@@ -28,12 +29,22 @@ from typing import Any, NoReturn
 
 from lightning_solo.errors import SoloError
 from lightning_solo.sweeps.application import Application, load
-from lightning_solo.sweeps.files import JobFiles, SweepFolder, read_json, try_lock, write_json
+from lightning_solo.sweeps.files import (
+    JobFiles,
+    SweepFolder,
+    keep_room,
+    read_json,
+    room_of,
+    try_lock,
+    write_in_room,
+    write_json,
+)
 from lightning_solo.sweeps.job import Asked, run
 from lightning_solo.sweeps.outcome import oom_kills, outcome
 
 KEPT_OUTPUT = 2**20
 """Bytes of the output that stay when it is cut: the last ones."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
@@ -95,9 +106,12 @@ class Server:
         elif what == "run":
             try:
                 self._start(value)
-            except OSError as error:  # a full disk, no process left
-                traceback.print_exc()
-                self._tell("ended", (value.number, could_not_start(value, error)))
+            except OSError as error:  # no process left, say
+                log_exception()
+                if error.errno in FULL:
+                    self._tell("full", (value.number, str(error)))
+                else:
+                    self._tell("ended", (value.number, could_not_start(value, error)))
         elif what == "interrupt":
             for job in self.running.values():
                 job.interrupted = True
@@ -115,7 +129,7 @@ class Server:
         try:
             self.task = load(application)
         except BaseException as error:
-            traceback.print_exc()
+            log_exception()
             refused = isinstance(error, SoloError)
             self._tell("failed", str(error) if refused else "".join(traceback.format_exception(error)))
             self.connection = None
@@ -134,6 +148,8 @@ class Server:
 
     def _start(self, asked: Asked) -> None:
         files = self.sweep.job(asked.number)
+        for file in (files.result, files.end):
+            keep_room(file)
         write_json(
             files.start,
             {
@@ -151,6 +167,8 @@ class Server:
             pid = self._fork(asked, files, output) if self.task else self._spawn(asked, files, output)
         finally:
             os.close(output)
+        with suppress(OSError):  # only a later command would ask, if this process were gone
+            write_json(files.process, {"attempt": asked.attempt, "pid": pid}, durable=False)
         job = Running(asked, files, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
         self.running[asked.number] = job
 
@@ -247,11 +265,18 @@ class Server:
             "peak_host_bytes": usage.ru_maxrss * 1024,
         }
         (job.files.path / "asked.pickle").unlink(missing_ok=True)
+        room_of(job.files.result).unlink(missing_ok=True)  # of a job that did not come to say anything
         try:
-            write_json(job.files.end, end)
-        except OSError:  # a full disk: the command is told, and tells
-            traceback.print_exc()
+            write_in_room(job.files.end, end)
+        except OSError:  # the command is told all the same
+            log_exception()
         self._tell("ended", (job.asked.number, end))
+
+
+def log_exception() -> None:
+    """Write the exception that is handled to this process's log, if there is room for it."""
+    with suppress(OSError):
+        traceback.print_exc()
 
 
 def openblas_threads() -> int:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from socket import socketpair
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock
 from lightning_solo.sweeps.interrupts import Interrupts
 from lightning_solo.sweeps.job import Asked
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders, set_aside
+from lightning_solo.sweeps.orphans import Orphans
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED, LOST, outcome
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.server import interpreter
@@ -61,7 +63,7 @@ class Sweep:
         self.wanted = wanted
         self.rows: dict[int, Row] = {}
         self.interrupts = Interrupts()
-        self._unwritten: OSError | None = None
+        self._full: tuple[Path, str] | None = None  # what could not be written, and why; no job is started then
         self._running: dict[int, Try] = {}
         self._opened: ExitStack | None = None
         self._connection: Connection | None = None
@@ -89,7 +91,8 @@ class Sweep:
         """Run what is not there yet, and return a row for each job that was wanted.
 
         Raises:
-            CheckpointError: another command works on this sweep, or its results are of another version.
+            CheckpointError: another command works on this sweep, its results are of another version, or a row or a job
+                could not be written.
             PresetError: the application can't be imported by another process; a job's folder leads out of the sweep.
             KeyboardInterrupt: after the running jobs were asked to end, and have.
         """
@@ -107,23 +110,35 @@ class Sweep:
                     waiting.append(self._next(job, row))
             if any(self.wanted(one.job) for one in waiting):
                 self._work(waiting)
+            if self._full is not None:
+                file, why = self._full
+                raise CheckpointError(
+                    f"{file}: {why}; make room there and give the same command again: it goes on with the jobs that"
+                    " have not ended"
+                )
             return [self.rows[job.number] for job in jobs if job.number in self.rows]
 
     # --- what an earlier command has left ---
 
     def _wait_for_orphans(self) -> None:
-        """Wait until no job of an earlier command lives; the process that started them notes their ends."""
+        """Wait until no job of an earlier command lives.
+
+        The process that started them keeps their time and notes their ends; where it is gone, `Orphans` does.
+        """
+        orphans = Orphans(self.folder, self.settings)
         with self.folder.server_lock.open("a") as file:
             told = False
             while not try_lock(file.fileno()):
                 running = [n for n in self.folder.jobs() if not self._has_ended(n)]
-                if not told:
-                    for number in running:
-                        self.tell("adopted", number, "")
-                    told = True
+                for number in running:
+                    if not told:
+                        self.tell("adopted", number, orphans.described(number))
+                    orphans.watch(number)
+                told = True
                 self.look(running)
                 time.sleep(LOOK_S)
                 self.interrupts.check()
+        orphans.note_ends()
 
     def _has_ended(self, number: int) -> bool:
         files = self.folder.job(number)
@@ -196,11 +211,6 @@ class Sweep:
                     f"{self.folder.path}: the process that starts the jobs died {died} times; its last words are in"
                     f" {self.folder.server_log}"
                 )
-        if self._unwritten is not None:
-            raise CheckpointError(
-                f"{self.folder.results}: {self._unwritten}; jobs ran that have no row there, make room and give the"
-                " same command again: they are not run again"
-            )
 
     @contextmanager
     def _server(self) -> Iterator[Connection]:
@@ -247,7 +257,7 @@ class Sweep:
         """
         self._running, told = {}, 0
         while waiting or self._running:
-            while waiting and len(self._running) < self.settings.parallel and not self.interrupts.count:
+            while waiting and len(self._running) < self.settings.parallel and not self._stops():
                 self._start(server, waiting.popleft())
             try:
                 while told < self.interrupts.count and self._running:
@@ -258,11 +268,19 @@ class Sweep:
                     what, value = server.recv()
                     if what == "ended":
                         self._ended(value, waiting)
+                    elif what == "full":
+                        self._cannot_start(*value)
             except (EOFError, ConnectionError):
                 return False
             if not self._running:
                 self.interrupts.check()
+                if self._full is not None:
+                    break
         return True
+
+    def _stops(self) -> bool:
+        """Tell whether no job is started any more."""
+        return bool(self.interrupts.count) or self._full is not None
 
     def _start(self, server: Connection, one: Try) -> None:
         if not self.wanted(one.job):
@@ -295,13 +313,18 @@ class Sweep:
         number, end = told
         one = self._running.pop(number)
         row = self._row(one.job, end)
-        if row.status not in (FINISHED, *AGAIN) and one.failures < self.settings.retries and not self.interrupts.count:
+        if row.status not in (FINISHED, *AGAIN) and one.failures < self.settings.retries and not self._stops():
             self.tell("again", number, f"{row.status} {row.detail}".strip())
             waiting.appendleft(Try(one.job, one.attempt + 1, True, one.failures + 1))
             return
         self._write(row)
         self.rows[number] = row
         self.tell("ended", number, f"{row.status} {row.detail}".strip())
+
+    def _cannot_start(self, number: int, why: str) -> None:
+        del self._running[number]
+        self._full = self.folder.job(number).path, why
+        self.tell("ended", number, f"not started: {why}")
 
     def _take_back(self, waiting: deque[Try]) -> None:
         """Settle the jobs whose server died under them: those that came to an end, and those that did not."""
@@ -346,5 +369,5 @@ class Sweep:
     def _write(self, row: Row) -> None:
         try:
             results.append(self.folder.results, row)
-        except OSError as error:  # the jobs go on; it is said at the end
-            self._unwritten = error
+        except OSError as error:  # the jobs that run are seen to their ends first
+            self._full = self.folder.results, str(error)

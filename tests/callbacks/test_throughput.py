@@ -75,7 +75,8 @@ def test_samples_per_second_are_logged_to_every_logger(home: Any, make_trainer: 
         ours = [(step, metrics) for step, metrics in logger.seen if any("throughput/" in key for key in metrics)]
         assert [step for step, _ in ours] == [3, 7, 10]
         assert all(metrics["throughput/samples_per_s"] == 4 / 0.5 for _, metrics in ours)
-        assert all(set(m) == {"throughput/samples_per_s", "throughput/model_tflops_per_s"} for _, m in ours)
+        names = {"throughput/samples_per_s", "throughput/model_tflops_per_s", "throughput/step_s"}
+        assert all(set(metrics) == names for _, metrics in ours)
     assert callback.figures["throughput/samples_per_s"] == 8.0
 
 
@@ -83,6 +84,28 @@ def test_a_slow_first_batch_and_a_short_run(home: Any, make_trainer: Any, clock:
     callback, slow = Throughput(), [40.0, 0.5, 0.5]
     make_trainer(home, callbacks=[callback]).fit(timed(home, lambda _: clock(slow.pop(0))), loader(3, batch_size=4))
     assert callback.figures["throughput/samples_per_s"] == 8.0  # 2 batches of 4 in 2 * 0.5 s
+
+
+def step_times(logger: Any) -> list[tuple[int, float]]:
+    return [(step, metrics["throughput/step_s"]) for step, metrics in logger.seen if "throughput/step_s" in metrics]
+
+
+def test_seconds_per_step_since_the_log_before(home: Any, make_trainer: Any, clock: Any) -> None:
+    logger, seconds = recording_logger(home), [40.0, 0.5, 0.5, 0.5, 0.5, 9.5, 0.5, 0.5, 0.5, 0.5]
+    callback, train = Throughput(every_n_steps=4, window_size=2), lambda _: clock(seconds.pop(0))
+    trainer = make_trainer(home, logger=logger, log_every_n_steps=1, val_check_interval=3, callbacks=[callback])
+    module = timed(home, train)
+    module.validation_step = lambda batch, batch_idx: clock(1000.0)
+    trainer.fit(module, loader(10), loader(1))
+    # steps 2 to 4 of 0.5 s, the first aside; steps 5 to 8, of which one took 9.5 s; steps 9 and 10
+    assert step_times(logger) == [(3, 0.5), (7, (3 * 0.5 + 9.5) / 4), (10, 0.5)]
+
+
+def test_a_step_of_several_batches_takes_the_time_of_all(home: Any, make_trainer: Any, clock: Any) -> None:
+    logger, callback = recording_logger(home), Throughput(every_n_steps=1)
+    trainer = make_trainer(home, logger=logger, log_every_n_steps=1, accumulate_grad_batches=2, callbacks=[callback])
+    trainer.fit(timed(home, clock), loader(6))
+    assert step_times(logger) == [(1, 1.0), (2, 1.0)]  # none of the first
 
 
 def test_tokens_and_model_flops(home: Any, make_trainer: Any, clock: Any) -> None:
@@ -177,11 +200,13 @@ def test_sizes_by_argument(home: Any, make_trainer: Any, clock: Any) -> None:
 def test_a_batch_without_tensors_is_said_once(home: Any, make_trainer: Any) -> None:
     module = regression(home)
     module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 8)).mean()
-    callback = Throughput()
-    with pytest.warns(UserWarning, match=r"write throughput\.samples_per_batch") as caught:
-        make_trainer(home, callbacks=[callback]).fit(module, DataLoader(["a", "b", "c"], batch_size=None))
+    callback, logger = Throughput(), recording_logger(home)
+    trainer = make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback])
+    with pytest.warns(UserWarning, match=r"step_s alone; write throughput\.samples_per_batch") as caught:
+        trainer.fit(module, DataLoader(["a", "b", "c"], batch_size=None))
     assert len([w for w in caught if "samples_per_batch" in str(w.message)]) == 1
     assert callback.figures == {}
+    assert len(step_times(logger)) == 1
 
 
 def test_sizes_of_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from lightning_solo.cli.ladder import claim, rung
+from lightning_solo.cli.ladder import claim, rung, tell
 from lightning_solo.cli.ladder_line import Given, compose_base, folder_of, micro_batches, parse, prepare
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError, SoloError
 from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.rungs import TECHNIQUES
 from lightning_solo.units import format_bytes
@@ -181,12 +184,33 @@ def test_until_names_the_first_that_fits_and_its_command_trains(folder: Path, ro
     assert f"none fits in {format_bytes(least - 1)}; the smallest, " in printed
 
 
+def test_rungs_that_no_command_has_made_yet_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = SweepFolder(tmp_path)
+    files = sweep.job(5)
+    files.path.mkdir(parents=True)
+    files.start.write_text(json.dumps({"attempt": 1, "folder": str(tmp_path / "bf16+checkpointing")}))
+    display = Display(sweep, {}, parallel=1)
+    names = {0: "baseline"}
+    tell(display, names, "adopted", 5, "pid 7")  # it runs in the second half, where the killed command was
+    tell(display, names, "started", 0, "")
+    assert capsys.readouterr().err.splitlines() == [
+        "bf16 + checkpointing: still running, begun by an earlier command",
+        "baseline: started",
+    ]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(display.render([0, 5]))
+    assert re.findall(r"^ +\d  (\w.*?)  +running", captured.get(), re.MULTILINE) == ["baseline", "bf16 + checkpointing"]
+
+
 def test_a_module_without_blocks_is_a_row_with_the_reason(folder: Path) -> None:
     options = ["+model.layers=0", "--techniques", "checkpointing", "--steps", "2", "run=flat"]
     printed = call(folder, "ladder", *MODULE, *options)
     assert "checkpointing: failed: NothingToDoError: no repeated blocks in Theirs; there are net" in printed
     found = json.loads((folder / "runs/flat/ladder.json").read_text())["rows"]
     assert [row["status"] for row in found] == ["finished", "failed"]
+    assert "output: runs/flat/checkpointing/output.log\n" in printed
+    assert printed.count("output: ") == 1
 
 
 # --- what is refused, and how ---

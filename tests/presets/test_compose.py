@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, PresetError
-from lightning_solo.presets.compose import compose, compose_mapping
+from lightning_solo.presets.compose import VERSION_BASE, compose, compose_mapping
 from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.schema import FIELDS, PRECISIONS
@@ -71,6 +71,13 @@ def test_mapping_is_checked_like_a_name() -> None:
     assert (config.precision, config.accumulate_grad_batches) == ("bf16-mixed", 2)
     assert refused({"precison": "bf16"}).startswith("precison='bf16': no such field; did you mean 'precision'?")
     assert "every_n_stepz" in refused({"callback": {"memory_logger": {"every_n_stepz": 1}}})
+
+
+def test_no_preset_is_refused_with_what_to_write() -> None:
+    """The `cfg.solo` of a structured configuration whose field is `solo: Any = None`."""
+    said = refused(OmegaConf.create({"solo": None}).solo)
+    assert said.startswith("preset=None: no preset is chosen; in a Hydra application write `- solo: bf16`")
+    assert said.endswith(f"there are {', '.join(PRESETS)}")
 
 
 def test_callers_mapping_stays_as_it_was() -> None:
@@ -245,7 +252,8 @@ def test_users_own_preset_comes_before_ours(user_presets: Path) -> None:
 
 def test_composing_inside_a_running_application_leaves_it_alone() -> None:
     folder = str(Path(__file__).parents[2] / "examples" / "hydra_app" / "conf")
-    with initialize_config_dir(folder, version_base="1.2"):
+    older = {"version_base": "1.2"} if VERSION_BASE else {}  # Hydra 1.4 knows its own only
+    with initialize_config_dir(folder, **older):
         running = GlobalHydra.instance().hydra
         assert compose("bf16").precision == "bf16-mixed"
         refused("bf61")

@@ -13,7 +13,7 @@ from lightning_solo.sweeps import results
 from lightning_solo.sweeps.results import Row
 from lightning_solo.units import GiB
 
-CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "other")
+CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporaries", "other")
 HOSTILE = "<script>hacked=1</script><img src=x onerror=hacked=1>\"'`${1}"
 
 

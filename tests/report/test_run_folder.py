@@ -13,6 +13,7 @@ from lightning_solo.report.palette import DASHES, LIGHT
 from lightning_solo.report.run_folder import CATEGORIES, read_run
 from lightning_solo.report.step_times import of_tensorboard, records
 from lightning_solo.units import GiB, MiB
+from tests.modules import loader, regression
 from tests.report.folders import make_run, write_csv
 
 
@@ -101,6 +102,31 @@ def test_step_times_come_from_tensorboards_moments(tmp_path: Path) -> None:
     assert series.values == [0.25] * 4 + [6.25] + [0.25] * 4  # at step 50 something took a minute: (60 + 2.5) / 10
     write_csv(tmp_path / "csv" / "metrics.csv", {"step": [1], "train/loss": [1]})
     assert [f.name for f in read_run(tmp_path).figures] == ["loss", "step_time"]
+
+
+def test_a_fit_of_ones_own_with_the_throughput_callback_has_step_times(tmp_path: Path) -> None:
+    import lightning.pytorch as home
+    from lightning.pytorch.loggers import CSVLogger
+
+    from lightning_solo import Throughput
+
+    trainer = home.Trainer(
+        default_root_dir=str(tmp_path), max_epochs=1, accelerator="cpu", callbacks=[Throughput(every_n_steps=2)],
+        logger=CSVLogger(str(tmp_path)), log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(regression(home), loader(10))
+    figure = next(f for f in read_run(tmp_path).figures if f.name == "step_time")
+    assert len(figure.table.rows) == 5
+    assert "mean of the steps since the log before" in figure.caption
+
+
+def test_step_times_of_another_callback_are_told_by_their_names(tmp_path: Path) -> None:
+    columns = {"step": [1], "mine/step_time": [0.5], "yours/step_s": [0.5]}
+    write_csv(tmp_path / "metrics.csv", columns)
+    assert read_run(tmp_path).figures[0].caption == "mine/step_time, yours/step_s."
+    write_csv(tmp_path / "metrics.csv", {**columns, "throughput/step_s": [0.5]})
+    assert [row[0].text for row in read_run(tmp_path).figures[0].table.rows] == ["throughput/step_s"]
 
 
 def test_an_event_file_that_is_still_written_ends_where_it_ends(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,9 @@ from lightning_solo.report.model import Table
 from lightning_solo.report.palette import LIGHT
 from lightning_solo.report.sweep_folder import BEGUN, MOST_CURVES, job_folder, read_sweep
 from lightning_solo.sweeps.files import SweepFolder, write_json
-from lightning_solo.sweeps.results import line_of
+from lightning_solo.sweeps.results import Row, line_of
 from lightning_solo.units import GiB
-from tests.report.folders import HOSTILE, make_row, make_sweep
+from tests.report.folders import HOSTILE, make_row, make_sweep, write_csv
 
 
 def column(table: Table, heading: str) -> list[str]:
@@ -57,6 +58,45 @@ def test_jobs_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path) -> 
     assert "3 of 4 jobs" in time.caption
 
 
+def test_a_pruned_job_is_left_out_where_jobs_are_compared(tmp_path: Path) -> None:
+    rows = [make_row(0, returned=4.0), make_row(1, returned=5.0, seconds=1.0, detail="pruned at 50")]
+    report = read_sweep(make_sweep(tmp_path, rows))
+    assert [f.draw(LIGHT)["datasets"]["data"][0]["job"] for f in report.figures[:2]] == ["#0", "#0"]
+    assert "1 of 2 jobs were pruned" in report.figures[1].caption
+    assert column(report.tables[0], "Pareto front") == ["loss/memory and loss/time", "–"]
+    assert {row["series"][:2] for row in report.figures[2].draw(LIGHT)["datasets"]["data"]} == {"#0", "#1"}
+
+
+def test_curves_are_of_the_same_loss(tmp_path: Path) -> None:
+    sweep = make_sweep(tmp_path, [make_row(n) for n in range(3)])
+    many, few = range(10), [2.0, *[""] * 8, 1.0]
+    logged = [{"train_loss": few, "val_loss": many}, {"train_loss": many, "val_loss": few}, {"val_loss": many}]
+    for number, losses in enumerate(logged):
+        write_csv(sweep / str(number) / "csv" / "metrics.csv", {"step": many, **losses})
+    curves = read_sweep(sweep).figures[2]
+    assert curves.caption == "val_loss, as logged."  # which all have
+    assert {row["series"][:2] for row in curves.draw(LIGHT)["datasets"]["data"]} == {"#0", "#1", "#2"}
+    write_csv(sweep / "2" / "csv" / "metrics.csv", {"step": many, "train_loss": many})
+    assert read_sweep(sweep).figures[2].caption == "train_loss, as logged."  # which all have too
+    write_csv(sweep / "0" / "csv" / "metrics.csv", {"step": many, "loss": many})
+    curves = read_sweep(sweep).figures[2]
+    assert curves.caption == "train_loss, as logged. 1 of 3 jobs logged another one alone."
+
+
+def test_a_legend_of_long_names_has_less_columns_and_short_ones_say_what_differs(tmp_path: Path) -> None:
+    def legend(*rows: Row) -> dict[str, Any]:
+        spec = read_sweep(make_sweep(tmp_path / str(len(list(tmp_path.iterdir()))), rows)).figures[2].draw(LIGHT)
+        encoding = spec["layer"][0]["encoding"]["color"]
+        return {**encoding["legend"], "names": encoding["scale"]["domain"]}
+
+    drawn = "optimizer.lr=0.0008311303692128172"
+    short = legend(make_row(0, overrides=[drawn]), make_row(1))
+    assert (short["columns"], short["names"]) == (3, ["#1 width=8 lr=1", "#0 lr=0.0008311"])
+    long = legend(make_row(0, overrides=[drawn, "model.width=8", "data.width=8", "model.dropout=0.1"]), make_row(1))
+    assert long["columns"] == 2
+    assert long["names"][1] == "#0 lr=0.0008311 width=8 dropout=0.1"
+
+
 def test_without_a_device_the_process_is_compared(tmp_path: Path) -> None:
     rows = [make_row(n, peak_device_bytes=None) for n in range(2)]
     memory = read_sweep(make_sweep(tmp_path, rows)).figures[0]
@@ -94,7 +134,7 @@ def test_only_the_best_of_many_curves_are_drawn(tmp_path: Path) -> None:
     curves = read_sweep(make_sweep(tmp_path, [make_row(n) for n in range(MOST_CURVES + 5)])).figures[2]
     domain = {row["series"] for row in curves.draw(LIGHT)["datasets"]["data"]}
     assert len(domain) == MOST_CURVES
-    assert "#0 optimizer.lr=0" not in domain  # its loss is the highest
+    assert "#0 lr=0" not in domain  # its loss is the highest
     assert f"The {MOST_CURVES} jobs of least loss" in curves.caption
 
 

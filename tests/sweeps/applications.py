@@ -6,8 +6,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from lightning_solo.sweeps.application import Application
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.job import plain
+from lightning_solo.sweeps.jobs import Job, Settings
+from lightning_solo.sweeps.sweep import Sweep
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
@@ -67,6 +75,33 @@ ConfigStore.instance().store(name="config", node=Config)
 if __name__ == "__main__":
     train()
 """
+
+PLAIN = """
+import os
+
+def note(asked):
+    folder, n = asked
+    with open(os.path.join(folder, "begun.txt"), "a") as file:
+        file.write(f"{n}\\n")
+    return n
+"""
+
+
+def plain_jobs(folder: Path, count: int) -> list[Job]:
+    """Return jobs of a sweep without Hydra, each of which notes that it began, and returns its number."""
+    (folder / "noting.py").write_text(PLAIN)
+    return [Job(n, (), folder / str(n), "hash", partial(plain, (str(folder), n))) for n in range(count)]
+
+
+def plain_sweep(folder: Path, tell: Callable[[str, int | None, str], None] = lambda *_: None, **settings: Any) -> Sweep:
+    """Return a sweep of them in this process."""
+    application = Application("noting", None, "note", 0, (str(folder), *sys.path), ("noting",))
+    return Sweep(SweepFolder(folder), application, Settings(**settings), tell=tell)
+
+
+def begun(folder: Path) -> list[int]:
+    """Return the numbers of the jobs that began, each as often as it did."""
+    return sorted(map(int, (folder / "begun.txt").read_text().split()))
 
 
 def command(*overrides: str, launcher: str = "solo") -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.display import Display, failures
@@ -22,7 +25,16 @@ from lightning_solo.sweeps.job import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures, observer
 from lightning_solo.sweeps.results import Row, read
-from tests.sweeps.applications import TRAIN, environment, starts, sweep, sweep_folder
+from tests.sweeps.applications import (
+    TRAIN,
+    begun,
+    environment,
+    plain_jobs,
+    plain_sweep,
+    starts,
+    sweep,
+    sweep_folder,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,6 +95,18 @@ def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
     assert "paths=[/data/a,b]" in captured.get()
 
 
+def test_a_process_that_somebody_may_want_to_end_is_named_on_a_terminal_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    console = Console(force_terminal=True, file=StringIO())
+    display = Display(SweepFolder(tmp_path), {0: "n=1", 1: "n=2"}, 1, console)
+    with display.shown():
+        display.tell("adopted", 0, "process 12")
+        display.tell("adopted", 1, "")
+    assert caplog.messages == ["#0 n=1: still running, begun by an earlier command: process 12"]
+
+
 # --- the observer ---
 
 
@@ -98,6 +122,38 @@ def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
 
     trainer = type("Trainer", (), {"callbacks": [Throughput()]})()
     assert figures(trainer) == {}
+
+
+def test_a_device_that_is_gone_does_not_hide_why(tmp_path: Path) -> None:
+    """After an error of CUDA's each further call to it raises too, that of the one who asks for the peak as well."""
+    script = TRAIN.replace("return cfg.n * 1.5", CUDA_ERROR)
+    sweep(tmp_path, "n=1", script=script, code=1)
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert (row.status, row.detail) == ("failed", "RuntimeError: CUDA error: device-side assert triggered")
+    assert (row.steps, row.peak_device_bytes) == (1, None)
+    told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
+    assert told.endswith("RuntimeError: CUDA error: device-side assert triggered\n")
+    assert "illegal memory access" not in told
+
+
+CUDA_ERROR = """
+    import torch, lightning.pytorch as L
+    from tests.modules import loader, regression
+
+    def gone(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    class Fails(type(regression(L))):
+        def training_step(self, batch, index):
+            if index == 1:
+                torch.cuda.is_initialized = lambda: True
+                torch.cuda.device_count = lambda: 1
+                torch.cuda.max_memory_allocated = torch.cuda.get_device_name = gone
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return super().training_step(batch, index)
+
+    L.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False).fit(Fails(), loader())
+"""
 
 
 # --- what a job does ---
@@ -175,6 +231,26 @@ def test_classes_that_another_process_cannot_find_are_refused(tmp_path: Path) ->
     assert "can't be handed to another process" in done.stderr
     assert "Traceback" not in done.stderr
     assert starts(tmp_path) == {}
+
+
+# --- interrupts ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_between_two_jobs_starts_no_other(tmp_path: Path, number: signal.Signals) -> None:
+    def between(event: str, job: int | None, _: str) -> None:
+        if (event, job) == ("ended", 0):
+            os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        plain_sweep(tmp_path, tell=between).run(plain_jobs(tmp_path, 3))
+    assert signal.getsignal(number) is handler
+    assert begun(tmp_path) == [0]
+    assert [(row.number, row.status) for row in read(tmp_path / "results.jsonl")] == [(0, "finished")]
+    rows = plain_sweep(tmp_path).run(plain_jobs(tmp_path, 3))
+    assert [(row.attempt, row.returned) for row in rows] == [(1, 0), (1, 1), (1, 2)]
+    assert begun(tmp_path) == [0, 1, 2]
 
 
 # --- tries ---

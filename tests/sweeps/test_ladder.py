@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from rich.console import Console
 
 from lightning_solo.build import trainer_arguments
 from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
@@ -22,7 +23,7 @@ from lightning_solo.sweeps.figures import Figures, as_json, change, remarks
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.ladder import Ladder, Prepared
-from lightning_solo.sweeps.ladder_display import details, memory_in_words, table
+from lightning_solo.sweeps.ladder_display import cells, details, memory_in_words, noise_in_words, table
 from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
 from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
 from tests.modules import loader, regression
@@ -31,6 +32,9 @@ pytestmark = pytest.mark.timeout(120)
 STUB = """
 import os, signal
 import lightning_solo.errors
+
+with open(os.path.join(os.path.dirname(__file__), "imports.txt"), "a") as file:
+    file.write("imported\\n")
 
 def task(argument):
     with open(os.path.join(argument["folder"], "starts.txt"), "a") as file:
@@ -71,6 +75,11 @@ def starts(folder: Path) -> Counter[str]:
 
 def by_name(rows: list[Figures]) -> dict[str, Figures]:
     return {row.name: row for row in rows}
+
+
+def test_one_process_imports_the_application_for_all_rungs(tmp_path: Path) -> None:
+    assert len(stub(tmp_path, {}).run()) == 6
+    assert (tmp_path / "imports.txt").read_text().split() == ["imported"]
 
 
 # --- which combinations, and what becomes of them ---
@@ -234,6 +243,63 @@ def test_a_step_is_all_its_micro_batches(tmp_path: Path) -> None:
     assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), fresh.parameters(), strict=True))
 
 
+class ByHand(L.LightningModule):
+    """Two optimizers a batch, and a normalization with running means; training_step returns no loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.automatic_optimization = name, False
+        self.first, self.norm, self.second = torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        assert isinstance(optimizers, list)
+        loss = self.second(self.norm(self.first(batch[0]))).pow(2).mean()
+        self.log(self.name, loss)
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.second)]
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(80, 8)), batch_size=4)
+
+
+def by_hand(name: str, folder: Path, steps: int) -> tuple[dict[str, Any], ByHand, Clock]:
+    module, clock = ByHand(name), Clock()
+    trainer = {"logger": False, "accelerator": "cpu", "default_root_dir": str(folder), "log_every_n_steps": 1}
+    return measure(module, None, {**trainer, "callbacks": [clock]}, clock, steps), module, clock
+
+
+def test_under_manual_optimization_the_logged_loss_is_taken(tmp_path: Path) -> None:
+    found, _, clock = by_hand("train/loss", tmp_path, 12)
+    assert len(clock.losses) == 6  # 12 / 2 optimizers
+    assert found["loss"] == pytest.approx(sum(clock.losses[-5:]) / 5)
+    assert remarks(found, found, 12, None, "baseline") == []  # it took its 12 steps
+    without, _, _ = by_hand("error", tmp_path, 12)
+    assert remarks(without, without, 12, None, "baseline") == [
+        "no loss to compare: training_step returns none, and logs none of that name"
+    ]
+
+
+def test_the_fingerprint_sees_running_means(tmp_path: Path) -> None:
+    _, module, clock = by_hand("train/loss", tmp_path, 4)
+    before = fingerprint(module, clock.losses)
+    assert module.norm.running_mean is not None
+    module.norm.running_mean.add_(1.0)
+    assert before != fingerprint(module, clock.losses)
+
+
+def test_the_spread_is_of_the_steps_that_are_timed(tmp_path: Path) -> None:
+    found, clock, _ = measured([], 12, tmp_path)
+    first, third = found["step_quartiles_s"]
+    assert min(clock.seconds[5:]) <= first <= found["step_s"] <= third <= max(clock.seconds[5:])
+    assert measured([], 6, tmp_path)[0]["step_quartiles_s"] is None  # 6 - 3 of warm-up: too few
+
+
 def test_a_loader_without_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PresetError, match=r"the train_dataloader of Regression gave no batch to train on; give one"):
         measured([], 2, tmp_path, limit_train_batches=0)
@@ -250,6 +316,28 @@ def test_the_fingerprint_sees_one_bit(tmp_path: Path) -> None:
 
 
 # --- what is said ---
+
+
+def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
+    does = {
+        "baseline": {"step_quartiles_s": [1.8, 2.2]},
+        "a": {"step_s": 2.2, "step_quartiles_s": [2.1, 2.3]},
+        "b": {"step_s": 2.4, "step_quartiles_s": [2.3, 2.5]},
+        "c": {"step_s": 2.4},
+    }
+    rows = by_name(stub(tmp_path, does).run())
+    assert [rows[name].step_within_noise for name in ("baseline", "a", "b", "c")] == [None, True, False, True]
+    assert [cells(rows[name])[3:5] for name in ("baseline", "a", "b", "c")] == [
+        ["±10%", "+0%"], ["±5%", "~ +10%"], ["±4%", "+20%"], ["", "~ +20%"],
+    ]  # fmt: skip
+    found = json.loads(json.dumps(as_json([rows["a"]])))[0]
+    assert (found["step_quartiles_s"], found["step_within_noise"]) == ([2.1, 2.3], True)
+    spread, overlap = "spread: half the interquartile range of the step times", "; ~: within the noise, the middle"
+    overlap += " halves of the step times overlap the baseline's"
+    assert noise_in_words([rows["baseline"], rows["b"]]) == spread
+    assert noise_in_words([rows["baseline"], rows["a"]]) == spread + overlap
+    assert noise_in_words([rows["c"]]) == f"{spread}{overlap}, or too few steps were timed to say"
+    assert noise_in_words([Figures("a", "failed")]) == ""
 
 
 def test_what_can_not_be_compared_is_said() -> None:
@@ -274,6 +362,15 @@ def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
 def test_the_table() -> None:
     rows = [Figures("baseline", "finished", peak_bytes=2**30, step_s=0.5, loss=2.0, device="cpu", before_bytes=2**29)]
     rows += [Figures("a", "out of device memory", "RuntimeError: CUDA out of memory")]
-    assert table(rows, 5).row_count == 2
+    numbers = {"peak_bytes": 399 * 2**20, "step_s": 0.123, "step_quartiles_s": (0.1, 0.14), "loss": 12.0}
+    changes = {"peak_change": -0.5, "step_change": 1.2, "step_within_noise": True, "loss_difference": -1e-4}
+    rows += [Figures("bf16 + checkpointing + accumulation", "finished", exact=False, **numbers, **changes)]
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(table(rows, 5))
+    printed = captured.get()
+    assert "…" not in printed
+    for cell in ("checkpointing", "399.00 MiB", "123 ms", "±16%", "~ +120%", "12.0000", "-1.0e-04", "no"):
+        assert cell in printed
     assert details(rows) == ["a: out of device memory: RuntimeError: CUDA out of memory"]
     assert memory_in_words(rows) == "resident set of the process, peak, 512.00 MiB of it before training"

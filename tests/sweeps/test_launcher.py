@@ -281,6 +281,7 @@ def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: 
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert starts(tmp_path) == {}
+    assert not list(tmp_path.glob("multirun/*"))
     assert time.monotonic() - begun < 30  # a million jobs are counted, not composed
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,31 @@ SPACE = ("x=interval(0,3)", "width=choice(1,2,4)")
 
 def command(*overrides: str) -> list[str]:
     return [sys.executable, "train.py", "-m", "hydra/launcher=solo", "hydra/sweeper=solo_optuna", *overrides]
+
+
+@contextmanager
+def begun(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a search in a session of its own, and yield when its first trial has begun; leave no process behind."""
+    process = subprocess.Popen(
+        command(*overrides),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
+    with process:
+        try:
+            deadline = time.monotonic() + 120
+            while not starts(folder):
+                assert process.poll() is None, process.communicate()[1]
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.kill()
 
 
 def search(folder: Path, *overrides: str, code: int = 0, script: str = TRAIN) -> subprocess.CompletedProcess[str]:
@@ -154,11 +181,24 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+MEETS = """
+    number, ended = HydraConfig.get().job.num, sorted(os.listdir("ended"))
+    with open(f"begun/{number}", "w") as file:
+        file.write(" ".join(ended))
+    while number < 4 and not os.path.exists(f"begun/{number ^ 1}"):  # 0 and 1 are a pair, and 2 and 3
+        time.sleep(0.02)
+    open(f"ended/{number}", "w").close()
+"""
+
+
 def test_trials_side_by_side(tmp_path: Path) -> None:
-    search(tmp_path, "sleep=1", "hydra.launcher.parallel=2", "hydra.sweeper.n_trials=5", *SPACE)
-    begun = [row.started or 0.0 for row in rows(tmp_path)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
-    assert [gap < 0.9 for gap in gaps] == [True, False, True, False]  # 2, 2 and 1 at a time
+    """Each of a pair ends only when the other has begun; each says which ones had ended before it began."""
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "ended").mkdir()
+    script = TRAIN.replace("    time.sleep(cfg.sleep)\n", MEETS)
+    search(tmp_path, "hydra.launcher.parallel=2", "hydra.sweeper.n_trials=5", *SPACE, script=script)
+    before = [(tmp_path / "begun" / str(number)).read_text() for number in range(5)]
+    assert before == ["", "", "0 1", "0 1", "0 1 2 3"]  # 2, 2 and 1 at a time
     assert len({trial.params["x"] for trial in trials(tmp_path)}) == 5
 
 
@@ -259,20 +299,16 @@ def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, coun
 
 
 def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    overrides = (*SPACE, "sleep=2", "hydra.sweeper.n_trials=2")
-    process = subprocess.Popen(
-        command(*overrides), cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
-    while not starts(tmp_path):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    script = TRAIN.replace("    time.sleep(cfg.sleep)\n", "    while not os.path.exists('go'): time.sleep(0.02)\n")
+    (tmp_path / "train.py").write_text(script)
+    overrides = (*SPACE, "hydra.sweeper.n_trials=2")
+    with begun(tmp_path, *overrides) as process:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "interrupted with 0 of 2 jobs done" in said
-    search(tmp_path, *overrides)
+    (tmp_path / "go").touch()
+    search(tmp_path, *overrides, script=script)
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.COMPLETE] * 2
     assert Counter(number for number, _ in starts(tmp_path)) == {0: 2, 1: 1}
     assert len(set(starts(tmp_path))) == 2  # with the same parameters
@@ -332,15 +368,12 @@ def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, versi
 
 def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    overrides = (*SPACE, "sleep=100", "hydra.sweeper.n_trials=1")
-    first = subprocess.Popen(command(*overrides), cwd=tmp_path, env=environment(), stdout=-3, stderr=-3)
-    deadline = time.monotonic() + 60
-    while not starts(tmp_path):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert f"process {first.pid} works on this sweep" in search(tmp_path, *overrides, code=1).stderr
-    first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=60) == 130
+    overrides = (*SPACE, "sleep=250", "hydra.sweeper.n_trials=1")
+    with begun(tmp_path, *overrides) as first:
+        assert f"process {first.pid} works on this sweep" in search(tmp_path, *overrides, code=1).stderr
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=60)
+    assert first.returncode == 130
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.RUNNING]  # the first command's alone
 
 

@@ -1,0 +1,61 @@
+"""`lightning-solo results`: a table that fits where it is read, and CSV."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.cli.results import run
+from tests.report.folders import make_row, make_sweep
+
+ROOT = Path(__file__).parents[2]
+OVERRIDES = ("model.width=8", "optimizer.lr=0.0008311303692128172", "optimizer.betas=[0.9,0.999]")
+
+
+def shown(folder: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run([str(folder)]) == 0
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_overrides_are_whole_at_any_width(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sweep(tmp_path, [make_row(0, overrides=OVERRIDES), make_row(1)])
+    for width in range(90, 200, 10):
+        words = " ".join(shown(tmp_path, width, capsys, monkeypatch)).split()
+        assert {"optimizer.lr=0.0008311", "optimizer.betas=[0.9,0.999]", "optimizer.lr=1", "memory"} <= set(words)
+    assert shown(tmp_path, 90, capsys, monkeypatch)[3:] == [
+        "#0 optimizer.lr=0.0008311 optimizer.betas=[0.9,0.999]",
+        "#1 optimizer.lr=1",
+        "in all jobs: model.width=8",
+    ]
+    assert "overrides" in shown(tmp_path, 140, capsys, monkeypatch)[0]
+
+
+def test_a_pruned_job_says_so_and_beats_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_sweep(tmp_path, [make_row(0), make_row(1, detail="pruned at 50")])
+    _, first, second, *_ = shown(tmp_path, 160, capsys, monkeypatch)
+    assert "finished" in first
+    assert first.endswith("memory and time")
+    assert "pruned at 50" in second
+    assert second.endswith("11 s")
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    make_sweep(tmp_path, [make_row(n, detail="x" * 1000) for n in range(200)])  # more than a pipe holds
+    command = [sys.executable, "-m", "lightning_solo.cli", "results", str(tmp_path), "--csv", "-"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b"job,overrides,")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
