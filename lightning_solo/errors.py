@@ -7,7 +7,8 @@ SoloError
 ├── NothingToDoError  (ValueError)    a technique that matched nothing in this module
 ├── CapabilityError   (RuntimeError)  this machine lacks CUDA, bf16, a compiler or a package
 ├── BudgetError       (RuntimeError)  device or host memory does not suffice
-└── CheckpointError   (RuntimeError)  no valid checkpoint, or a run that is not the one it continues
+├── CheckpointError   (RuntimeError)  no valid checkpoint, or a run that is not the one it continues
+└── PlanError         (RuntimeError)  a module whose training can't be predicted: why, and the least it needs
 ```
 """
 
@@ -53,6 +54,10 @@ class BudgetError(SoloError, RuntimeError):
 
 class CheckpointError(SoloError, RuntimeError):
     """No valid checkpoint, or a run that is not the one it should continue."""
+
+
+class PlanError(SoloError, RuntimeError):
+    """A module whose training can't be predicted; the message says why, and the least that it needs."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -61,12 +61,7 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None
         check: raises a SoloError for a preset that this machine can't run.
         free: what there is; measured if not given.
     """
-    parameters = list(module.parameters())
-    sizes = Sizes(
-        tuple(p.numel() for p in parameters if p.requires_grad),
-        tuple(p.numel() for p in parameters if not p.requires_grad),
-        sum(b.numel() * b.element_size() for b in module.buffers()),
-    )
+    sizes = sizes_of(module)
     free = free or free_room(module)
     needs = {}
     for name in preset_files():
@@ -85,6 +80,16 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None
         return "no preset runs on this machine"
     name, need = min(needs.items(), key=lambda item: item[1].missing(free))
     return f"no preset would fit: the nearest, {name}, needs {need} before activations, with AdamW; use a smaller model"
+
+
+def sizes_of(module: torch.nn.Module) -> Sizes:
+    """Return the sizes of a module's parameters and buffers."""
+    parameters = list(module.parameters())
+    return Sizes(
+        tuple(p.numel() for p in parameters if p.requires_grad),
+        tuple(p.numel() for p in parameters if not p.requires_grad),
+        sum(b.numel() * b.element_size() for b in module.buffers()),
+    )
 
 
 def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None:

@@ -21,6 +21,7 @@ LEVELS = {
     "zero": 1,
     "callbacks": 2,
     "strategies": 2,
+    "planner": 4,
     "sweeps": 4,
     "reference": 2,
     "guard": 2,

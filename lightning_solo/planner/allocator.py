@@ -1,0 +1,205 @@
+"""PyTorch's caching allocator without a GPU: what it would reserve, and the smallest memory in which a log survives.
+
+The default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), one stream, without expandable segments.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from lightning_solo.memory.events import EventLog
+from lightning_solo.units import MiB
+
+ROUND = 512  # kMinBlockSize
+SMALL = MiB  # kSmallSize: at most this comes from the small pool
+SMALL_SEGMENT = 2 * MiB  # kSmallBuffer
+MIDDLE = 10 * MiB  # kMinLargeAlloc: below it a large request takes a segment of
+MIDDLE_SEGMENT = 20 * MiB  # kLargeBuffer
+LARGE_ROUND = 2 * MiB  # kRoundLarge
+
+
+class DoesNotFitError(Exception):
+    """The capacity does not suffice."""
+
+
+def rounded(size: int) -> int:
+    """Return the bytes of the block that a request takes.
+
+    >>> rounded(1), rounded(512), rounded(513)
+    (512, 512, 1024)
+    """
+    return max(ROUND, -(-size // ROUND) * ROUND)
+
+
+def segment_size(size: int) -> int:
+    """Return the bytes that are asked of the driver for a block that no cached segment holds.
+
+    >>> [segment_size(mib * MiB) // MiB for mib in (1, 2, 9, 10, 11)]
+    [2, 20, 20, 10, 12]
+    """
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    return MIDDLE_SEGMENT if size < MIDDLE else -(-size // LARGE_ROUND) * LARGE_ROUND
+
+
+class _Block:
+    __slots__ = ("after", "before", "free", "number", "segment", "size", "small")
+
+    def __init__(self, number: int, segment: int, size: int, *, small: bool) -> None:
+        self.number, self.segment, self.size, self.small = number, segment, size, small
+        self.free = True
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+class CachingAllocator:
+    """Segments cut into blocks; best fit, neighbours joined when freed, unused segments given back before an OOM.
+
+    Args:
+        capacity: bytes that the driver has; None for as many as wanted.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.reserved = self.peak_reserved = 0
+        self._count = 0
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # small pool?, (size, block's number)
+        self._blocks: dict[int, _Block] = {}
+
+    def allocate(self, size: int) -> int:
+        """Return a handle for a block.
+
+        Raises:
+            DoesNotFitError: there is no room, unused segments given back.
+        """
+        size = rounded(size)
+        small = size <= SMALL
+        block = self._best_fit(size, small=small) or self._new_segment(size, small=small)
+        rest = block.size - size
+        if rest >= ROUND if small else rest > SMALL:
+            self._split(block, size)
+        block.free = False
+        return block.number
+
+    def release(self, handle: int) -> None:
+        """Give a block back; it is joined with free neighbours."""
+        block = self._blocks[handle]
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._drop(other)
+                block = self._join(*((other, block) if other is block.before else (block, other)))
+        insort(self._free[block.small], (block.size, block.number))
+
+    def _best_fit(self, size: int, *, small: bool) -> _Block | None:
+        pool = self._free[small]
+        index = bisect_left(pool, (size, -1))
+        return self._blocks[pool.pop(index)[1]] if index < len(pool) else None
+
+    def _new_segment(self, size: int, *, small: bool) -> _Block:
+        wanted = segment_size(size)
+        if self.capacity is not None and self.reserved + wanted > self.capacity:
+            self._give_back()
+            if self.reserved + wanted > self.capacity:
+                raise DoesNotFitError
+        self.reserved += wanted
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return self._block(wanted, wanted, small=small)
+
+    def _give_back(self) -> None:
+        for pool in self._free.values():
+            whole = [(size, number) for size, number in pool if self._blocks[number].segment == size]
+            for size, number in whole:
+                pool.remove((size, number))
+                del self._blocks[number]
+                self.reserved -= size
+
+    def _block(self, segment: int, size: int, *, small: bool) -> _Block:
+        self._count += 1
+        block = self._blocks[self._count] = _Block(self._count, segment, size, small=small)
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = self._block(block.segment, block.size - size, small=block.small)
+        rest.before, rest.after, block.size = block, block.after, size
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after = rest
+        insort(self._free[rest.small], (rest.size, rest.number))
+
+    def _join(self, first: _Block, second: _Block) -> _Block:
+        first.size += second.size
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
+        first.free = True
+        del self._blocks[second.number]
+        return first
+
+    def _drop(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        pool.pop(bisect_left(pool, (block.size, block.number)))
+
+
+def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> CachingAllocator:
+    """Return the allocator after a log.
+
+    Args:
+        log: what lived before, and what came and went.
+        capacity: bytes of the driver.
+        workspace: bytes that a library takes from the allocator and keeps, such as cuBLAS.
+
+    Raises:
+        DoesNotFitError: it does not survive.
+    """
+    allocator = CachingAllocator(capacity)
+    handles: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+
+    def resize(storage: int, size: int) -> None:
+        if storage in handles:
+            allocator.release(handles.pop(storage))
+        if size:
+            handles[storage] = allocator.allocate(size)
+        sizes[storage] = size
+
+    if workspace:
+        allocator.allocate(workspace)
+    for storage, size in log.held.items():
+        resize(storage, size)
+    for storage, change in log.events:
+        resize(storage, sizes.get(storage, 0) + change)
+    return allocator
+
+
+def peak_allocated(log: EventLog, workspace: int = 0) -> int:
+    """Return the most bytes in blocks at once, as ``torch.cuda.max_memory_allocated`` counts them."""
+    sizes = dict(log.held)
+    now = peak = (rounded(workspace) if workspace else 0) + sum(rounded(size) for size in sizes.values() if size)
+    for storage, change in log.events:
+        before = sizes.get(storage, 0)
+        sizes[storage] = after = before + change
+        now += (rounded(after) if after else 0) - (rounded(before) if before else 0)
+        peak = max(peak, now)
+    return peak
+
+
+def survives(log: EventLog, capacity: int, workspace: int = 0) -> bool:
+    """Tell whether a log survives in so many bytes."""
+    try:
+        replay(log, capacity, workspace)
+    except DoesNotFitError:
+        return False
+    return True
+
+
+def smallest_capacity(log: EventLog, workspace: int = 0, step: int = LARGE_ROUND) -> int:
+    """Return the least bytes, to a ``step``, in which a log survives: between peak allocated and reserved."""
+    low, high = peak_allocated(log, workspace) // step, -(-replay(log, None, workspace).peak_reserved // step)
+    while low < high:
+        middle = (low + high) // 2
+        if survives(log, middle * step, workspace):
+            high = middle
+        else:
+            low = middle + 1
+    return high * step

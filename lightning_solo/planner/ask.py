@@ -1,0 +1,113 @@
+"""`plan`: what a module would take under presets, on a device that need not be there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+
+from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.planner.device import Device, parse_budget, this_device
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.fake import stripped
+from lightning_solo.planner.plan import Plan, examples, ranked
+from lightning_solo.planner.worker import WORKER, Request
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
+
+
+def plan(
+    module: Any,
+    batch: Any = None,
+    *,
+    preset: str | Mapping[str, Any] | None = None,
+    presets: Sequence[str] | str = "all",
+    overrides: Sequence[str] = (),
+    device: str | Device | None = None,
+    budget: str | int | None = None,
+    micro_batch: int | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    allow: Sequence[str] = (),
+    timeout_s: float = 600.0,
+    tell: Callable[[str, Plan | SoloError], None] | None = None,
+) -> Plan | list[Plan]:
+    """Return what training would take, without training: nothing is computed, and no memory of the module is needed.
+
+    The real ``Trainer.fit`` runs for two optimizer steps in a process of its own, on tensors without data, with the
+    preset's techniques attached. The module is left as it is.
+
+    Args:
+        module: a LightningModule, or a function without arguments that returns one: of that the weights never exist.
+        batch: one micro-batch, as ``training_step`` takes it, or a function that returns one; without it the first of
+            the module's own ``train_dataloader``.
+        preset: the name of one preset, or its fields; the answer is then one `Plan`.
+        presets: several names, or ``"all"``; the answer is then a list of plans, the one to try first in front.
+        overrides: Hydra overrides of the preset or of each one: ``["precision=32-true"]``.
+        device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
+            the GPU that is here, else the CPU.
+        budget: of the device's memory that may be taken: ``"16GiB"``, or bytes; by default all of it.
+        micro_batch: examples per forward; by default as many as in ``batch``.
+        trainer: your own arguments of the Trainer: ``{"gradient_clip_val": 1.0}``.
+        allow: prefixes of ``_target_`` that you trust.
+        timeout_s: seconds after which the process is ended.
+        tell: called with the name and the plan, or the error, of each preset as it is done.
+
+    Raises:
+        PresetError: an unknown preset or device, a budget that is none, a batch without tensors, no module.
+        PlanError: the module can't be planned; of several presets, none can.
+    """
+    if isinstance(preset, str):
+        configs: dict[str, Any] = {preset: compose(preset, overrides, allow=allow)}
+    elif preset is not None:
+        configs = {"given": compose(preset, overrides, allow=allow)}
+    else:
+        names = list(preset_files()) if presets == "all" else [presets] if isinstance(presets, str) else list(presets)
+        configs = {name: compose(name, overrides, allow=allow) for name in names}
+    if batch is not None and not callable(batch):
+        examples(batch)
+    if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
+        raise PresetError(f"micro_batch={micro_batch!r}: write a whole number of at least 1")
+    on = this_device() if device is None else device if isinstance(device, Device) else device_of(device)
+    request = Request(
+        make=_factory(module),
+        batch=batch,
+        trainer=dict(trainer or {}),
+        device=on,
+        budget=parse_budget(budget) or on.memory_bytes,
+        micro_batch=micro_batch,
+        allow=tuple(allow),
+        presets=configs,
+    )
+    plans: list[Plan] = []
+    errors: list[tuple[str, SoloError]] = []
+    for name, found in WORKER.answers(request, timeout_s):
+        if tell is not None:
+            tell(name, found)
+        if isinstance(found, Plan):
+            plans.append(found)
+        else:
+            errors.append((name, found))
+    if not plans:
+        raise errors[0][1]
+    return plans[0] if preset is not None else ranked(plans)
+
+
+def _factory(module: Any) -> Callable[[], Any]:
+    if isinstance(module, L.LightningModule) or _is_other_home(module):
+        return functools.partial(copy.deepcopy, stripped(module))
+    if callable(module):
+        return module  # type: ignore[no-any-return]
+    raise PresetError(
+        f"module={type(module).__name__}: neither a LightningModule nor a function that returns one; write"
+        " plan(lambda: MyModule(width=1024), batch)"
+    )
+
+
+def _is_other_home(module: Any) -> bool:
+    return any(
+        cls.__module__.startswith("pytorch_lightning") and cls.__name__ == "LightningModule"
+        for cls in type(module).__mro__
+    )

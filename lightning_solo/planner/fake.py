@@ -1,0 +1,153 @@
+"""Modules whose parameters have no data: built for nothing, or made of one that is there; and what lets them train."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which no operator computes; one without a rule for fake tensors fails instead of running."""
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Build modules whose parameters are on the meta device; everything else of a constructor runs for real.
+
+    Not a constructor under fake tensors: there, widths and drop rates that come out of ``.item()`` would be made up.
+    """
+    register, initializers = nn.Module.register_parameter, {}
+
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            module._parameters[name] = on_meta(param)
+
+    def skips_meta(initializer: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+            return initializer(tensor, *args, **kwargs)
+
+        return initialize
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
+    for name in [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]:
+        initializers[name] = getattr(nn.init, name)
+        setattr(nn.init, name, skips_meta(initializers[name]))
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        for name, initializer in initializers.items():
+            setattr(nn.init, name, initializer)
+
+
+def on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same shape, strides and attributes without data."""
+    made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
+
+
+def stripped(module: nn.Module) -> nn.Module:
+    """Return a deep copy without the data of parameters and buffers; the module is left as it is, ties are kept."""
+    memo: dict[int, Any] = {id(p): on_meta(p) for p in module.parameters()}
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+def to_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Turn parameters and buffers into fake tensors on the CPU, in place."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    refill(module, fake)
+
+
+def to_random(module: nn.Module) -> None:
+    """Give parameters and buffers without data some, in place: normal numbers of a standard deviation of 0.02."""
+
+    def random(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.detach()
+        made = torch.zeros_like(tensor, device="cpu")
+        return made.normal_(std=0.02) if made.is_floating_point() else made
+
+    refill(module, random)
+
+
+def refill(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put another tensor in the place of each parameter and buffer; one that is there twice stays one."""
+    made: dict[int, Tensor] = {}
+
+    def new(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            plain = make(tensor)
+            made[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
+            made[id(tensor)].__dict__.update(tensor.__dict__)
+        return made[id(tensor)]
+
+    for part in module.modules():
+        both: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for held in both:
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = new(tensor)
+
+
+@contextmanager
+def replaced_by_apply() -> Iterator[None]:
+    """Let ``module.to(...)`` put new parameters in place: torch refuses to swap fake ones."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True, seen: Any = None) -> nn.Module:
+        seen = {} if seen is None else seen
+        for child in module.children() if recurse else ():
+            apply(child, fn, True, seen)
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in seen:
+                new = fn(parameter.detach())
+                same = (new.dtype, new.device) == (parameter.dtype, parameter.device)
+                made = parameter if same else nn.Parameter(new, parameter.requires_grad)
+                seen[id(parameter)] = made, parameter  # the old one is kept, so that its id stays its own
+            module._parameters[name] = seen[id(parameter)][0]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+class CopiedByClone(TorchFunctionMode):
+    """Answers ``deepcopy`` of a fake tensor with a clone: torch would copy the mode with it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            tensor, memo = args
+            if id(tensor) not in memo:
+                with torch.no_grad():  # as torch's own
+                    new: Tensor = tensor.detach().clone()
+                is_parameter = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,178 @@
+"""What CUDA would do, on tensors of the CPU: its attention kernels, its autocast lists, its dropout, its foreach.
+
+Lists after ``ATen/autocast_mode.h`` of torch 2.13; kernels after ``transformers/cuda/sdp_utils.cpp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+# AT_FORALL_FP32: run in fp32 whatever comes in.
+IN_FP32 = (
+    *("__ilshift__", "__rpow__"),  # named for completeness there; not registered, see _overloads
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+    *("sinh", "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm"),
+    *("nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),
+    *("hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss"),
+    *("multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss"),
+    *("binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d"),
+    *("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
+)
+# AT_FORALL_FP32_SET_OPT_DTYPE: their result is in fp32 unless they are told otherwise.
+FP32_BY_DTYPE = (
+    "prod",
+    "softmax",
+    "log_softmax",
+    "cumprod",
+    "cumsum",
+    "linalg_vector_norm",
+    "linalg_matrix_norm",
+    "sum",
+)
+
+
+@contextmanager
+def cuda_policy(attention: str = "fused") -> Iterator[None]:
+    """Run CPU tensors by CUDA's rules. Registers kernels for the whole process, and takes them back.
+
+    Args:
+        attention: ``"fused"``, or ``"math"`` for the plain one, which keeps all scores: the pessimistic choice.
+    """
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        for names, by_dtype in ((IN_FP32, False), (FP32_BY_DTYPE, True)):
+            for overload in _overloads(names):
+                library.impl(overload.name(), _autocast(overload, by_dtype), "AutocastCPU", allow_override=True)
+        if attention == "fused":
+            library.impl("scaled_dot_product_attention", fused_attention, "AutogradCPU", allow_override=True)
+        else:
+            library.impl("scaled_dot_product_attention", math_attention, "AutogradCPU", allow_override=True)
+        library.impl("dropout", dropout, "AutogradCPU", allow_override=True)
+        for name in ("_fused_sgd_", "_fused_adagrad_"):  # they change in place, and have no rule for fake tensors
+            library.impl(name, lambda *args, **kwargs: None, "Meta", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _overloads(names: tuple[str, ...]) -> Iterator[Any]:
+    for name in names:
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            found = getattr(packet, overload)
+            if not any(argument.is_out for argument in found._schema.arguments) and not found._schema.is_mutable:
+                yield found
+
+
+def _autocast(overload: Any, by_dtype: bool) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            if by_dtype:
+                if args and isinstance(args[0], Tensor) and args[0].dtype in HALF:
+                    position = names.index("dtype") if "dtype" in names else len(args)
+                    if position >= len(args) and kwargs.get("dtype") is None and "dtype" in names:
+                        kwargs["dtype"] = torch.float32
+                    elif position < len(args) and args[position] is None:
+                        args = (*args[:position], torch.float32, *args[position + 1 :])
+            else:
+                cast = lambda tensor: tensor.float() if tensor.dtype in HALF else tensor  # noqa: E731
+                args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+            return overload(*args, **kwargs)
+
+    return run
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention by the kernel that CUDA would take: flash, memory-efficient, or plain."""
+    width = query.size(-1)
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(query.dtype)
+    scale = width**-0.5 if scale is None else scale
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        four = query.dim() == key.dim() == value.dim() == 4
+        if four and query.dtype in HALF and attn_mask is None and width <= 256 and value.size(-1) == width:
+            pad = -width % 8  # the kernel wants multiples of 8
+            padded = [F.pad(t, (0, pad)) if pad else t for t in (query, key, value)]
+            out: Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+            return out[..., :width] if pad else out
+        if four and query.dtype in (*HALF, torch.float32):
+            if enable_gqa:
+                key, value = (t.repeat_interleave(query.size(1) // t.size(1), 1) for t in (key, value))
+            bias = _bias(attn_mask, query, key)
+            keeps = query.requires_grad or key.requires_grad or value.requires_grad
+            return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+                query, key, value, bias, keeps and torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )[0]
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention by matrix products."""
+    out: Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return out
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a mask as the memory-efficient kernel takes it: numbers, of full shape, rows of whole 16 bytes."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    multiple = 16 // query.element_size()
+    pad = -mask.size(-1) % multiple
+    if pad:
+        mask = F.pad(mask, (0, pad))[..., : mask.size(-1)]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout that keeps a mask of one byte per element."""
+    if not train or p == 0 or not tensor.numel():
+        return tensor
+    out: Tensor = aten.native_dropout(tensor, p, train)[0]
+    return out
+
+
+def choose_foreach(optimizer: Optimizer) -> None:
+    """Let an optimizer update its parameters all at once, as it would on CUDA where nobody chose."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True

@@ -1,0 +1,146 @@
+"""What operators whose result depends on data answer where there is none; each answer is an assumption that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+aten = torch.ops.aten
+Assume = Callable[[str], None]
+
+
+def item(assume: Assume, tensor: Tensor) -> Any:
+    """The number in a tensor: 1, or False; what it was made of where that is known."""
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()
+    assume("a number read from a tensor (.item(), if, int()) is 1, a condition is False")
+    if tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def nonzero(assume: Assume, tensor: Tensor) -> Tensor:
+    """Every element is taken."""
+    assume("a mask or nonzero takes every element")
+    return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def masked_select(assume: Assume, tensor: Tensor, mask: Tensor) -> Tensor:
+    """Every element is taken."""
+    assume("a mask or nonzero takes every element")
+    return tensor.new_empty(torch.broadcast_tensors(tensor, mask)[0].numel())  # type: ignore[no-untyped-call]
+
+
+def index(assume: Assume, tensor: Tensor, indices: Any) -> Any:
+    """A mask among the indices takes every element; ``NotImplemented`` where there is none."""
+    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    expanded: list[Any] = []
+    for given in indices:
+        if isinstance(given, Tensor) and given.dtype in (torch.bool, torch.uint8):
+            expanded += nonzero(assume, given).unbind(1)
+        else:
+            expanded.append(given)
+    return aten.index.Tensor(tensor, expanded)
+
+
+def index_put(assume: Assume, tensor: Tensor, indices: Any, values: Tensor, *rest: Any) -> Any:
+    """As `index`; the values are as many as there are elements, or one for all."""
+    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    assume("a mask or nonzero takes every element")
+    return tensor
+
+
+def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many bins as asked for, or as there are elements."""
+    if not minlength:
+        assume("bincount has as many bins as there are elements")
+    dtype = torch.int64 if weights is None else torch.float64
+    return tensor.new_zeros(minlength or tensor.numel(), dtype=dtype)
+
+
+def unique(assume: Assume, tensor: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """All elements differ."""
+    assume("unique finds no element twice")
+    indices = tensor.new_zeros(tensor.shape, dtype=torch.int64)
+    return tensor.new_empty(tensor.numel()), indices, indices.new_zeros(tensor.numel())
+
+
+def unique_dim(assume: Assume, tensor: Tensor, dim: int, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """All slices differ."""
+    assume("unique finds no element twice")
+    counts = tensor.new_zeros(tensor.shape[dim], dtype=torch.int64)
+    return torch.empty_like(tensor), counts, counts.clone()
+
+
+def equal(assume: Assume, first: Tensor, second: Tensor) -> bool:
+    """Tensors of one shape are equal."""
+    assume("two tensors that are compared as a whole are equal")
+    return first.shape == second.shape
+
+
+def repeat_interleave(assume: Assume, repeats: Tensor, output_size: int | None = None) -> Tensor:
+    """Each element once, where no size is given."""
+    if output_size is None:
+        assume("repeat_interleave repeats each element once")
+    return repeats.new_zeros(repeats.numel() if output_size is None else output_size, dtype=torch.int64)
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: item,
+    aten.item.default: item,
+    aten.is_nonzero.default: item,
+    aten.nonzero.default: nonzero,
+    aten.masked_select.default: masked_select,
+    aten.index.Tensor: index,
+    aten.index_put_.default: index_put,
+    aten._index_put_impl_.default: index_put,
+    aten.bincount.default: bincount,
+    aten._unique2.default: unique,
+    aten._unique.default: unique,
+    aten.unique_dim.default: unique_dim,
+    aten.unique_consecutive.default: unique,
+    aten.equal.default: equal,
+    aten.repeat_interleave.Tensor: repeat_interleave,
+}
+
+
+@contextmanager
+def arrays_of_zeros(assume: Assume) -> Iterator[None]:
+    """Let ``.numpy()`` and ``.tolist()`` of a fake tensor give zeros."""
+    numpy, tolist = torch.Tensor.numpy, torch.Tensor.tolist
+
+    def zeros(tensor: Tensor, *, force: bool = False) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return numpy(tensor, force=force)
+        assume(".numpy() and .tolist() give zeros")
+        return np.zeros(tuple(tensor.shape), dtype=_NUMPY.get(tensor.dtype, np.float32))
+
+    def to_list(tensor: Tensor) -> Any:
+        return zeros(tensor).tolist() if isinstance(tensor, FakeTensor) else tolist(tensor)
+
+    torch.Tensor.numpy, torch.Tensor.tolist = zeros, to_list  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.numpy, torch.Tensor.tolist = numpy, tolist  # type: ignore[method-assign]
+
+
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}

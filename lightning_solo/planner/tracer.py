@@ -1,0 +1,113 @@
+"""The ledger of a planned run: what each operator costs, what was assumed, and where each phase begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.planner.stand_ins import STAND_INS
+
+aten = torch.ops.aten
+PHASES = ("forward", "backward", "optimizer_step", "between")
+NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Cost(NamedTuple):
+    """What one operator takes: floating-point operations, bytes read and written, and the type it computes in."""
+
+    flops: int
+    bytes: int
+    dtype: torch.dtype
+
+
+class Tracer(Ledger):  # type: ignore[no-untyped-call]
+    """A ledger that answers for operators which need data, and writes down phases and costs.
+
+    Args:
+        module: as `Ledger`.
+        fake: whether tensors are without data.
+        cuda: whether results are as CUDA's kernels give them, rather than the CPU's.
+    """
+
+    def __init__(self, module: nn.Module, *, fake: bool = True, cuda: bool = True) -> None:
+        super().__init__(module)
+        self.fake = fake
+        self.cuda = cuda
+        self.assumptions: dict[str, None] = {}  # in order, each once
+        self.costs: list[Cost] = []
+        self.phases: list[tuple[int, int, str]] = []  # events before it, costs before it, name
+        self.steps: list[int] = []  # costs before the end of each optimizer step
+
+    def assume(self, what: str) -> None:
+        """Note an assumption."""
+        self.assumptions[what] = None
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Forget all until now: what is live is where training starts from."""
+        self._optimizers = tuple(optimizers)
+        self.reset_peak()
+        self.costs.clear()
+        self.phases = [(0, 0, "between")]
+        self.steps.clear()
+
+    def enter(self, phase: str) -> None:
+        """A phase begins."""
+        self.phases.append((len(self.log.events), len(self.costs), phase))
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator, or answer in its stead."""
+        stand_in = STAND_INS.get(func) if self.fake else None
+        result = NotImplemented if stand_in is None else stand_in(self.assume, *args, **kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        if self.fake and func in NORMS and result[1].dtype in HALF and (self.cuda or _mixed(args)):
+            # torch's rule for fake tensors gives the statistics in 16 bits; the kernels keep them in fp32
+            result = (result[0], result[1].float(), result[2].float(), *result[3:])
+        if not func.is_view and func not in _FREE:  # type: ignore[attr-defined]
+            self.costs.append(_cost(func, args, kwargs, result))
+        return result
+
+
+def _mixed(args: tuple[Any, ...]) -> bool:
+    """Tell whether a norm has weights of another type than what it normalizes."""
+    return any(isinstance(a, Tensor) and a.dtype != args[0].dtype for a in args[1:])
+
+
+_FREE = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.detach.default,
+    aten.lift_fresh.default,
+    torch.ops.prim.device.default,
+    *STAND_INS,
+}
+
+
+def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Cost:
+    count = flop_registry.get(func._overloadpacket)
+    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    tensors = {id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
+    moved = sum(_bytes(t) for t in tensors.values())
+    dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
+    return Cost(flops, moved, dtype)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes that reading a tensor takes: what is expanded is read once."""
+    if tensor.layout is not torch.strided:
+        return 0
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride else min(length, 1)
+    return size

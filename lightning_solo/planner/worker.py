@@ -1,0 +1,198 @@
+"""The process in which plans are made: an abort there is an error message here; it is fed by value, over pipes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from lightning_solo.errors import PlanError
+
+_HEAD = struct.Struct("<Q")
+
+
+@dataclass
+class Request:
+    """What is to be planned; as `planner.plan.Planner`, and the presets by name."""
+
+    make: Callable[[], Any]
+    batch: Any
+    trainer: Mapping[str, Any]
+    device: Any
+    budget: int
+    micro_batch: int | None
+    allow: Sequence[str]
+    presets: Mapping[str, Any]
+
+
+class Worker:
+    """A process that has imported torch and Lightning, and forks for each request."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: Any = None
+
+    def answers(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
+        """Yield (name, plan or exception) of each preset as it is done.
+
+        Raises:
+            PlanError: the process died or took longer; nothing else of this one is lost with it.
+        """
+        payload = cloudpickle.dumps(request)
+        process = self._running()
+        deadline = time.monotonic() + timeout_s
+        try:
+            assert process.stdin is not None
+            left = memoryview(_HEAD.pack(len(payload)) + payload)
+            while left:
+                left = left[process.stdin.write(left) :]
+            while True:
+                kind, *rest = self._read(process, deadline, timeout_s)
+                if kind == "done":
+                    return
+                if kind == "died":
+                    raise PlanError(f"the process that plans died of {_death(rest[0])}; it last said:\n{self._tail()}")
+                yield rest[0], rest[1]
+        except BaseException:
+            self.close()  # whatever it still has to say is about a request that nobody waits for
+            raise
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout, self._said):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+            # the folders first: this package may be found by one of them
+            code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.worker import serve; serve()"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,
+                bufsize=0,  # what is in a buffer select() doesn't see
+            )
+            atexit.register(self.close)
+        return self._process
+
+    def _read(self, process: subprocess.Popen[bytes], deadline: float, timeout_s: float) -> Any:
+        assert process.stdout is not None
+        left = deadline - time.monotonic()
+        if not select.select([process.stdout], [], [], max(left, 0))[0]:
+            raise PlanError(f"no plan after {timeout_s:g} s; is there a loop in training_step that waits for a number?")
+        reply = _frame(process.stdout)
+        if reply is None:
+            raise PlanError(f"the process that plans ended; it last said:\n{self._tail()}")
+        return pickle.loads(reply)
+
+    def _tail(self) -> str:
+        self._said.seek(0)
+        text: str = self._said.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-5:])
+
+
+def serve() -> None:
+    """Answer requests until the pipe is closed, each in a process of its own."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a module prints is not an answer
+    import lightning_solo.planner.plan  # noqa: F401 - torch and Lightning, once
+
+    while (payload := _frame(requests)) is not None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _answer(payload, replies)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            _write(replies, ("died", status))
+
+
+def _answer(payload: bytes, replies: BinaryIO) -> None:
+    from lightning_solo.planner.plan import Planner
+
+    try:
+        request: Request = cloudpickle.loads(payload)
+        planner = Planner(
+            request.make,
+            request.batch,
+            request.trainer,
+            request.device,
+            request.budget,
+            request.micro_batch,
+            request.allow,
+        )
+        for name, config in request.presets.items():
+            try:
+                found: Any = planner.plan(name, config)
+            except Exception as error:
+                found = error
+            _write(replies, ("plan", name, _sendable(found)))
+    except Exception as error:
+        for name in request.presets if "request" in locals() else ("",):
+            _write(replies, ("plan", name, _sendable(error)))
+    _write(replies, ("done",))
+
+
+def _sendable(found: Any) -> Any:
+    from lightning_solo.errors import SoloError
+
+    if isinstance(found, Exception) and not isinstance(found, SoloError):
+        return PlanError(f"{type(found).__name__}: {found}")
+    return found
+
+
+def _frame(pipe: Any) -> bytes | None:
+    head = _exactly(pipe, _HEAD.size)
+    return None if head is None else _exactly(pipe, _HEAD.unpack(head)[0])
+
+
+def _exactly(pipe: Any, size: int) -> bytes | None:
+    parts = b""
+    while len(parts) < size:
+        part = pipe.read(size - len(parts))
+        if not part:
+            return None
+        parts += part
+    return parts
+
+
+def _write(pipe: BinaryIO, message: Any) -> None:
+    body = pickle.dumps(message)
+    pipe.write(_HEAD.pack(len(body)) + body)
+    pipe.flush()
+
+
+def _death(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"signal {os.WTERMSIG(status)} ({signal.strsignal(os.WTERMSIG(status))})"
+    return f"exit status {os.waitstatus_to_exitcode(status)}"
+
+
+WORKER = Worker()

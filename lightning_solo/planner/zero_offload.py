@@ -1,0 +1,77 @@
+"""ZeRO-Offload planned by its layout: model states as DeepSpeed's engine holds them, activations as traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_solo.fitting import zero_settings
+from lightning_solo.memory.events import EventLog
+from lightning_solo.planner.capture import Trace
+from lightning_solo.planner.device import Device
+from lightning_solo.zero.layout import ZeroLayout, zero_layout
+
+STATES = ("weights", "gradients", "optimizer_states")
+# Which category each part of the layout is; the rest are gradients on their way.
+PARTS = {"weights": "weights", "live_weights": "weights", "buffers": "weights"}
+HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, measured by no one
+UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master and states written, all fp32
+
+
+def layout_for(node: Mapping[str, Any], precision: str, accumulation: int, trace: Trace) -> ZeroLayout:
+    """Return the layout of the module that was traced."""
+    trained = trace.sizes.trainable
+    settings = zero_settings(dict(node), precision, accumulation, max(trained), cuda=True)
+    return zero_layout([trained], settings, frozen=trace.sizes.frozen, buffer_bytes=trace.sizes.buffer_bytes)
+
+
+def with_layout(trace: Trace, layout: ZeroLayout) -> Trace:
+    """Return the trace with the engine's buffers for the model states, and without the step."""
+    labels = list(trace.log.labels)
+    phase_of = _phases(trace)
+    dropped = {number for number, label in enumerate(labels) if label in STATES}
+    events = []
+    for index, (storage, change) in enumerate(trace.log.events):
+        if change > 0 and phase_of(index) == "optimizer_step":
+            dropped.add(storage)
+        if storage not in dropped:
+            events.append((index, (storage, change)))
+    held = {storage: size for storage, size in trace.log.held.items() if storage not in dropped}
+    for part, size in layout.device.items():
+        held[len(labels)] = size
+        labels.append(PARTS.get(part, "gradients"))
+    kept = [index for index, _ in events]
+    phases = [(_before(kept, first), costs, name) for first, costs, name in trace.phases]
+    log = EventLog([event for _, event in events], labels, held)
+    return replace(trace, log=log, phases=phases, host_bytes=layout.host_bytes)
+
+
+def offload_seconds(
+    layout: ZeroLayout, node: Mapping[str, Any], trace: Trace, device: Device, micro_batches: int
+) -> tuple[float, float]:
+    """Return (seconds of transfers that may overlap with the micro-batches, seconds of the update after them).
+
+    Gradients go down at each micro-batch, weights come up after each step; with ``offload_parameters`` they come up
+    twice a micro-batch as well, for forward and for backward.
+    """
+    trained = sum(trace.sizes.trainable)
+    weight = max(layout.device.get("gradients", 0) // max(*trace.sizes.trainable, 1), 2)
+    fetched = 2 * micro_batches if node.get("offload_parameters") else 1
+    moved = min(weight, 4) * trained * (micro_batches + fetched)
+    return moved / device.host_bandwidth, UPDATE_BYTES * trained / HOST_BANDWIDTH
+
+
+def _phases(trace: Trace) -> Any:
+    firsts = [(first, name) for first, _, name in trace.phases]
+
+    def phase_of(index: int) -> str:
+        return next((name for first, name in reversed(firsts) if first <= index), "between")
+
+    return phase_of
+
+
+def _before(kept: list[int], first: int) -> int:
+    from bisect import bisect_left
+
+    return bisect_left(kept, first)

@@ -1,0 +1,96 @@
+"""The simulated caching allocator, against figures worked out by hand from its rules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_solo.memory.events import EventLog
+from lightning_solo.planner.allocator import (
+    CachingAllocator,
+    DoesNotFitError,
+    peak_allocated,
+    replay,
+    smallest_capacity,
+    survives,
+)
+from lightning_solo.units import MiB
+
+
+def log_of(*events: tuple[int, int]) -> EventLog:
+    storages = 1 + max((storage for storage, _ in events), default=-1)
+    return EventLog(list(events), ["other"] * storages)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved_mib"),
+    [
+        ([1], 2),  # a small segment
+        ([MiB, MiB], 2),  # two of 1 MiB share one
+        ([MiB, MiB, 1], 4),
+        ([MiB + 1], 20),  # above 1 MiB: from the large pool
+        ([5 * MiB, 5 * MiB, 9 * MiB], 20),
+        ([5 * MiB, 5 * MiB, 9 * MiB, 2 * MiB], 40),  # 1 MiB was left, which is no block of its own
+        ([10 * MiB], 10),  # from 10 MiB on a segment of its own, in steps of 2
+        ([11 * MiB], 12),
+    ],
+)
+def test_segments(sizes: list[int], reserved_mib: int) -> None:
+    allocator = CachingAllocator()
+    for size in sizes:
+        allocator.allocate(size)
+    assert allocator.reserved == reserved_mib * MiB
+
+
+def test_a_freed_block_is_taken_again_best_fit_first_and_joined_with_its_neighbours() -> None:
+    allocator = CachingAllocator()
+    first, second, third = (allocator.allocate(6 * MiB) for _ in range(3))  # of one segment of 20 MiB
+    allocator.release(first)
+    allocator.release(third)
+    assert allocator.allocate(7 * MiB) == third  # 8 MiB with the rest of the segment; the first has 6
+    allocator.release(second)
+    allocator.allocate(12 * MiB)  # the first and the second
+    assert allocator.reserved == 20 * MiB
+
+
+def test_unused_segments_are_given_back_before_it_fails() -> None:
+    allocator = CachingAllocator(capacity=40 * MiB)
+    allocator.release(allocator.allocate(30 * MiB))
+    allocator.allocate(40 * MiB)
+    assert (allocator.reserved, allocator.peak_reserved) == (40 * MiB, 40 * MiB)
+    with pytest.raises(DoesNotFitError):
+        allocator.allocate(1)
+
+
+def test_fragmentation_needs_more_than_what_is_allocated() -> None:
+    # 16 of 2 MiB in two segments of 20; every second one goes, then one of 12 finds no room in the gaps
+    events = [(n, 2 * MiB) for n in range(16)] + [(n, -2 * MiB) for n in range(0, 16, 2)] + [(16, 12 * MiB)]
+    log = log_of(*events)
+    assert peak_allocated(log) == 32 * MiB
+    assert replay(log).peak_reserved == 52 * MiB
+    assert smallest_capacity(log) == 52 * MiB
+    assert not survives(log, 50 * MiB)
+
+
+def test_a_workspace_and_rounding_count() -> None:
+    log = log_of((0, 1), (1, 513), (0, -1))
+    assert peak_allocated(log) == 512 + 1024
+    assert peak_allocated(log, workspace=100) == 512 + 512 + 1024
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 40 * MiB), st.integers(0, 30)), min_size=1, max_size=60),
+)
+def test_it_survives_between_allocated_and_reserved(births: list[tuple[int, int]]) -> None:
+    """Each birth is (bytes, how many births later it goes)."""
+    events: list[tuple[int, int]] = []
+    for index, (size, _) in enumerate(births):
+        events += [(n, -births[n][0]) for n in range(index) if n + births[n][1] == index]
+        events.append((index, size))
+    log = log_of(*events)
+    allocated, reserved = peak_allocated(log), replay(log).peak_reserved
+    capacity = smallest_capacity(log)
+    assert allocated <= capacity <= max(reserved, -(-allocated // (2 * MiB)) * 2 * MiB)
+    assert survives(log, capacity)
