@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_solo.build import check_machine, make_callbacks, trainer_arguments
+from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import compose, compose_mapping
 from lightning_solo.presets.files import describe, preset_files
 
@@ -20,6 +22,9 @@ def trainer_kwargs(
     callbacks: Sequence[Any] = (),
     allow: Sequence[str] = (),
     lightning: str = "lightning.pytorch",
+    module: Any = None,
+    batch: Any = None,
+    trainer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments with which a Trainer trains under a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
@@ -32,13 +37,29 @@ def trainer_kwargs(
         callbacks: your own, appended behind the preset's.
         allow: prefixes of the ``_target_`` entries that you trust, such as ``["my_project"]``.
         lightning: the home of your Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        module: for ``auto`` only: what will be trained; it is left as it is.
+        batch: for ``auto`` only: one micro-batch, as ``training_step`` takes it; without it the first of the module's
+            own ``train_dataloader``.
+        trainer: for ``auto`` only: your other arguments of the Trainer, such as ``{"gradient_clip_val": 1.0}``.
 
     Raises:
+        BudgetError: ``auto``: no preset fits.
+        PlanError: ``auto``: the module can't be planned.
         PresetError: an unknown preset, field or argument, or an impossible value.
         ConflictError: two choices that cannot be combined.
         CapabilityError: this machine lacks what the preset needs.
     """
     config = compose(preset, overrides, allow=allow)
+    if config.auto is not None:
+        if module is None:
+            raise PresetError(
+                'preset auto: chosen for a module and a batch; write trainer_kwargs("auto", module=module, batch=batch)'
+            )
+        from lightning_solo.planner.auto import PlanCheck, choose
+
+        check = functools.partial(check_machine, lightning=lightning)
+        _, config, plan = choose(config, module, batch, check=check, trainer=trainer, allow=allow)
+        callbacks = [*callbacks, *([] if plan.device == "cpu" else [PlanCheck(plan)])]
     return trainer_arguments(config, callbacks=callbacks, allow=allow, lightning=lightning)
 
 

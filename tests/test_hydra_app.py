@@ -145,6 +145,7 @@ def test_only_the_group_solo_appears_in_an_application(app: Path) -> None:
         "model",
         "solo",
         "solo/callback",
+        "solo/device",
         "solo/strategy",
         "solo/schema",
     }

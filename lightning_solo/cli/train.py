@@ -8,6 +8,8 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from lightning_solo.build import make, trainer_arguments
+from lightning_solo.build import check_machine, make, trainer_arguments
 from lightning_solo.cli import INTERRUPTED, refuse
 from lightning_solo.cli.command_line import (
     CheckedConfig,
@@ -33,10 +35,14 @@ from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
+from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.sweeps.files import read_json, write_json
 from lightning_solo.sweeps.job import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB
 
+AUTO_FILE = "auto.json"
+"""The plan of the preset that `auto` chose, in a run's folder."""
 # Imported once for all jobs of a sweep, in the process that forks them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
@@ -75,6 +81,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
     watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput", "every_n_steps": often}]
     callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
+    if checked.solo.auto is not None:
+        checked = replace(checked, solo=chosen(checked, folder / AUTO_FILE))
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
 
@@ -92,6 +100,30 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
         raise SystemExit(INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
+
+
+def chosen(checked: CheckedConfig, file: Path) -> SoloConfig:
+    """Return what `auto` picks for the model and data; a run that goes on keeps what it had.
+
+    Raises:
+        BudgetError: no preset fits.
+        PlanError: the model can't be planned.
+    """
+    from lightning_solo.planner.auto import candidates, choose
+
+    before = read_json(file)
+    if before is not None:
+        return candidates(checked.solo, check_machine, [before["preset"]], checked.allow)[before["preset"]]
+    _, config, plan = choose(
+        checked.solo,
+        partial(model_of, checked),
+        partial(first_batch, checked),
+        check=check_machine,
+        trainer=checked.trainer,
+        allow=checked.allow,
+    )
+    write_json(file, plan.as_dict())
+    return config
 
 
 def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
@@ -124,6 +156,23 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
         return model, None
     data = make("data", checked.data, allow=checked.allow) if checked.data else None
     return model, data
+
+
+def model_of(checked: CheckedConfig) -> Any:
+    """Return the module."""
+    return build_parts(checked)[0]
+
+
+def first_batch(checked: CheckedConfig) -> Any:
+    """Return the first training batch; the model that may bring it is built without data."""
+    from lightning_solo.planner.fake import empty_parameters
+
+    with empty_parameters():
+        model, data = build_parts(checked)
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    return next(iter((data or model).train_dataloader()))
 
 
 def brings_data(model: Any) -> bool:

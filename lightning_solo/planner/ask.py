@@ -17,6 +17,7 @@ from lightning_solo.planner.plan import Plan, examples, ranked
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
+from lightning_solo.presets.schema import SoloConfig
 
 
 def plan(
@@ -64,8 +65,42 @@ def plan(
     elif preset is not None:
         configs = {"given": compose(preset, overrides, allow=allow)}
     else:
-        names = list(preset_files()) if presets == "all" else [presets] if isinstance(presets, str) else list(presets)
+        every = [name for name in preset_files() if name != "auto"]
+        names = every if presets == "all" else [presets] if isinstance(presets, str) else list(presets)
         configs = {name: compose(name, overrides, allow=allow) for name in names}
+    plans = plan_configs(
+        module,
+        batch,
+        configs,
+        device=device,
+        budget=budget,
+        micro_batch=micro_batch,
+        trainer=trainer,
+        allow=allow,
+        timeout_s=timeout_s,
+        tell=tell,
+    )
+    return plans[0] if preset is not None else plans
+
+
+def plan_configs(
+    module: Any,
+    batch: Any,
+    configs: Mapping[str, SoloConfig],
+    *,
+    device: str | Device | None = None,
+    budget: str | int | None = None,
+    micro_batch: int | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    allow: Sequence[str] = (),
+    timeout_s: float = 600.0,
+    tell: Callable[[str, Plan | SoloError], None] | None = None,
+) -> list[Plan]:
+    """Return the plans of checked presets by name, the one to try first in front; arguments as `plan`.
+
+    Raises:
+        PresetError, PlanError: as `plan`.
+    """
     if batch is not None and not callable(batch):
         examples(batch)
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
@@ -82,17 +117,17 @@ def plan(
         presets=configs,
     )
     plans: list[Plan] = []
-    errors: list[tuple[str, SoloError]] = []
+    errors: list[SoloError] = []
     for name, found in WORKER.answers(request, timeout_s):
         if tell is not None:
             tell(name, found)
         if isinstance(found, Plan):
             plans.append(found)
         else:
-            errors.append((name, found))
+            errors.append(found)
     if not plans:
-        raise errors[0][1]
-    return plans[0] if preset is not None else ranked(plans)
+        raise errors[0]
+    return ranked(plans)
 
 
 def _factory(module: Any) -> Callable[[], Any]:

@@ -167,7 +167,7 @@ class _Watch(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.tracer.see_owned()
         self.tracer.enter("between")
-        gc.collect()
+        gc.collect(1)
         self.batches += 1
         if trainer.global_step > len(self.tracer.steps):
             self.tracer.steps += [len(self.tracer.costs)] * (trainer.global_step - len(self.tracer.steps))

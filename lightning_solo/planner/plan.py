@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from lightning_solo.fitting import TRUE_PRECISIONS
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.affine import Affine, affine
 from lightning_solo.planner.allocator import peak_allocated, smallest_capacity, survives
+from lightning_solo.planner.answer import Plan as Plan
+from lightning_solo.planner.answer import ranked as ranked
+from lightning_solo.planner.beside import beside
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device
 from lightning_solo.planner.fake import empty_parameters
@@ -30,61 +33,6 @@ from lightning_solo.units import format_bytes
 LOW, HIGH = 2, 3  # micro-batches that are traced; 1 has special cases in torch
 TIGHT = 0.05  # of the need: libraries that take memory unseen (cuDNN, sorting), and the context, are estimates
 MOST = 2**20  # micro-batch beyond which none is looked for
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one preset would take.
-
-    Attributes:
-        preset: its name.
-        device: name of the device.
-        micro_batch: examples per forward.
-        peak_bytes: allocated on the device, at most, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
-        breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
-        phases: the peak of each phase: forward, backward, optimizer_step, between.
-        needed_bytes: of the whole device: the least in which the caching allocator survives, and the CUDA context.
-        budget_bytes: what the device has, or what was allowed.
-        verdict: ``fits``, ``tight`` (less than 5 % left), or ``does not fit``.
-        host_bytes: held on the host by the technique.
-        seconds_per_step: an optimizer step, estimated; the order of presets is what it is for.
-        flops: floating-point operations of an optimizer step.
-        bytes_moved: that operators read and write in an optimizer step.
-        largest_micro_batch: the most examples per forward that fit; 0 if none does, None if that could not be priced.
-        assumptions: what the plan took for granted, in words.
-        traced: how: ``fake tensors``, or ``real steps on the CPU``.
-    """
-
-    preset: str
-    device: str
-    micro_batch: int
-    peak_bytes: int
-    breakdown: dict[str, int]
-    phases: dict[str, int]
-    needed_bytes: int
-    budget_bytes: int
-    verdict: str
-    host_bytes: int
-    seconds_per_step: float
-    flops: int
-    bytes_moved: int
-    largest_micro_batch: int | None
-    assumptions: tuple[str, ...] = ()
-    traced: str = "fake tensors"
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits, if only just."""
-        return self.verdict != "does not fit"
-
-    @property
-    def margin_bytes(self) -> int:
-        """What is left of the budget; negative where it doesn't suffice."""
-        return self.budget_bytes - self.needed_bytes
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all of it in plain containers."""
-        return {**asdict(self), "fits": self.fits, "margin_bytes": self.margin_bytes}
 
 
 @dataclass
@@ -271,9 +219,11 @@ class Planner:
             )
 
         how = "fake tensors" if fake else "real steps on the CPU"
-        both = affine(LOW, at_low := one(LOW), HIGH, one(HIGH)) if self._scales else None
-        if both is not None:
-            return _Traced(at_low, both, how)
+        if self._scales:
+            at_low, at_high = beside(lambda: one(LOW), lambda: one(HIGH)) if fake else (one(LOW), one(HIGH))
+            both = affine(LOW, at_low, HIGH, at_high)
+            if both is not None:
+                return _Traced(at_low, both, how)
         assert self.micro_batch is not None
         trace = one(self.micro_batch)
         trace.assumptions.append("two micro-batches did not do the same: only the one given is planned")
@@ -383,15 +333,3 @@ def _reason(error: BaseException) -> str:
     own = [f for f in where if "/torch/" not in f.filename and "/lightning" not in f.filename]
     place = f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}{place}"
-
-
-def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans in the order in which one would try them: those that fit by time, then the others by need."""
-    order = {"fits": 0, "tight": 1, "does not fit": 2}
-    return sorted(
-        plans,
-        key=lambda p: (
-            order[p.verdict],
-            p.needed_bytes if p.verdict == "does not fit" else round(p.seconds_per_step, 4),
-        ),
-    )

@@ -16,7 +16,13 @@ from lightning_solo.planner.stand_ins import STAND_INS
 
 aten = torch.ops.aten
 PHASES = ("forward", "backward", "optimizer_step", "between")
-NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)
+NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -89,7 +95,6 @@ _FREE = {
     aten.new_empty_strided.default,
     aten.detach.default,
     aten.lift_fresh.default,
-    torch.ops.prim.device.default,
     *STAND_INS,
 }
 

@@ -35,6 +35,7 @@ class SoloConfig:
     accumulate_grad_batches: Optional[int] = None  # noqa: UP045
     strategy: Optional[Dict[str, Any]] = None  # noqa: UP006, UP045
     callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+    auto: Optional[Dict[str, Any]] = None  # noqa: UP006, UP045
 
 
 FIELDS = tuple(f.name for f in fields(SoloConfig))
@@ -58,6 +59,7 @@ def from_mapping(given: Mapping[str, Any], allow: Sequence[str] = ()) -> SoloCon
         accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
         strategy=_object(given.get("strategy"), "strategy", allow),
         callback=_callbacks(given.get("callback"), allow),
+        auto=_auto(given.get("auto")),
     )
 
 
@@ -88,6 +90,31 @@ def _factor(value: object) -> int | None:
     if type(value) is not int or value < 1:
         raise PresetError(f"accumulate_grad_batches={value!r}: must be an integer of at least 1, such as 4")
     return value
+
+
+AUTO = {
+    "device": (str, type(None)),
+    "budget": (str, int, type(None)),
+    "accept_tight": (bool,),
+    "presets": (list, type(None)),
+}
+"""What the preset `auto` may be told, and of which types."""
+
+
+def _auto(given: object) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise PresetError(f"auto={given!r}: must map {', '.join(AUTO)} to their values, such as auto.budget=16GiB")
+    for name, value in given.items():
+        if name not in AUTO:
+            raise PresetError(
+                f"auto.{name}={value!r}: no such field{nearest(str(name), AUTO)}there are {', '.join(AUTO)}"
+            )
+        if not isinstance(value, AUTO[name]) or (isinstance(value, bool) and name != "accept_tight"):
+            write = {"device": "rtx-4090", "budget": "16GiB", "accept_tight": "true", "presets": "[bf16,checkpointing]"}
+            raise PresetError(f"auto.{name}={value!r}: write auto.{name}={write[name]}")
+    return {str(name): value for name, value in given.items()}
 
 
 def _callbacks(given: object, allow: Sequence[str]) -> dict[str, Any]:
