@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -24,9 +25,12 @@ from lightning_solo.planner.fake import (
     CopiedByClone,
     empty_parameters,
     fake_mode,
+    known_numbers,
     replaced_by_apply,
+    taken_for_real,
     to_fake,
     to_random,
+    with_numbers,
 )
 from lightning_solo.planner.policy import choose_foreach, cuda_policy
 from lightning_solo.planner.stand_ins import arrays_of_zeros
@@ -93,6 +97,8 @@ def capture(
         tracer = Tracer(module, fake=fake, cuda=cuda)
         if fake and any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
             tracer.assume("recurrent layers are planned step by step: their fused kernels keep other buffers")
+        stack.enter_context(known_numbers())
+        stack.enter_context(taken_for_real())
         loader = Loader(batch, mode)
         watch = _Watch(tracer)
         trainer = L.Trainer(**_trainer_arguments(arguments, watch))
@@ -124,7 +130,7 @@ class Loader:
     """Gives the same batch again and again; not a list, which Lightning takes for several loaders."""
 
     def __init__(self, batch: Any, mode: FakeTensorMode | None) -> None:
-        self.batch = batch if mode is None else tree_map_only(Tensor, mode.from_tensor, batch)
+        self.batch = batch if mode is None else tree_map_only(Tensor, partial(with_numbers, mode), batch)
 
     def __iter__(self) -> Iterator[Any]:
         while True:

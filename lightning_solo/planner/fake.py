@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +21,43 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
+KNOWN = 2**20
+"""Elements up to which the numbers of a batch, and of what is made of it alone, are kept beside the fake tensor."""
+
+
+@contextmanager
+def known_numbers() -> Iterator[None]:
+    """Let fake tensors of up to `KNOWN` elements remember numbers: by themselves they do so for one."""
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = KNOWN
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+@contextmanager
+def taken_for_real() -> Iterator[None]:
+    """Let transformers look at masks as in a run: of a fake tensor it wouldn't ask whether anything is masked."""
+    home: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(home, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    home.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        home.is_fake_tensor = before
+
+
+def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return a fake tensor that knows its numbers, unless there are too many."""
+    few = tensor.numel() <= KNOWN
+    made: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, tensor.detach(), make_constant=few)
+    return made
+
+
 @contextmanager
 def empty_parameters() -> Iterator[None]:
     """Build modules whose parameters are on the meta device; everything else of a constructor runs for real.
@@ -25,11 +65,15 @@ def empty_parameters() -> Iterator[None]:
     Not a constructor under fake tensors: there, widths and drop rates that come out of ``.item()`` would be made up.
     """
     register, initializers = nn.Module.register_parameter, {}
+    made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # one that two modules are given stays one
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None and not param.is_meta:
-            module._parameters[name] = on_meta(param)
+            there = made.get(id(param))
+            if there is None or there[0]() is not param:  # ids are used again: compare the object too
+                there = made[id(param)] = weakref.ref(param), on_meta(param)
+            module._parameters[name] = there[1]
 
     def skips_meta(initializer: Callable[..., Any]) -> Callable[..., Any]:
         def initialize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +90,7 @@ def empty_parameters() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        pass
         for name, initializer in initializers.items():
             setattr(nn.init, name, initializer)
 

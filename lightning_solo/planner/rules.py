@@ -97,7 +97,9 @@ def _schedule(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
 CALLBACKS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]] = {
     "accumulation_schedule": _schedule,
     "activation_checkpointing": _checkpointing,
+    "leak_finder": _observer,
     "memory_logger": _observer,
+    "memory_snapshot": _observer,
     "throughput": _observer,
 }
 """Name of a callback -> what is attached in its stead: the same, another one, or nothing."""

@@ -1,4 +1,7 @@
-"""What operators whose result depends on data answer where there is none; each answer is an assumption that is told."""
+"""What operators whose result depends on data answer where there is none; each answer is an assumption that is told.
+
+A batch has data, and so has what is computed of it alone: those operators are not stood in for.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,7 @@ Assume = Callable[[str], None]
 
 
 def item(assume: Assume, tensor: Tensor) -> Any:
-    """The number in a tensor: 1, or False; what it was made of where that is known."""
-    constant = getattr(tensor, "constant", None)
-    if constant is not None:
-        return constant.item()
+    """The number in a tensor: 1, or False."""
     assume("a number read from a tensor (.item(), if, int()) is 1, a condition is False")
     if tensor.dtype is torch.bool:
         return False
@@ -94,6 +94,37 @@ def repeat_interleave(assume: Assume, repeats: Tensor, output_size: int | None =
     return repeats.new_zeros(repeats.numel() if output_size is None else output_size, dtype=torch.int64)
 
 
+def grouped_mm(assume: Assume, first: Tensor, second: Tensor, offs: Tensor | None = None, *rest: Any, **kw: Any) -> Any:
+    """A product of groups in fp32, for which torch's rule for fake tensors has no room; ``NotImplemented`` in bf16."""
+    if first.dtype is torch.bfloat16 and second.dtype is torch.bfloat16:
+        return NotImplemented
+    if first.dim() == 2 and second.dim() == 2 and offs is not None:
+        return first.new_empty(offs.shape[0], first.shape[0], second.shape[1])
+    rows = first.shape[:-1] if second.dim() == 3 else first.shape[-2:-1]
+    return first.new_empty(*rows, second.shape[-1])
+
+
+def ctc_loss(
+    assume: Assume, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, *rest: Any, **kw: Any
+) -> Any:
+    """The loss of each example, and what backward needs: 2 x the longest target + 1 numbers for each moment."""
+    longest = targets.shape[-1]
+    known = getattr(lengths, "constant", None)
+    if known is not None:
+        longest = int(known.max())
+    elif isinstance(lengths, Tensor):
+        assume("targets of a CTC loss are as long as there is room for")
+    else:
+        longest = max(lengths)
+    moments, examples = log_probs.shape[0], log_probs.shape[1]
+    return log_probs.new_empty(examples), log_probs.new_empty(examples, moments, 2 * longest + 1)
+
+
+def ctc_loss_backward(assume: Assume, grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    """As large as what it is the gradient of."""
+    return torch.empty_like(log_probs)
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: item,
     aten.item.default: item,
@@ -110,28 +141,33 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.unique_consecutive.default: unique,
     aten.equal.default: equal,
     aten.repeat_interleave.Tensor: repeat_interleave,
+    aten._grouped_mm.default: grouped_mm,
+    aten._ctc_loss.default: ctc_loss,
+    aten._ctc_loss.Tensor: ctc_loss,
+    aten._ctc_loss_backward.default: ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: ctc_loss_backward,
 }
 
 
 @contextmanager
 def arrays_of_zeros(assume: Assume) -> Iterator[None]:
-    """Let ``.numpy()`` and ``.tolist()`` of a fake tensor give zeros."""
-    numpy, tolist = torch.Tensor.numpy, torch.Tensor.tolist
+    """Let ``.numpy()`` and ``.tolist()`` of a fake tensor give zeros; what it was made of where that is known."""
+    numpy, tolist = torch.Tensor.numpy, FakeTensor.tolist  # torch's own for fake tensors reads number by number
 
     def zeros(tensor: Tensor, *, force: bool = False) -> Any:
         if not isinstance(tensor, FakeTensor):
             return numpy(tensor, force=force)
+        if tensor.constant is not None:
+            return numpy(tensor.constant, force=force).copy()
         assume(".numpy() and .tolist() give zeros")
         return np.zeros(tuple(tensor.shape), dtype=_NUMPY.get(tensor.dtype, np.float32))
 
-    def to_list(tensor: Tensor) -> Any:
-        return zeros(tensor).tolist() if isinstance(tensor, FakeTensor) else tolist(tensor)
-
-    torch.Tensor.numpy, torch.Tensor.tolist = zeros, to_list  # type: ignore[assignment, method-assign]
+    torch.Tensor.numpy = zeros  # type: ignore[assignment, method-assign]
+    FakeTensor.tolist = lambda tensor: zeros(tensor).tolist()  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.Tensor.numpy, torch.Tensor.tolist = numpy, tolist  # type: ignore[method-assign]
+        torch.Tensor.numpy, FakeTensor.tolist = numpy, tolist  # type: ignore[assignment, method-assign]
 
 
 _NUMPY: dict[torch.dtype, Any] = {

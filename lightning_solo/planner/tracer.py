@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -71,6 +72,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or answer in its stead."""
         stand_in = STAND_INS.get(func) if self.fake else None
+        if stand_in is not None and all(known(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+            stand_in = None
         result = NotImplemented if stand_in is None else stand_in(self.assume, *args, **kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
@@ -80,6 +83,11 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         if not func.is_view and func not in _FREE:  # type: ignore[attr-defined]
             self.costs.append(_cost(func, args, kwargs, result))
         return result
+
+
+def known(tensor: Tensor) -> bool:
+    """Tell whether a tensor's numbers are known."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
 def _mixed(args: tuple[Any, ...]) -> bool:
