@@ -104,6 +104,10 @@ def begun(folder: Path) -> list[int]:
     return sorted(map(int, (folder / "begun.txt").read_text().split()))
 
 
+THREAD = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n\nclass Model:"
+"""In the place of `class Model:` a thread that runs after the import, which can't be forked."""
+
+
 def command(*overrides: str, launcher: str = "solo") -> list[str]:
     """Return the command that sweeps `train.py`."""
     return [sys.executable, "train.py", "-m", f"hydra/launcher={launcher}", *overrides]
@@ -147,15 +151,8 @@ def starts(folder: Path) -> dict[int, int]:
         return {}
 
 
-def popen(folder: Path, *overrides: str, **arguments: Any) -> subprocess.Popen[str]:
+def popen(folder: Path, *overrides: str, script: str = TRAIN, **arguments: Any) -> subprocess.Popen[str]:
     """Start a sweep and return at once."""
-    (folder / "train.py").write_text(TRAIN)
-    return subprocess.Popen(
-        command(*overrides),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        **arguments,
-    )
+    (folder / "train.py").write_text(script)
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command(*overrides), cwd=folder, env=environment(), text=True, **streams | arguments)

@@ -1,4 +1,4 @@
-"""How another process finds an application: by its script, whatever that is called, with the resolvers it has."""
+"""A task function is found by another process however its application was run, with what it wants imported first."""
 
 from __future__ import annotations
 
@@ -33,10 +33,58 @@ def test_a_resolver_of_a_plugin_of_hydras_is_there_in_a_job(tmp_path: Path) -> N
     assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["train", "train.script"])
-def test_a_script_without_the_suffix_of_python(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(TRAIN.replace("return cfg.n * 1.5", "return [cfg.n, Model.__module__]"))
-    command = [sys.executable, name, "-m", "hydra/launcher=solo", "n=1,2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+OUTER = """import functools
+def outer(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        return None if arguments else function()
+    return call
+
+@outer
+@outer
+@hydra.main"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments, "-m", "hydra/launcher=solo", "n=1"]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "name"),
+    [("run-it", ["run-it"], "run-it"), ("mine/train.py", ["-m", "mine.train"], "mine.train")],
+    ids=["a script without .py", "python -m"],
+)
+def test_it_is_found_however_it_was_run(tmp_path: Path, file: str, arguments: list[str], name: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(TRAIN.replace("return cfg.n * 1.5", "return __name__"))
+    done = run(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [[1, "train"], [2, "train"]]
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [name]
+
+
+def test_decorators_above_hydras_are_no_part_of_the_task(tmp_path: Path) -> None:
+    """These give None to whoever calls them with a configuration."""
+    sweep(tmp_path, "n=1", script=TRAIN.replace("@hydra.main", OUTER))
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [1.5]
+
+
+def test_an_interactive_session_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "-c", TRAIN)
+    assert done.returncode == 1
+    assert "train lives in an interactive session" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
+    """Those that the application names as PRELOAD, or those of `hydra.launcher.preload`."""
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").touch()
+    found = "return [name for name in ('first', 'second') if name in sys.modules]"
+    script = TRAIN.replace("return cfg.n * 1.5", found).replace("class Model:", "PRELOAD = ('first',)\n\nclass Model:")
+    returned = []
+    for preload in ("[]", "[second]"):
+        sweep(tmp_path, "n=1", f"hydra.launcher.preload={preload}", "hydra.launcher.rerun=all", script=script)
+        (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+        returned.append(row.returned)
+    assert returned == [["first"], ["second"]]

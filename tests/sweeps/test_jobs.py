@@ -20,12 +20,13 @@ from rich.console import Console
 
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.display import Display, failures
-from lightning_solo.sweeps.files import SweepFolder, try_lock, write_json
+from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock, write_json
 from lightning_solo.sweeps.job import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures, observer
 from lightning_solo.sweeps.results import Row, read
 from tests.sweeps.applications import (
+    THREAD,
     TRAIN,
     begun,
     environment,
@@ -186,13 +187,15 @@ def test_imports_of_torch_and_lightning_are_forked(tmp_path: Path, monkeypatch: 
     assert [row.returned[1] for row in rows] == [pytest.approx(2.718281828 * 10**6, rel=1e-3)] * 2
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, fresh: bool) -> None:
-    leave = "pid = os.fork()\n    if not pid:\n        os.setsid(); time.sleep(20); os._exit(0)\n    return pid"
+FORK = "pid = os.fork()\n    if not pid:\n        os.setsid(); time.sleep(20); os._exit(0)\n    return pid"
+START = "import subprocess\n    return subprocess.Popen(['sleep', '20'], close_fds=False, start_new_session=True).pid"
+
+
+@pytest.mark.parametrize(("leave", "fresh"), [(FORK, False), (FORK, True), (START, True)])
+def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, leave: str, fresh: bool) -> None:
     script = TRAIN.replace("return cfg.n * 1.5", leave)
     if fresh:
-        thread = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n\nclass Model:"
-        script = script.replace("class Model:", thread)
+        script = script.replace("class Model:", THREAD)
     sweep(tmp_path, "n=1", script=script)
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
     assert Path(f"/proc/{row.returned}").exists()  # a session of its own: nobody here may end it
@@ -204,14 +207,15 @@ def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, fresh: bool
 def test_a_jobs_environment_is_the_commands(tmp_path: Path) -> None:
     """And what lies in the folder one stands in shadows nothing."""
     (tmp_path / "random.py").write_text("raise OSError('shadowed')")
-    script = TRAIN.replace("return cfg.n * 1.5", "return [os.environ['PYTHONPATH'], sys.path[0]]")
+    value = "[os.environ['PYTHONPATH'], sys.path[0], sys.argv[0], sys.modules['__main__'] is sys.modules[__name__]]"
+    script = TRAIN.replace("return cfg.n * 1.5", f"return {value}")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(script)
     command = [sys.executable, "src/train.py", "-m", "hydra/launcher=solo", "n=1"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
-    assert row.returned == [environment()["PYTHONPATH"], str(tmp_path / "src")]
+    assert row.returned == [environment()["PYTHONPATH"], str(tmp_path / "src"), "src/train.py", True]
 
 
 def test_a_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
@@ -231,6 +235,13 @@ def test_classes_that_another_process_cannot_find_are_refused(tmp_path: Path) ->
     assert "can't be handed to another process" in done.stderr
     assert "Traceback" not in done.stderr
     assert starts(tmp_path) == {}
+    assert not (sweep_folder(tmp_path) / ".sweep" / "server.log").exists()  # before anything is imported again
+
+
+def test_a_jobs_store_of_configurations_is_that_of_the_import(tmp_path: Path) -> None:
+    script = TRAIN.replace("return cfg.n * 1.5", "return 'config.yaml' in ConfigStore.instance().repo")
+    sweep(tmp_path, "n=1", script=script)
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [True]
 
 
 # --- interrupts ---
@@ -264,6 +275,24 @@ def test_a_failure_that_the_job_told_counts_though_its_process_was_not_seen_to_e
     sweep(tmp_path, "n=1", "kind=raise", code=1)
     assert starts(tmp_path) == {1: 1}
     assert [(row.status, row.detail) for row in read(state.results)] == [("failed", "ValueError: bad luck")]
+
+
+def test_what_an_earlier_try_said_is_none_of_the_next_ones(tmp_path: Path) -> None:
+    """The machine went down between the note that a try starts and the removal of what the one before has left."""
+    sweep(tmp_path, "n=1")
+    state = SweepFolder(sweep_folder(tmp_path))
+    write_json(state.job(0).start, {**(read_json(state.job(0).start) or {}), "attempt": 2})
+    sweep(tmp_path, "n=1")
+    assert starts(tmp_path) == {1: 2}
+
+
+def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Path) -> None:
+    measure = """open(os.path.join(os.environ["LIGHTNING_SOLO_JOB"], "progress.json"), "w").write('{"step": 7}')"""
+    script = TRAIN.replace('raise ValueError("the first time")', f'{measure}; raise ValueError("the first time")')
+    sweep(tmp_path, "n=1", "kind=once", script=script, code=1)
+    assert [row.steps for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [7]
+    sweep(tmp_path, "n=1", "kind=once", "hydra.launcher.retries=1", script=script)
+    assert [(row.attempt, row.steps) for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [(2, None)]
 
 
 def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:

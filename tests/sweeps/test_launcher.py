@@ -10,11 +10,12 @@ import subprocess
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_solo.sweeps.results import read
-from tests.sweeps.applications import TRAIN, command, environment, popen, starts, sweep, sweep_folder
+from tests.sweeps.applications import THREAD, TRAIN, command, environment, popen, starts, sweep, sweep_folder
 
 pytestmark = pytest.mark.timeout(300)
 KINDS = ["fine", "raise", "segfault", "killed", "exit_3", "exit_0", "hang", "memory", "cuda", "object"]
@@ -54,6 +55,10 @@ def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> No
     for number in (row.number for row in rows if row.status != "finished"):  # all failures are named, not the first
         assert f"{number}/output.log" in done.stderr
     assert "ValueError: bad luck" in done.stderr
+    assert '    raise ValueError("bad luck")' in done.stderr  # the end of its output
+    assert "the same command with hydra.launcher.rerun=failed" in done.stderr
+    crashed = next(row for row in rows if row.status == "crashed")
+    assert " in do" in (tmp_path / crashed.folder / "output.log").read_text()  # where it was
 
 
 def test_each_job_is_a_process_of_its_own_under_the_scripts_own_name(tmp_path: Path) -> None:
@@ -70,7 +75,7 @@ def test_a_job_starts_from_clean_memory_and_draws_numbers_of_its_own(tmp_path: P
     script = TRAIN.replace(
         "return cfg.n * 1.5",
         "import numpy, random; state.append(cfg.n); return [len(state), random.random(), float(numpy.random.rand())]",
-    ).replace("class Model:", "import numpy\nstate = []\n\nclass Model:")
+    ).replace("class Model:", "import numpy.random\nstate = []\n\nclass Model:")
     sweep(tmp_path, "n=1,2,3", script=script)
     found = [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")]
     assert [seen for seen, *_ in found] == [1, 1, 1]
@@ -90,8 +95,7 @@ def test_jobs_run_side_by_side_where_asked(tmp_path: Path) -> None:
 
 
 def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
-    thread = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n\nclass Model:"
-    script = TRAIN.replace("class Model:", thread).replace("return cfg.n * 1.5", "return os.getppid()")
+    script = TRAIN.replace("class Model:", THREAD).replace("return cfg.n * 1.5", "return os.getppid()")
     done = sweep(tmp_path, "n=1,2", "kind=fine,raise", script=script, code=1)
     assert "fresh interpreter" in done.stdout
     assert "threads" in done.stdout
@@ -104,7 +108,20 @@ def test_a_failed_job_is_tried_again_where_asked(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1")
     rows = read(sweep_folder(tmp_path) / "results.jsonl")
     assert [(row.status, row.attempt) for row in rows] == [("finished", 2)] * 2
-    assert starts(tmp_path) == {1: 2, 2: 2}
+    assert (tmp_path / "starts.txt").read_text().split() == ["1", "1", "2", "2"]
+
+
+def test_a_try_goes_on_in_the_folder_of_the_one_before_and_is_told(tmp_path: Path) -> None:
+    script = TRAIN.replace("return cfg.n * 1.5", "return os.environ.get('LIGHTNING_SOLO_RESUMES')")
+    sweep(tmp_path, "n=1", "kind=fine,once", "hydra.launcher.retries=1", script=script)
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [None, "1"]
+    assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == ["0", "1"]
+
+
+def test_tries_are_counted_over_commands(tmp_path: Path) -> None:
+    for retries, tries in ((1, 2), (1, 2), (2, 3)):
+        sweep(tmp_path, "n=1", "kind=raise", f"hydra.launcher.retries={retries}", code=1)
+        assert starts(tmp_path) == {1: tries}
 
 
 def test_a_job_that_ignores_the_request_to_end_is_ended(tmp_path: Path) -> None:
@@ -118,11 +135,23 @@ def test_a_job_that_ignores_the_request_to_end_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
-    """30 MB of output, of which 2 MiB may stay: it is cut while the job runs and when it has ended."""
-    sweep(tmp_path, "n=1", "kind=loud", "hydra.launcher.output_mib=2")
+    """30 MB of output, of which 2 MiB may stay: it is cut while the job runs, and again when it has ended."""
+    wait = """sys.stdout.flush()
+    output = os.path.join(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir, "output.log")
+    begun = time.time()
+    while os.path.getsize(output) > 2 * 2**20 and time.time() < begun + 30:
+        time.sleep(0.05)
+    size = os.path.getsize(output)
+    print("y" * 3 * 10**6 + " the last word")
+    return size"""
+    script = TRAIN.replace("return cfg.n * 1.5", wait)
+    sweep(tmp_path, "n=1", "kind=loud", "hydra.launcher.output_mib=2", script=script)
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert row.returned <= 2 * 2**20
     output = sweep_folder(tmp_path) / "0" / "output.log"
     assert output.stat().st_size <= 2 * 2**20
     assert "this is its end" in output.read_text()[:200]
+    assert output.read_text().endswith("yyy the last word\n")
 
 
 def test_what_a_job_left_running_is_ended_with_it(tmp_path: Path) -> None:
@@ -189,6 +218,26 @@ def test_killed_at_random_moments_no_job_runs_twice_and_no_row_is_lost(tmp_path:
     assert [row.returned for row in rows] == [1.5 * n for n in range(20)]
 
 
+def test_a_job_of_a_command_that_was_killed_is_waited_for(tmp_path: Path) -> None:
+    """And its end is known, though it could not tell it itself."""
+    wait = "begun = time.time()\n    while not os.path.exists('go') and time.time() < begun + 60: time.sleep(0.02)\n"
+    crash = f"{wait}    os.kill(os.getpid(), signal.SIGSEGV)"
+    script = TRAIN.replace("return cfg.n * 1.5", crash)
+    with popen(tmp_path, "n=1", script=script) as process:
+        until(lambda: starts(tmp_path) == {1: 1})
+        process.kill()
+    with popen(tmp_path, "n=1", script=script, stdout=subprocess.PIPE) as process:  # Ctrl-C ends the wait alone
+        assert "#0 n=1: still running, begun by an earlier command" in process.stdout.readline()  # type: ignore[union-attr]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+    with popen(tmp_path, "n=1", script=script, stdout=subprocess.PIPE) as process:
+        assert "still running" in process.stdout.readline()  # type: ignore[union-attr]
+        (tmp_path / "go").touch()
+        said, _ = process.communicate(timeout=30)
+    assert "#0 n=1: crashed, by an earlier command" in said
+    assert starts(tmp_path) == {1: 1}
+
+
 def test_killed_with_all_its_processes_the_job_runs_again(tmp_path: Path) -> None:
     process = popen(tmp_path, "n=1", "sleep=1000")
     with process:
@@ -234,10 +283,12 @@ def children_of_server(folder: Path) -> list[int]:
 
 
 def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Path) -> None:
+    """A terminal sends it to all processes of the command's group."""
     restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    with popen(tmp_path, "n=1,2,3", "sleep=3", "hydra.launcher.grace_s=20", preexec_fn=restore) as process:
+    arguments: dict[str, Any] = {"preexec_fn": restore, "start_new_session": True}
+    with popen(tmp_path, "n=1,2,3", "sleep=3", "hydra.launcher.grace_s=20", **arguments) as process:
         until(lambda: starts(tmp_path) == {1: 1})
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "interrupted with 0 of 3 jobs done; the same command goes on" in said
@@ -246,6 +297,35 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
     assert row.status == "interrupted"
     sweep(tmp_path, "n=1,2,3", "sleep=3", "hydra.launcher.grace_s=20", "hydra.launcher.parallel=3")
     assert starts(tmp_path) == {1: 2, 2: 1, 3: 1}
+
+
+def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> None:
+    deaf = "signal.signal(signal.SIGINT, lambda *_: open('asked', 'w').close()); time.sleep(60)"
+    script = TRAIN.replace("return cfg.n * 1.5", deaf)
+    with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1000", script=script) as process:
+        until(lambda: starts(tmp_path) == {1: 1})
+        process.send_signal(signal.SIGTERM)
+        until(lambda: (tmp_path / "asked").exists())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+    assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fresh: bool) -> None:
+    """Its shell lets it ignore Ctrl-C; its jobs end one after the other, and none is started in between."""
+    end = "    try: time.sleep(60)\n    except KeyboardInterrupt:\n        time.sleep(cfg.n - 1); raise\n"
+    script = TRAIN.replace("    return cfg.n * 1.5\n", end)
+    script = script.replace("class Model:", THREAD) if fresh else script
+    ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    settings = ["hydra.launcher.parallel=2", "hydra.launcher.grace_s=1000"]
+    with popen(tmp_path, "n=1,2,3", *settings, script=script, preexec_fn=ignore) as process:
+        until(lambda: starts(tmp_path) == {1: 1, 2: 1})
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 130
+    assert starts(tmp_path) == {1: 1, 2: 1}
+    assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"] * 2
 
 
 def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
@@ -285,12 +365,28 @@ def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: 
     assert time.monotonic() - begun < 30  # a million jobs are counted, not composed
 
 
+def test_odd_characters_in_the_sweeps_folder(tmp_path: Path) -> None:
+    """Hydra and the launcher mean the same folder."""
+    sweep(tmp_path, "n=1", r"""hydra.sweep.dir="it's [one], and {two}\\" """.strip())
+    (output,) = tmp_path.rglob("output.log")
+    assert output.relative_to(tmp_path) == Path("it's [one], and {two}\\", "0", "output.log")
+    assert (output.parent / ".hydra" / "overrides.yaml").is_file()
+
+
 def test_names_with_slashes_make_folders_below_the_sweeps(tmp_path: Path) -> None:
     sweep(tmp_path, "kind=a/b,c", "'hydra.sweep.subdir=${hydra.job.override_dirname}'".strip("'"))
     assert (sweep_folder(tmp_path) / "kind=a" / "b" / "output.log").is_file()
 
 
+def test_a_folder_may_be_named_by_what_hydra_knows_of_the_job(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1,2", "hydra.sweep.subdir='job-${hydra:job.num}'")
+    for folder in ("job-0", "job-1"):
+        assert (sweep_folder(tmp_path) / folder / "output.log").is_file()
+        assert (sweep_folder(tmp_path) / folder / ".hydra" / "overrides.yaml").is_file()
+
+
 NOT_HERE = "if __name__ != '__main__':\n    raise OSError('not here')\n\nclass Model:"
+DIES = "if __name__ != '__main__':\n    os._exit(5)\n\nclass Model:"
 RESOLVER = "    from omegaconf import OmegaConf\n    OmegaConf.register_new_resolver('mine', str)\n    train()\n"
 LAMBDA = "    hydra.main(config_path=None, config_name='config', version_base='1.3')(lambda cfg: 1)()\n"
 
@@ -301,8 +397,9 @@ LAMBDA = "    hydra.main(config_path=None, config_name='config', version_base='1
         ("class Model:", NOT_HERE, "not here"),
         ("    train()\n", RESOLVER, "mine: resolvers that"),
         ("    train()\n", LAMBDA, "define the task function at the top level"),
+        ("class Model:", DIES, "the process that starts the jobs died before the first"),
     ],
-    ids=["import fails", "resolver", "lambda"],
+    ids=["import fails", "resolver", "lambda", "import ends the process"],
 )
 def test_an_application_that_another_process_cannot_have_is_refused(
     tmp_path: Path, old: str, new: str, said: str

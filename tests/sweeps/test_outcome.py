@@ -27,7 +27,7 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
         (0, {"returned": 1}, {"timed_out": True}, ("finished", "")),  # it came to its end in time for that
         (1, error("ValueError", "a\nb"), {}, ("failed", "ValueError: a")),
         (1, error("KeyError"), {}, ("failed", "KeyError")),
-        (1, error("OutOfMemoryError", "CUDA out of memory."), {}, ("out of device memory", None)),
+        (1, error("OutOfMemoryError", "Allocation on device 0"), {}, ("out of device memory", None)),
         (1, error("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), {}, ("out of device memory", None)),
         (
             1,
@@ -35,6 +35,7 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
             {},
             ("out of host memory", None),
         ),
+        (1, error("CompactHydraException", "no\n  preset"), {}, ("failed", "no preset")),
         (1, error("MemoryError"), {}, ("out of host memory", None)),
         (-9, None, {"oom_kills": 1}, ("out of host memory", "killed by the kernel")),
         (-9, None, {}, ("killed", "by SIGKILL, as the kernel does for lack of memory")),

@@ -1,0 +1,74 @@
+"""Between Hydra and a sweep: which commands share a folder, which jobs are counted, and which settings are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from lightning_solo.errors import PresetError
+from lightning_solo.sweeps.application import Application
+from lightning_solo.sweeps.jobs import Settings
+from lightning_solo.sweeps.launch import job_return, quoted, refuse_count, sweep_dir
+from lightning_solo.sweeps.results import Row
+
+APPLICATION = Application("train", "/a/train.py", "train", 1, (), ())
+
+
+def test_another_application_configuration_or_override_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    for name in ("config", "other"):
+        (tmp_path / f"{name}.yaml").write_text("n: 0\n")
+
+    def folder(application: Application = APPLICATION, name: str = "config", overrides: tuple[str, ...] = ()) -> str:
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            config = compose(name, [*overrides, f"hydra.job.config_name={name}"], return_hydra_config=True)
+        return sweep_dir(config, application)
+
+    folders = [
+        folder(),
+        folder(replace(APPLICATION, file="/b/train.py")),
+        folder(replace(APPLICATION, function="other")),
+        folder(name="other"),
+        folder(overrides=("n=1",)),
+    ]
+    assert len(set(folders)) == 5
+    assert folder() == folders[0]
+    assert folder(replace(APPLICATION, path=("/c",), arguments=("train.py", "hydra.launcher.parallel=2"))) == folders[0]
+
+
+def config(target: str, *overrides: str, **params: str) -> Any:
+    sweeper = {"_target_": target, "params": params}
+    return OmegaConf.create({"hydra": {"sweeper": sweeper, "overrides": {"task": list(overrides)}}})
+
+
+def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
+    basic = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+    refuse_count(config(basic, "a=1,2", "b=range(5)"), 10)
+    with pytest.raises(PresetError, match=r"this sweep has 10 jobs \(5 x 2\)"):
+        refuse_count(config(basic, "a=1,2", b="range(5)"), 9)
+    refuse_count(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
+
+
+@pytest.mark.parametrize("text", ["plain", "it's", "ends\\", r"a\'b", r"\\'", "a,b=[c]", "{a: b}", " spaces ", '"'])
+def test_a_quoted_text_is_the_text(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"a={quoted(text)}").value() == text
+
+
+def test_any_sweeper_is_told_a_value_or_the_error() -> None:
+    config = OmegaConf.create({"n": 1, "hydra": {"job": {"name": "train"}}})
+    row = Row(0, ("n=1",), "finished", returned=1.5, folder="a/0")
+    done = job_return(config, row, KeyError())
+    assert (done.return_value, done.cfg, done.working_dir, done.overrides) == (1.5, {"n": 1}, "a/0", ["n=1"])
+    with pytest.raises(KeyError):
+        _ = job_return(config, replace(row, status="failed"), KeyError()).return_value
+
+
+@pytest.mark.parametrize("name", ["parallel", "retries", "grace_s", "output_mib", "tail_lines"])
+def test_settings_below_what_can_be_are_refused(name: str) -> None:
+    with pytest.raises(PresetError, match=f"hydra.launcher.{name}=-1: must be"):
+        Settings(**{name: -1})

@@ -1,0 +1,208 @@
+"""The process between a sweep and its jobs: when it forks, what a job has of it, and what it says of a job's end."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_solo.errors import CapabilityError
+from lightning_solo.sweeps import server
+from lightning_solo.sweeps.application import Application
+from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock
+from lightning_solo.sweeps.jobs import Settings
+from lightning_solo.sweeps.results import Row, read
+from lightning_solo.sweeps.sweep import Sweep
+from tests.sweeps.applications import THREAD, TRAIN, starts, sweep, sweep_folder
+
+pytestmark = pytest.mark.timeout(300)
+LAST = "return cfg.n * 1.5"
+
+
+def rows(folder: Path) -> list[Row]:
+    return read(sweep_folder(folder) / "results.jsonl")
+
+
+# --- when it forks ---
+
+
+def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert server.why_not_fork() == "the application starts CUDA while it is imported"
+    with monkeypatch.context() as patched:
+        patched.setattr(server.os, "readlink", lambda _: "/dev/nvidia0")
+        assert server.why_not_fork() == "the application opens the CUDA device while it is imported"
+
+
+def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = TRAIN.replace("class Model:", f"imported = os.environ.get({server.NVML!r})\n\nclass Model:")
+    script = script.replace(LAST, f"return [imported, os.environ.get({server.NVML!r})]")
+    monkeypatch.delenv(server.NVML, raising=False)  # Lightning has set it here
+    sweep(tmp_path, "n=1", script=script)
+    assert [row.returned for row in rows(tmp_path)] == [["1", None]]
+    monkeypatch.setenv(server.NVML, "0")
+    sweep(tmp_path, "n=1", "hydra.launcher.rerun=all", script=script)
+    assert [row.returned for row in rows(tmp_path)] == [["1", "0"]]
+
+
+def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert np.__version__  # brings a copy of OpenBLAS
+    found = []
+    for threads in ("1", "2", "4"):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
+        found.append(server.openblas_threads())
+    none, one, three = found
+    assert (none, three) == (0, 3 * one)
+
+
+# --- what a job has of it ---
+
+
+def test_a_job_holds_nothing_of_the_server_but_its_lock(tmp_path: Path) -> None:
+    held = "of = '/proc/self/fd/%s'; return [os.readlink(of % n) for n in range(100) if os.path.lexists(of % n)]"
+    sweep(tmp_path, "n=1,2", "sleep=0.5", "hydra.launcher.parallel=2", script=TRAIN.replace(LAST, held))
+    for row in rows(tmp_path):
+        own = [name for name in row.returned if name.startswith(("socket:", "anon_inode:[pidfd]"))]
+        assert own == []
+        assert str(sweep_folder(tmp_path) / ".sweep" / "server.lock") in row.returned
+
+
+def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
+    """Its threads are waited for, and what it registered for its end is called."""
+    end = "import threading, atexit; atexit.register(print, 'at exit')\n"
+    end += "    threading.Thread(target=lambda: (time.sleep(0.5), print('thread'))).start()\n    return 1"
+    sweep(tmp_path, "n=1", script=TRAIN.replace(LAST, end))
+    told = (sweep_folder(tmp_path) / "0" / "output.log").read_text().split("\n")
+    assert told[-3:] == ["thread", "at exit", ""]
+
+
+def test_only_its_user_may_read_what_a_fresh_interpreter_is_asked(tmp_path: Path) -> None:
+    mode = "return os.stat(os.path.join(os.environ['LIGHTNING_SOLO_JOB'], 'asked.pickle')).st_mode & 0o777"
+    sweep(tmp_path, "n=1", script=TRAIN.replace(LAST, mode).replace("class Model:", THREAD))
+    assert [row.returned for row in rows(tmp_path)] == [0o600]
+
+
+def test_a_job_knows_its_number_and_folder(tmp_path: Path) -> None:
+    hydra = "hydra.core.hydra_config.HydraConfig.get()"
+    value = f"return [{hydra}.job.num, {hydra}.job.id, {hydra}.sweep.dir, {hydra}.runtime.output_dir]"
+    sweep(tmp_path, "n=1,2", script=TRAIN.replace(LAST, value))
+    folder = sweep_folder(tmp_path)
+    expected = [[n, str(n), str(folder.relative_to(tmp_path)), str(folder / str(n))] for n in range(2)]
+    assert [row.returned for row in rows(tmp_path)] == expected
+
+
+# --- what it says of a job's end ---
+
+
+def test_a_row_says_when_and_with_what_a_job_ran(tmp_path: Path) -> None:
+    begun = time.time()
+    sweep(tmp_path, "n=1", "sleep=0.5")
+    (row,) = rows(tmp_path)
+    assert row.started is not None
+    assert row.seconds is not None
+    assert begun < row.started < row.started + 0.5 < row.started + row.seconds < time.time()
+    assert row.versions["torch"] == torch.__version__
+    assert row.hardware.startswith(f"{os.cpu_count()} CPU cores")
+
+
+def test_the_kernels_kills_count_for_the_job_in_whose_time_they_were(tmp_path: Path) -> None:
+    count = "from lightning_solo.sweeps import server\ncounts = iter([5, 6, 6, 6])\n"
+    count += "server.oom_kills = lambda: next(counts)\n\nclass Model:"
+    sweep(tmp_path, "n=1,2", "kind=killed", script=TRAIN.replace("class Model:", count), code=1)
+    assert [row.status for row in rows(tmp_path)] == ["out of host memory", "killed"]
+
+
+def test_exit_statuses_are_those_of_a_script(tmp_path: Path) -> None:
+    script = TRAIN.replace(LAST, "raise [SystemExit('words'), SystemExit(None), KeyboardInterrupt][cfg.n]")
+    sweep(tmp_path, "n=0,1,2", script=script, code=1)
+    state = SweepFolder(sweep_folder(tmp_path))
+    assert [(read_json(state.job(n).end) or {})["exit_code"] for n in range(3)] == [1, 0, 130]
+
+
+def test_a_refusal_has_no_trace_and_a_message_may_be_anything(tmp_path: Path) -> None:
+    errors = """from hydra.errors import CompactHydraException
+class Mute(Exception):
+    def __str__(self):
+        raise OSError
+
+ERRORS = [CompactHydraException("a refusal\\n  that says all"), Mute(), ValueError("x" * 10**5)]
+
+class Model:"""
+    script = TRAIN.replace("class Model:", errors).replace(LAST, "raise ERRORS[cfg.n]")
+    sweep(tmp_path, "n=0,1,2", script=script, code=1)
+    refusal, mute, long = (row.detail for row in rows(tmp_path))
+    assert (refusal, mute) == ("a refusal that says all", "Mute: (its message can't be shown)")
+    assert len(long) < 2100
+    assert (sweep_folder(tmp_path) / "0" / "output.log").read_text() == "job 0 of train\na refusal\n  that says all\n"
+
+
+# --- where there is no room, or no process ---
+
+
+def test_a_job_that_can_not_be_started_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "1").touch()  # where its folder should be
+    sweep(tmp_path, "n=1,2,3", "hydra.sweep.dir=here", code=1)
+    found = read(tmp_path / "here" / "results.jsonl")
+    assert [row.status for row in found] == ["finished", "failed", "finished"]
+    assert found[1].detail.startswith("could not be started: [Errno 17]")
+
+
+def no_room(file: str) -> str:
+    """Return the application with a first job that makes a file impossible: a folder stands in its place."""
+    make = f"os.path.exists({file}) or os.mkdir({file}); return os.getppid()"
+    return TRAIN.replace(LAST, make)
+
+
+def test_ends_that_can_not_be_written_are_told(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1,2", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/end.json'"))
+    first, second = rows(tmp_path)
+    assert (first.status, second.status) == ("finished", "finished")
+    assert first.returned == second.returned  # the same process started them
+
+
+def test_a_job_that_can_not_write_its_word_ends_as_its_process_did(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/result.json'"), code=1)
+    assert [row.detail for row in rows(tmp_path)] == ["with status 0, before the task function returned"]
+
+
+def test_rows_that_can_not_be_written_are_missed_at_the_end_and_written_by_the_same_command(tmp_path: Path) -> None:
+    file = tmp_path / "here" / "results.jsonl"
+    script = no_room(repr(str(file)))
+    done = sweep(tmp_path, "n=1,2", "hydra.sweep.dir=here", script=script, code=1)
+    assert "make room and give the same command again" in done.stderr
+    assert "Traceback" not in done.stderr
+    file.rmdir()
+    sweep(tmp_path, "n=1,2", "hydra.sweep.dir=here", script=script)
+    assert starts(tmp_path) == {1: 1, 2: 1}
+    assert [row.status for row in read(file)] == ["finished"] * 2
+
+
+def test_a_server_that_dies_again_and_again_ends_the_sweep(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "n=1,2,3,4", script=TRAIN.replace(LAST, "os.kill(os.getppid(), 9)"), code=1)
+    assert "the process that starts the jobs died 3 times" in done.stderr
+    assert starts(tmp_path) == {1: 1, 2: 1, 3: 1}
+    assert [row.status for row in rows(tmp_path)] == ["finished"] * 3
+
+
+def test_there_is_one_server_at_a_time(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    folder.state.mkdir()
+    ours, theirs = Pipe()
+    ours.close()
+    with folder.server_lock.open("a") as file, theirs:
+        assert try_lock(file.fileno())
+        with pytest.raises(SystemExit, match="another process starts the jobs"):
+            server.main(["serve", str(tmp_path), str(theirs.fileno())])
+
+
+def test_elsewhere_than_on_linux_it_says_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(CapabilityError, match="write hydra/launcher=basic"):
+        Sweep(SweepFolder(tmp_path), Application("m", None, "f", 0, (), ()), Settings())
