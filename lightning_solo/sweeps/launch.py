@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import RangeSweep
+from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
@@ -260,8 +260,7 @@ def config_hash(config: DictConfig) -> str:
 
 def quoted(text: str) -> str:
     """Return a value as an override's, whatever is in it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return QuotedString(text, Quote.single).with_quotes()  # a backslash stands for itself but before a quote
 
 
 def job_return(config: DictConfig, row: Row, error: Exception) -> JobReturn:

@@ -54,7 +54,9 @@ def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
     refuse_count(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
 
 
-@pytest.mark.parametrize("text", ["plain", "it's", "ends\\", r"a\'b", r"\\'", "a,b=[c]", "{a: b}", " spaces ", '"'])
+@pytest.mark.parametrize(
+    "text", ["plain", "it's", r"back\slash", "ends\\", r"a\'b", r"\\'", "a,b=[c]", "{a: b}", " spaces ", '"']
+)
 def test_a_quoted_text_is_the_text(text: str) -> None:
     assert OverridesParser.create().parse_override(f"a={quoted(text)}").value() == text
 

@@ -367,9 +367,9 @@ def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: 
 
 def test_odd_characters_in_the_sweeps_folder(tmp_path: Path) -> None:
     """Hydra and the launcher mean the same folder."""
-    sweep(tmp_path, "n=1", r"""hydra.sweep.dir="it's [one], and {two}\\" """.strip())
+    sweep(tmp_path, "n=1", r"""hydra.sweep.dir="it's [one], back\slash and {two}\\" """.strip())
     (output,) = tmp_path.rglob("output.log")
-    assert output.relative_to(tmp_path) == Path("it's [one], and {two}\\", "0", "output.log")
+    assert output.relative_to(tmp_path) == Path("it's [one], back\\slash and {two}\\", "0", "output.log")
     assert (output.parent / ".hydra" / "overrides.yaml").is_file()
 
 
