@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check gpu wheel ladder clean
+.PHONY: demo test check gpu wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,20 +29,35 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# README's ladder: $(call measure_ladder,<python>,<cpu or gpu>); a folder of its own, so that nothing measured before,
+# by other code, is kept.
+LADDER_cpu := model=byte_gpt_small data.context=256 data.max_bytes=4000000 --steps 25
+LADDER_gpu := model=byte_gpt_124m data.context=1024 data.max_bytes=4000000 --steps 25
+define measure_ladder
+rm -rf runs/readme
+$(1) -m lightning_solo.cli ladder $(LADDER_$(2)) run=readme
+$(1) -m json.tool --indent 1 --no-ensure-ascii runs/readme/ladder.json examples/results/ladder_$(2).json
+endef
+device_of = $(shell $(1) -c "import torch; print('gpu' if torch.cuda.is_available() else 'cpu')")
+
 # Fails, rather than skips, where there is no CUDA device. Takes $(VENV) if it is there, else the environment at hand.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu
-	PYTHONPATH=. $(GPU_PYTHON) examples/measure_presets.py
+	$(call measure_ladder,PYTHONPATH=. $(GPU_PYTHON),gpu)
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel --outdir dist
 
 # The ladder of README, measured here, and README's tables rewritten from examples/results.
 ladder: $(VENV)/.installed
-	$(BIN)/python examples/measure_presets.py
+	$(call measure_ladder,$(BIN)/python,$(call device_of,$(BIN)/python))
 	$(BIN)/python examples/readme_tables.py --write
+
+# Every architecture of transformers, planned and trained: an hour on two cores; a dozen of them are in the tests.
+architectures: $(VENV)/.installed
+	$(BIN)/python examples/measure_architectures.py --write examples/results/architectures_cpu.json
 
 clean:
 	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache

@@ -22,6 +22,7 @@ from typing import Any
 import lightning as L
 import torch
 import transformers
+from this_machine import machine, versions
 from torch import Tensor
 from transformers.models.auto import modeling_auto as auto
 
@@ -184,7 +185,10 @@ def main() -> None:
     equal = [name for name, said in counted.items() if said.get("cpu") == said["real"]]
     print(f"{len(found)} tried, {len(counted)} train for real, {len(traced)} traced, {len(equal)} equal to the byte")
     if asked.write:
-        asked.write.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        summary = {"tried": len(found), "counted": len(counted), "traced": len(traced), "equal": len(equal)}
+        about = {"machine": machine(), "versions": {**versions(), "transformers": transformers.__version__}}
+        told = {**about, "summary": summary, "architectures": found}
+        asked.write.write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

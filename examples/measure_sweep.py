@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measure_presets import machine, versions
+from this_machine import machine, versions
 
 from lightning_solo.sweeps.files import SweepFolder, read_json
 from lightning_solo.sweeps.results import read

@@ -39,10 +39,10 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from measure_callbacks import processor
-from measure_presets import machine, versions
 from measure_zero_host import forget_peak, status
 from rich.console import Console
 from rich.table import Table
+from this_machine import machine, versions
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.data import DataLoader

@@ -14,9 +14,8 @@ from typing import Any
 
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.sweeps.figures import Figures
-from lightning_solo.sweeps.ladder_display import cells
+from lightning_solo.sweeps.ladder_display import HEADINGS, cells, details, noise_in_words
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.units import GiB
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -28,56 +27,25 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [headers, rule, *rows]) + "\n"
 
 
-def presets_table(result: dict[str, Any]) -> str:
-    """Return the ladder: peak memory, change, time per batch, change, loss after the same number of batches."""
-    base = next(row for row in result["rows"] if row["preset"] == "baseline")
-    rows = []
-    for row in result["rows"]:
-        if "not_run" in row or "failed" in row:
-            what = (
-                "failed"
-                if "failed" in row
-                else "not run here: needs CUDA"
-                if "CUDA" in row["not_run"]
-                else "not run here"
-            )
-            rows.append([f"`{row['preset']}`", what, "", "", "", ""])
-            continue
-        rows.append(
-            [
-                f"`{row['preset']}`",
-                f"{row['peak_bytes'] / GiB:.2f} GiB",
-                f"{row['peak_bytes'] / base['peak_bytes'] - 1:+.0%}",
-                f"{row['batch_seconds'] * 1000:.0f} ms",
-                f"{row['batch_seconds'] / base['batch_seconds'] - 1:+.0%}",
-                f"{row['loss']:.3f}",
-            ]
-        )
-    model = result["model"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    note = (
-        f"\n{result['hardware']}; {versions}. Byte GPT, width {model['width']}, depth {model['depth']}, context "
-        f"{model['context']}, batch {model['batch_size']}, {result['steps']} optimizer steps, median of "
-        f"{result['runs']} runs, each in a fresh process. Memory: {result['memory']}. Command: `{result['command']}`\n"
-    )
-    headers = ["preset", "peak memory", "change", "time per batch", "change", f"loss after {result['steps']} steps"]
-    return table(headers, rows) + note
-
-
 def ladder_table(result: dict[str, Any]) -> str:
     """Return what `lightning-solo ladder` has written to `ladder.json`, as the terminal shows it."""
-    rows = []
-    for row in result["rows"]:
-        figures = Figures(**{**row, "overrides": tuple(row["overrides"])})
-        shown = cells(figures) if figures.status == FINISHED else [figures.status, *[""] * 6]
-        rows.append([f"`{figures.name}`", *shown])
+    found = [Figures(**{**row, "overrides": tuple(row["overrides"])}) for row in result["rows"]]
+    rows = [
+        [f"`{row.name}`", *(cells(row) if row.status == FINISHED else [row.status, *[""] * (len(HEADINGS) - 1)])]
+        for row in found
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     note = (
         f"\n{result['hardware']}; {versions}; {result['steps']} optimizer steps each, in a fresh process. "
-        f"Memory: {result['memory']}. Command: `{result['command']}`\n"
+        f"Memory: {result['memory']}. {capitalized(noise_in_words(found))}. Command: `{result['command']}`\n"
     )
-    headers = ["techniques", "peak memory", "change", "step", "change", "loss", "from the baseline's", "exact"]
-    return table(headers, rows) + note
+    said = "".join(f"- {line}\n" for line in details(found))
+    return table(["rung", *HEADINGS], rows) + note + (f"\n{said}" if said else "")
+
+
+def capitalized(text: str) -> str:
+    """Return a sentence's beginning."""
+    return text[:1].upper() + text[1:]
 
 
 def callbacks_table(result: dict[str, Any]) -> str:
@@ -147,8 +115,6 @@ def catalogue(_: object = None) -> str:
 TABLES = {
     "ladder_cpu.json": ladder_table,
     "ladder_gpu.json": ladder_table,
-    "presets_cpu.json": presets_table,
-    "presets_gpu.json": presets_table,
     "callbacks_cpu.json": callbacks_table,
     "import_cpu.json": import_table,
     "zero_offload_cpu.json": zero_offload_table,

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from lightning_solo.attach import list_presets, show, trainer_kwargs
     from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
     from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_solo.callbacks.leak_finder import LeakFinder
     from lightning_solo.callbacks.memory_logger import MemoryLogger
+    from lightning_solo.callbacks.memory_snapshot import MemorySnapshot
     from lightning_solo.callbacks.throughput import Throughput
     from lightning_solo.errors import (
         BudgetError,
@@ -32,9 +34,12 @@ if TYPE_CHECKING:
         CheckpointError,
         ConflictError,
         NothingToDoError,
+        PlanError,
         PresetError,
         SoloError,
     )
+    from lightning_solo.planner.answer import Plan
+    from lightning_solo.planner.ask import plan
     from lightning_solo.strategies.zero_offload import ZeroOffloadStrategy
 
 __version__ = "0.1.0"
@@ -46,14 +51,19 @@ __all__ = [
     "CapabilityError",
     "CheckpointError",
     "ConflictError",
+    "LeakFinder",
     "MemoryLogger",
+    "MemorySnapshot",
     "NothingToDoError",
+    "Plan",
+    "PlanError",
     "PresetError",
     "SoloError",
     "Throughput",
     "ZeroOffloadStrategy",
     "callbacks",
     "list_presets",
+    "plan",
     "show",
     "trainer_kwargs",
 ]
@@ -62,9 +72,13 @@ _HOME = {
     "trainer_kwargs": "lightning_solo.attach",
     "list_presets": "lightning_solo.attach",
     "show": "lightning_solo.attach",
+    "Plan": "lightning_solo.planner.answer",
+    "plan": "lightning_solo.planner.ask",
     "AccumulationSchedule": "lightning_solo.callbacks",
     "ActivationCheckpointing": "lightning_solo.callbacks",
+    "LeakFinder": "lightning_solo.callbacks",
     "MemoryLogger": "lightning_solo.callbacks",
+    "MemorySnapshot": "lightning_solo.callbacks",
     "Throughput": "lightning_solo.callbacks",
     "ZeroOffloadStrategy": "lightning_solo.strategies.zero_offload",
 }

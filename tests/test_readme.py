@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 from lightning_solo.cli.command_line import check_command_line
+from lightning_solo.cli.ladder_line import compose_base, parse
 from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps.figures import Figures, as_json
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,6 +59,44 @@ def test_tables_are_those_of_the_files() -> None:
     module = tables()
     assert len(module.MARK.findall(README)) == README.count("<!-- table:") >= 3
     assert module.render(README) == README
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_ladder_is_that_of_make_ladder(device: str, tmp_path: Path) -> None:
+    # device_of: what make finds out otherwise; VENV: an environment that it need not make to print what it would run
+    make = ["make", "-n", "ladder", f"device_of={device}", f"BIN={Path(sys.executable).parent}", f"VENV={tmp_path}"]
+    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    measures = next(n for n, line in enumerate(printed) if " -m lightning_solo.cli ladder " in line)
+    arguments = shlex.split(printed[measures].partition(" -m lightning_solo.cli ")[2])
+    compose_base(parse(arguments[1:]))
+    file = Path("examples/results", f"ladder_{device}.json")
+    assert printed[measures + 1].endswith(f" runs/readme/ladder.json {file}")
+    assert printed[measures + 2].endswith(" examples/readme_tables.py --write")
+    assert (ROOT / file).exists() or device == "gpu"
+    if (ROOT / file).exists():
+        assert json.loads((ROOT / file).read_text())["command"] == shlex.join(["lightning-solo", *arguments])
+        assert f"<!-- table: {file.name} -->" in README
+
+
+def test_the_ladders_table_says_what_it_was_measured_with() -> None:
+    numbers = {"peak_bytes": 2**30, "step_s": 0.5, "step_quartiles_s": (0.45, 0.55), "loss": 2.0, "device": "cpu"}
+    rows = [Figures("baseline", "finished", **numbers, peak_change=0.0, step_change=0.0)]
+    rows += [Figures("a", "finished", **numbers, peak_change=-0.5, step_change=0.02, step_within_noise=True)]
+    rows += [Figures("b", "not run here", "no CUDA device")]
+    said = {
+        "hardware": "2 cores",
+        "versions": {"torch": "2.13"},
+        "steps": 7,
+        "memory": "peak",
+        "command": "the command",
+    }
+    lines = tables().ladder_table({**said, "command": "the command", "rows": as_json(rows)}).splitlines()
+    assert lines[3] == "| `a` | 1.00 GiB | -50% | 500 ms | ±10% | ~ +2% | 2.0000 |  |  |"  # (0.55 - 0.45) / 2 / 0.5
+    assert lines[4].startswith("| `b` | not run here |")
+    assert {line.count("|") for line in lines[:5]} == {10}
+    for text in ("2 cores; torch 2.13; 7 optimizer steps", "~: within the noise", "Command: `the command`"):
+        assert text in lines[6]
+    assert lines[8] == "- b: not run here: no CUDA device"
 
 
 def test_a_changed_table_is_noticed() -> None:

@@ -2,8 +2,9 @@
 
 Saves:      nothing; it observes
 Costs:      one reading every ``every_n_steps`` optimizer steps; ``per_phase`` one at each phase, measured by
-            examples/measure_callbacks.py; never synchronises, never empties the cache
-Numerics:   bit-exact
+            examples/measure_callbacks.py; never synchronises, never empties the cache. ``category_steps``: a call in
+            Python for every operator of those steps
+Numerics:   bit-exact; compiled parts run uncompiled in those steps
 Conflicts:  none; ``per_phase`` resets the CUDA peak counters, which others in the process may read
 Reference:  https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
 """
@@ -17,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from rich.table import Table
 from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_solo.errors import PresetError
+from lightning_solo.memory.categories import PeakWatch, compiled_parts
+from lightning_solo.memory.events import CATEGORIES, Peak
+from lightning_solo.memory.log_files import checked_path, path_below
 from lightning_solo.memory.reading import Reading, read, resident_bytes
 from lightning_solo.units import GiB, format_bytes
 
@@ -35,6 +39,7 @@ COLUMNS = (
     *("fit", "stage", "device", "epoch", "step"),
     *(f"{field.name}_bytes".replace("retries_bytes", "retries") for field in fields(Reading)),
     *(f"{phase}_bytes" for phase in PHASES),
+    *(f"{category}_bytes" for category in CATEGORIES),
 )
 _numbers = itertools.count(1)
 
@@ -76,24 +81,15 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         writer.writerows(rows)
 
 
-def path_below(root: str, file: str) -> Path:
-    """Return where ``file`` lies below ``root``, symbolic links followed.
-
-    Raises:
-        PresetError: it leads outside.
-    """
-    base = Path(root).resolve()
-    path = (base / file).resolve()
-    if not path.is_relative_to(base):
-        raise PresetError(f"memory_logger.file={file!r}: leads outside the log directory {base}, to {path}; {_FILE}")
-    return path
-
-
 class MemoryLogger(Callback):
     """Logs memory every so many optimizer steps, and sums it up at the end, also of a run that failed.
 
     On a GPU the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
     allocator's counters were last reset; this callback resets them only with ``per_phase``.
+
+    What the peak of a step consists of, and which operator of which module makes it, a `memory.ledger.Ledger` counts in
+    the steps asked for: storages by the bytes asked for, before the allocator rounds them, without the batch. Compiled
+    parts run as written meanwhile, which is said: their own peak is another one.
 
     Args:
         every_n_steps: optimizer steps (``global_step``) between two readings.
@@ -103,26 +99,35 @@ class MemoryLogger(Callback):
         file: CSV, relative to the first logger's directory, else to ``default_root_dir``; rows are appended, and
             column ``fit`` tells runs apart.
         table: print a table at the end.
+        category_steps: optimizer steps at the start of a fit whose peak is told by category, such as 2: the first has
+            no optimizer states yet. 0 by default, as these steps are slower; `log_categories` asks for more later.
 
     Raises:
         PresetError: an argument is out of range, or ``file`` does not stay inside the directory.
     """
 
     def __init__(
-        self, every_n_steps: int = 50, per_phase: bool = False, file: str = "memory.csv", table: bool = True
+        self,
+        every_n_steps: int = 50,
+        per_phase: bool = False,
+        file: str = "memory.csv",
+        table: bool = True,
+        category_steps: int = 0,
     ) -> None:
         super().__init__()
-        self.every_n_steps = _checked_steps(every_n_steps)
+        self.every_n_steps = _checked_steps("every_n_steps", every_n_steps, 1)
         self.per_phase = _checked_bool("per_phase", per_phase)
-        self.file = _checked_file(file)
+        self.file = checked_path(file, *_FILE)
         self.table = _checked_bool("table", table)
+        self.category_steps = _checked_steps("category_steps", category_steps, 0)
+        self._watch = PeakWatch()
         self._start("")
 
     def __repr__(self) -> str:
         """The call that builds this callback again."""
         return (
             f"{type(self).__name__}(every_n_steps={self.every_n_steps}, per_phase={self.per_phase}, "
-            f"file={self.file!r}, table={self.table})"
+            f"file={self.file!r}, table={self.table}, category_steps={self.category_steps})"
         )
 
     @property
@@ -133,7 +138,25 @@ class MemoryLogger(Callback):
         """
         return max(self._seen.get("peak", [0]))
 
+    def log_categories(self, steps: int = 1) -> None:
+        """Log the peak of the next ``steps`` optimizer steps by category; asked for within a step, of those after it.
+
+        Raises:
+            PresetError: ``steps`` is out of range.
+        """
+        self._category_steps_left = _checked_steps("log_categories(steps)", steps, 1)
+
+    @property
+    def category_peak(self) -> Peak | None:
+        """The largest peak that the last run counted by category; None where it counted none."""
+        return max(self._category_peaks, key=lambda found: found[1].bytes)[1] if self._category_peaks else None
+
     def _start(self, stage: str) -> None:
+        self._watch.take()
+        self._category_steps_left = self.category_steps
+        self._category_peaks: list[tuple[int, Peak]] = []  # with the step that each was counted in
+        self._counted_from = 0
+        self._told_of_compiled = False
         self._fit = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}" if stage else ""
         self._stage = stage
         self._device = torch.device("cpu")
@@ -156,7 +179,7 @@ class MemoryLogger(Callback):
                 f"MemoryLogger: {root} is remote, so there is no {self.file}; the loggers get it all", stacklevel=2
             )
         else:
-            self._path = path_below(root, self.file)
+            self._path = path_below(root, self.file, *_FILE)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what weights and whatever was there before take."""
@@ -167,6 +190,8 @@ class MemoryLogger(Callback):
         """Forward begins."""
         if self.per_phase:
             self._enter("forward")
+        if self._category_steps_left or self._watch.started:
+            self._count(trainer, pl_module)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Backward begins."""
@@ -189,14 +214,25 @@ class MemoryLogger(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, where an optimizer step was made and it is its turn."""
+        self._watch.leave()
         if self.per_phase:
             self._enter(None)
         step = trainer.global_step
-        if step != self._step and step % self.every_n_steps == 0:
-            self._log(trainer)
+        counted = self._watch.take() if step != self._counted_from else None
+        if counted is not None or (step != self._step and step % self.every_n_steps == 0):
+            self._log(trainer, counted)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count no longer: a module may have skipped the rest of an epoch, within a batch that never ends."""
+        self._watch.leave()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count no longer, as before a validation."""
+        self._watch.leave()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last steps, while the model is still on its device."""
+        self._watch.take()
         if trainer.global_step != self._step:
             self._log(trainer)
 
@@ -219,10 +255,11 @@ class MemoryLogger(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
+        counted = self._watch.take()
         if self._fit:
             if self.per_phase:
                 self._enter(None)
-            self._log(trainer)
+            self._log(trainer, counted)
         self._finish()
 
     # --- what ---
@@ -241,19 +278,45 @@ class MemoryLogger(Callback):
         if ended is not None:
             self._peaks[ended] = max(self._peaks[ended], peak)
 
-    def _log(self, trainer: Trainer) -> None:
+    def _count(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the storages of this batch, the first or another one of an optimizer step."""
+        if not self._watch.started:
+            self._category_steps_left -= 1
+            self._counted_from = trainer.global_step
+            compiled = [] if self._told_of_compiled else compiled_parts(pl_module)
+            if compiled:
+                self._told_of_compiled = True
+                warnings.warn(
+                    f"MemoryLogger: compiled: {', '.join(compiled)}; in the steps whose categories are counted it runs "
+                    "as written, so its activations and temporaries are those of the uncompiled code: what the "
+                    "compiled code holds is not seen",
+                    stacklevel=2,
+                )
+        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
+        self._watch.enter(pl_module, optimizers, self._device)
+
+    def _log(self, trainer: Trainer, counted: Peak | None = None) -> None:
         phases = {phase: peak for phase, peak in self._peaks.items() if peak}
         self._peaks = dict.fromkeys(PHASES, 0)
         self._step = trainer.global_step
-        metrics = self._row(trainer, phases)
+        categories: dict[str, int] = {} if counted is None else counted.breakdown
+        if counted is not None:
+            self._category_peaks.append((self._step, counted))
+        metrics = self._row(trainer, phases, categories)
+        metrics |= {f"memory/{category}_gib": held / GiB for category, held in categories.items()}
         suffix = "peak_allocated_gib" if self._device.type == "cuda" else "resident_gib"
         metrics |= {f"memory/{phase}_{suffix}": peak / GiB for phase, peak in phases.items()}
         for logger in trainer.loggers:
             # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def _row(self, trainer: Trainer, phases: Mapping[str, int]) -> dict[str, float]:
+    def _row(
+        self, trainer: Trainer, phases: Mapping[str, int], categories: Mapping[str, int] | None = None
+    ) -> dict[str, float]:
         reading = self._whole_run(read(self._device))
+        categories = categories or {}
+        for category, held in categories.items():
+            self._seen.setdefault(f"counted_{category}", []).append(held)
         for name, count in (*asdict(reading).items(), *phases.items()):
             if count is not None and name != "alloc_retries":
                 self._seen.setdefault(name, []).append(count)
@@ -266,7 +329,7 @@ class MemoryLogger(Callback):
             "epoch": trainer.current_epoch,
             "step": self._step,
             **dict(zip(COLUMNS[5:], asdict(reading).values(), strict=False)),
-            **{f"{phase}_bytes": peak for phase, peak in phases.items()},
+            **{f"{part}_bytes": held for part, held in (*phases.items(), *categories.items())},
         }
         self._write(row)
         return metrics_of(reading)
@@ -293,9 +356,16 @@ class MemoryLogger(Callback):
             self._path = None
 
     def _finish(self) -> None:
+        self._watch.take()
         if self._fit and self.table and self._seen:
-            print_table(self._rows(), f"Memory, {self._stage} on {self._device}")
+            print_table(self._rows(), f"Memory, {self._stage} on {self._device}", self._counted_words())
         self._fit = ""
+
+    def _counted_words(self) -> str:
+        if not self._category_peaks:
+            return ""
+        step, peak = max(self._category_peaks, key=lambda found: found[1].bytes)
+        return words_of(peak, step)
 
     def _rows(self) -> dict[str, tuple[int, int]]:
         """Return the mean and the largest bytes of what was read, by name."""
@@ -310,35 +380,41 @@ class MemoryLogger(Callback):
         return rows
 
 
-def print_table(rows: Mapping[str, tuple[int, int]], title: str) -> None:
-    """Print the mean and the largest bytes of each row as a table."""
+def words_of(peak: Peak, step: int) -> str:
+    """Return in words where the peak of an optimizer step was.
+
+    >>> words_of(Peak(3 * GiB, {}, "aten.mm.default", "net.head"), 2)
+    'counted peak 3.00 GiB, optimizer step 2: made by aten.mm.default in net.head'
+    """
+    if not peak.operator:
+        return f"counted peak {format_bytes(peak.bytes)}, optimizer step {step}: at its start"
+    where = f"in {peak.module}" if peak.module else "outside of the module's parts"
+    return f"counted peak {format_bytes(peak.bytes)}, optimizer step {step}: made by {peak.operator} {where}"
+
+
+def print_table(rows: Mapping[str, tuple[int, int]], title: str, below: str = "") -> None:
+    """Print the mean and the largest bytes of each row as a table, and a line below it."""
     table = Table(title=title)
     for heading in ("", "mean", "largest"):
         table.add_column(heading, justify="right" if heading else "left")
     for name, (mean, largest) in rows.items():
         table.add_row(name, format_bytes(mean), format_bytes(largest))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if below:
+        console.print(below, soft_wrap=True, markup=False)
 
 
-_FILE = "allowed is a relative path without '..', such as 'memory.csv' or 'memory/run.csv'"
+_FILE = "memory_logger.file", "memory/run.csv"
 
 
-def _checked_steps(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PresetError(f"memory_logger.every_n_steps={value!r}: allowed is an integer >= 1")
+def _checked_steps(name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PresetError(f"memory_logger.{name}={value!r}: allowed is an integer >= {least}")
     return value
 
 
 def _checked_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise PresetError(f"memory_logger.{name}={value!r}: allowed are true and false")
-    return value
-
-
-def _checked_file(value: object) -> str:
-    if not isinstance(value, str) or not value.strip() or not value.isprintable() or value.endswith(("/", "\\")):
-        raise PresetError(f"memory_logger.file={value!r}: {_FILE}")
-    path = PurePath(value)
-    if path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\")) or len(value) > 255:
-        raise PresetError(f"memory_logger.file={value!r}: {_FILE}")
     return value

@@ -155,15 +155,24 @@ def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[
 
     A loader whose batch is no argument keeps its batches; the row then says that its steps take more samples.
     """
-    factor = micro_batches(checked.solo)
+    factor, found = micro_batches(checked.solo), batch_argument(checked)
+    if factor == 1 or found is None or found[1] % factor:
+        return list(overrides)
+    return with_batch(overrides, found[0], found[1] // factor)
+
+
+def batch_argument(checked: CheckedConfig) -> tuple[str, int] | None:
+    """Return the key of the argument that is the loader's batch, and its value; None where the batch is no argument."""
     group = "data" if "_target_" in checked.data or "batch_size" not in checked.model else "model"
     batch = getattr(checked, group).get("batch_size")
-    if factor == 1 or not isinstance(batch, int) or batch % factor:
-        return list(overrides)
-    key = f"{group}.batch_size"
+    return (f"{group}.batch_size", batch) if isinstance(batch, int) else None
+
+
+def with_batch(overrides: Sequence[str], key: str, batch: int) -> list[str]:
+    """Return overrides with another value for the argument that is the loader's batch."""
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] != key]
     mark = next((text[: text.index(key)] for text in overrides if text.lstrip("+").partition("=")[0] == key), "")
-    return [*kept, f"{mark}{key}={batch // factor}"]
+    return [*kept, f"{mark}{key}={batch}"]
 
 
 def micro_batches(solo: SoloConfig) -> int:

@@ -15,6 +15,7 @@ class Plan:
         preset: its name.
         device: name of the device.
         micro_batch: examples per forward.
+        accumulation: micro-batches per optimizer step.
         peak_bytes: allocated on the device, at most, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
         breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
         phases: the peak of each phase: forward, backward, optimizer_step, between.
@@ -46,11 +47,17 @@ class Plan:
     largest_micro_batch: int | None
     assumptions: tuple[str, ...] = ()
     traced: str = "fake tensors"
+    accumulation: int = 1
 
     @property
     def fits(self) -> bool:
         """Whether it fits, if only just."""
         return self.verdict != "does not fit"
+
+    @property
+    def seconds_per_example(self) -> float:
+        """An optimizer step's seconds, shared among its examples."""
+        return self.seconds_per_step / (self.micro_batch * self.accumulation)
 
     @property
     def margin_bytes(self) -> int:
@@ -69,6 +76,6 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
         plans,
         key=lambda p: (
             order[p.verdict],
-            p.needed_bytes if p.verdict == "does not fit" else round(p.seconds_per_step, 4),
+            p.needed_bytes if p.verdict == "does not fit" else float(f"{p.seconds_per_example:.3g}"),
         ),
     )

@@ -110,12 +110,13 @@ def candidates(
 
 def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
     """Return what was considered, the one to try first in front."""
-    fastest = min((plan.seconds_per_step for plan in plans if plan.fits), default=None)
+    fastest = min((plan.seconds_per_example for plan in plans if plan.fits), default=None)
     made = Table(box=None, pad_edge=False, title_justify="left", title_style="")
     for name in ("preset", "verdict", "peak", "needs", "of", "host", "step", "largest batch"):
-        made.add_column(name, justify="left" if name in ("preset", "verdict") else "right")
+        words = name in ("preset", "verdict")
+        made.add_column(name, justify="left" if words else "right", no_wrap=words)
     for plan in plans:
-        step = "" if fastest is None else f"{plan.seconds_per_step / fastest:.2f} x"
+        step = "" if fastest is None else f"{plan.seconds_per_example / fastest:.2f} x"
         made.add_row(
             f"{plan.preset} *" if plan is chosen else plan.preset,
             plan.verdict,
@@ -139,7 +140,7 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     if not others:
         only = "the only one that fits" + (", if only just" if chosen.verdict == "tight" else "")
         return f"auto: {chosen.preset}, {only}; {leaves}"
-    slower = others[0].seconds_per_step / chosen.seconds_per_step - 1
+    slower = others[0].seconds_per_example / chosen.seconds_per_example - 1
     before = f"by an estimated {slower:.0%} before {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"
 

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from lightning_solo.errors import PlanError
 
 First = TypeVar("First")
@@ -26,6 +28,7 @@ def beside(first: Callable[[], First], second: Callable[[], Second]) -> tuple[Fi
     if pid == 0:
         os.close(reader)
         try:
+            torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(_answer(second))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -82,7 +83,7 @@ def capture(
         attention: as `cuda_policy`.
 
     Raises:
-        PlanError: the module makes no optimizer step.
+        PlanError: the module makes no optimizer step, or one without gradients.
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -101,7 +102,7 @@ def capture(
         stack.enter_context(taken_for_real())
         loader = Loader(batch, mode)
         watch = _Watch(tracer)
-        trainer = L.Trainer(**_trainer_arguments(arguments, watch))
+        trainer = _home(module).Trainer(**_trainer_arguments(arguments, watch))
         if cuda:
             stack.enter_context(cuda_policy(attention))
             _copy_batches(trainer, tracer)
@@ -115,6 +116,8 @@ def capture(
         trainer.fit(module, loader)
         if len(tracer.steps) < STEPS:
             raise PlanError(f"{type(module).__name__} made no optimizer step in {watch.batches} batches")
+        if "gradients" not in tracer.log.labels:  # a step without any would be planned as one that needs nothing
+            raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
         return Trace(
             tracer.log,
             tracer.phases,
@@ -179,6 +182,11 @@ class _Watch(Callback):
             self.tracer.steps += [len(self.tracer.costs)] * (trainer.global_step - len(self.tracer.steps))
         if len(self.tracer.steps) >= STEPS or self.batches >= 64:
             trainer.should_stop = True
+
+
+def _home(module: Any) -> Any:
+    """Return the package whose Trainer takes a module: its classes are not those of the other one."""
+    return L if isinstance(module, L.LightningModule) else importlib.import_module("pytorch_lightning")
 
 
 def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[str, Any]:

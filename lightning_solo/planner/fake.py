@@ -90,7 +90,7 @@ def empty_parameters() -> Iterator[None]:
     try:
         yield
     finally:
-        pass
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
         for name, initializer in initializers.items():
             setattr(nn.init, name, initializer)
 

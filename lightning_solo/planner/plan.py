@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +118,7 @@ class Planner:
             largest_micro_batch=self._largest(at) if traced.affine is not None else None,
             assumptions=tuple(dict.fromkeys(assumptions)),
             traced=traced.how,
+            accumulation=arranged.accumulation,
         )
 
     # --- memory ---
@@ -330,6 +334,13 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SoloError):
         return str(error)
     where = traceback.extract_tb(error.__traceback__)
-    own = [f for f in where if "/torch/" not in f.filename and "/lightning" not in f.filename]
+    own = [f for f in where if not f.filename.startswith(_libraries())]
     place = f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}{place}"
+
+
+def _libraries() -> tuple[str, ...]:
+    """Return the folders of code that is nobody's training step, by their place: a user's may be called alike."""
+    names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+    files = [sys.modules[name].__file__ for name in (*names, "lightning_solo.memory") if name in sys.modules]
+    return tuple(f"{Path(file).parent}{os.sep}" for file in (*files, __file__) if file is not None)

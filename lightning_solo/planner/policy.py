@@ -174,5 +174,6 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 def choose_foreach(optimizer: Optimizer) -> None:
     """Let an optimizer update its parameters all at once, as it would on CUDA where nobody chose."""
     for group in optimizer.param_groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        other = group.get("fused") or group.get("differentiable")
+        if "foreach" in group and group["foreach"] is None and not other:
             group["foreach"] = True

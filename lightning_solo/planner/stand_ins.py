@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 
 aten = torch.ops.aten
 Assume = Callable[[str], None]
@@ -158,16 +159,17 @@ def arrays_of_zeros(assume: Assume) -> Iterator[None]:
         if not isinstance(tensor, FakeTensor):
             return numpy(tensor, force=force)
         if tensor.constant is not None:
-            return numpy(tensor.constant, force=force).copy()
+            with no_dispatch():
+                return numpy(tensor.constant, force=force).copy()
         assume(".numpy() and .tolist() give zeros")
         return np.zeros(tuple(tensor.shape), dtype=_NUMPY.get(tensor.dtype, np.float32))
 
     torch.Tensor.numpy = zeros  # type: ignore[assignment, method-assign]
-    FakeTensor.tolist = lambda tensor: zeros(tensor).tolist()  # type: ignore[method-assign]
+    FakeTensor.tolist = lambda tensor: zeros(tensor).tolist()  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        torch.Tensor.numpy, FakeTensor.tolist = numpy, tolist  # type: ignore[assignment, method-assign]
+        torch.Tensor.numpy, FakeTensor.tolist = numpy, tolist  # type: ignore[method-assign]
 
 
 _NUMPY: dict[torch.dtype, Any] = {

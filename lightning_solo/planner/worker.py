@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import pickle
 import select
@@ -120,11 +121,17 @@ def serve() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a module prints is not an answer
+    ended_with_its_parent()
+    import torch
+
     import lightning_solo.planner.plan  # noqa: F401 - torch and Lightning, once
+
+    torch.set_num_threads(1)  # OpenMP's threads would not be there after a fork
 
     while (payload := _frame(requests)) is not None:
         pid = os.fork()
         if pid == 0:
+            ended_with_its_parent()
             try:
                 _answer(payload, replies)
             finally:
@@ -132,6 +139,12 @@ def serve() -> None:
         _, status = os.waitpid(pid, 0)
         if status:
             _write(replies, ("died", status))
+
+
+def ended_with_its_parent() -> None:
+    """Let the kernel end this process when its parent ends, however that does; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _answer(payload: bytes, replies: BinaryIO) -> None:

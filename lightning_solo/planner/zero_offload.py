@@ -16,6 +16,7 @@ STATES = ("weights", "gradients", "optimizer_states")
 # Which category each part of the layout is; the rest are gradients on their way.
 PARTS = {"weights": "weights", "live_weights": "weights", "buffers": "weights"}
 HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, measured by no one
+DISK_BANDWIDTH = 3e9  # bytes/s of an SSD, each way; assumed
 UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master and states written, all fp32
 
 
@@ -59,7 +60,9 @@ def offload_seconds(
     weight = max(layout.device.get("gradients", 0) // max(*trace.sizes.trainable, 1), 2)
     fetched = 2 * micro_batches if node.get("offload_parameters") else 1
     moved = min(weight, 4) * trained * (micro_batches + fetched)
-    return moved / device.host_bandwidth, UPDATE_BYTES * trained / HOST_BANDWIDTH
+    # on disk what else would be in host memory is read and written at each step
+    swapped = UPDATE_BYTES * trained / DISK_BANDWIDTH if node.get("nvme_path") else 0.0
+    return moved / device.host_bandwidth, max(UPDATE_BYTES * trained / HOST_BANDWIDTH, swapped)
 
 
 def _phases(trace: Trace) -> Any:

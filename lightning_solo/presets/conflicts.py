@@ -32,6 +32,11 @@ def needs_cuda(config: SoloConfig) -> str | None:
     """Return the choice that needs a CUDA device and what to write without one, or None if all of it runs anywhere."""
     if config.precision in CUDA_PRECISIONS:
         return f"precision={config.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
+    if has_callback(config, "memory_snapshot"):
+        return (
+            "callback.memory_snapshot needs a CUDA device: it reads the CUDA allocator's history; without one write "
+            "callback.memory_logger.category_steps=2, which tells what the peak of a step consists of"
+        )
     strategy = config.strategy or {}
     if strategy.get("name") == "zero_offload" and zero_section(config).get("offload_optimizer", {}).get(
         "super_offload"
@@ -97,6 +102,16 @@ def _zenflow_and_its_directory(config: SoloConfig) -> str | None:
     return None
 
 
+def _snapshot_and_peaks_per_phase(config: SoloConfig) -> str | None:
+    per_phase = any(node.get("name") == "memory_logger" and node.get("per_phase") for node in config.callback.values())
+    if per_phase and has_callback(config, "memory_snapshot"):
+        return (
+            "callback.memory_snapshot and callback.memory_logger.per_phase=true: the one tells a new peak by counters "
+            "that the other resets several times a step; write callback.memory_logger.per_phase=false"
+        )
+    return None
+
+
 def _one_callback_twice(config: SoloConfig) -> str | None:
     names = [node["name"] for node in config.callback.values() if "name" in node]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -108,5 +123,6 @@ RULES: tuple[Callable[[SoloConfig], str | None], ...] = (
     _double_precision_under_deepspeed,
     _zenflow_and_accumulation,
     _zenflow_and_its_directory,
+    _snapshot_and_peaks_per_phase,
     _one_callback_twice,
 )

@@ -15,7 +15,9 @@ NAMES: dict[str, dict[str, str]] = {
     "callback": {
         "accumulation_schedule": "lightning_solo.callbacks.accumulation_schedule:AccumulationSchedule",
         "activation_checkpointing": "lightning_solo.callbacks.activation_checkpointing:ActivationCheckpointing",
+        "leak_finder": "lightning_solo.callbacks.leak_finder:LeakFinder",
         "memory_logger": "lightning_solo.callbacks.memory_logger:MemoryLogger",
+        "memory_snapshot": "lightning_solo.callbacks.memory_snapshot:MemorySnapshot",
         "throughput": "lightning_solo.callbacks.throughput:Throughput",
     },
     "strategy": {

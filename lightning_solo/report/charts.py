@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_solo.errors import CapabilityError
@@ -96,6 +97,59 @@ def bars(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, 
         data["before"] = [{"end": before}]
         chart += mark.mark_rule(color=palette.ink, strokeDash=[4, 3]).encode(x=alt.X("end:Q"))
     return _finished(alt, chart, data, palette, height=max(90, 30 * len(drawn)))
+
+
+def stacks(
+    rows: Sequence[dict[str, Any]],
+    signs: Mapping[str, str],
+    x: str,
+    mark: tuple[float, str] | None,
+    palette: Palette,
+) -> dict[str, Any]:
+    """Return a bar per row, stacked of its parts, each with its sign where there is room, and a rule across them.
+
+    Args:
+        rows: ``name``, ``parts`` by name, ``label``.
+        signs: part -> a letter, in the order in which they are stacked.
+        x: what the horizontal axis shows.
+        mark: where the rule is, and what it says; None for none.
+        palette: colours.
+    """
+    alt = altair()
+    names = [name for name in signs if any(row["parts"][name] for row in rows)]
+    most = max([mark[0] if mark else 0.0, *(sum(row["parts"].values()) for row in rows)]) * 1.4  # room for the labels
+    drawn, ends = [], []
+    for row in rows:
+        end = 0.0
+        for name in names:
+            begin, end = end, end + row["parts"][name]
+            sign = signs[name] if end - begin > most / 50 else ""
+            part = f"{signs[name]} {name}"
+            drawn.append({"name": row["name"], "part": part, "begin": short(begin), "end": short(end), "sign": sign,
+                          "middle": short((begin + end) / 2)})  # fmt: skip
+        ends.append({"name": row["name"], "end": short(most), "label": row["label"]})  # behind every bar and the rule
+    y = alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=260, ticks=False, domain=False))
+    at = partial(alt.X, title=x, scale=alt.Scale(domain=[0, most], nice=False))
+    domain = [f"{signs[name]} {name}" for name in names]
+    legend = alt.Legend(title=None, orient="top", columns=4, labelLimit=200, symbolType="square", symbolSize=160)
+    base = alt.Chart(alt.NamedData("data")).encode(y=y)
+    bar = base.mark_bar(stroke=palette.ground, strokeWidth=1).encode(
+        x=at("begin:Q"),
+        x2="end:Q",
+        color=alt.Color("part:N", scale=_scale(alt, domain, palette.marks), legend=legend),
+        tooltip=[alt.Tooltip("name:N"), alt.Tooltip("part:N"), alt.Tooltip("begin:Q"), alt.Tooltip("end:Q")],
+    )
+    letter = base.mark_text(color=palette.ground, fontWeight="bold").encode(x=at("middle:Q"), text="sign:N")
+    label = alt.Chart(alt.NamedData("ends")).mark_text(align="right", dx=-6, color=palette.ink)
+    label = label.encode(y=y, x=at("end:Q"), text="label:N")
+    chart, data = bar + letter + label, {"data": drawn, "ends": ends}
+    if mark is not None:
+        data["mark"] = [{"end": short(mark[0]), "label": mark[1]}]
+        line = alt.Chart(alt.NamedData("mark")).encode(x=at("end:Q"))
+        chart += line.mark_rule(color=palette.ink, strokeWidth=2, strokeDash=[5, 3])
+        said = line.mark_text(baseline="bottom", dy=-4, color=palette.ink)
+        chart += said.encode(y=alt.value(0), text="label:N")
+    return _finished(alt, chart, data, palette, height=max(90, 30 * len(rows)))
 
 
 def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:

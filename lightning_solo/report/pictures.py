@@ -6,9 +6,9 @@ import json
 import struct
 from pathlib import Path
 
-from lightning_solo.report.model import Report
+from lightning_solo.report.model import Figure, Report
 from lightning_solo.report.page import vega_lite, vl_convert
-from lightning_solo.report.palette import LIGHT
+from lightning_solo.report.palette import LIGHT, Palette
 
 WIDTH = 800
 SCALE = 2  # of its pixels, for dense screens
@@ -20,16 +20,21 @@ def pictures(report: Report) -> dict[str, bytes]:
     Raises:
         CapabilityError: Altair or vl-convert is not installed.
     """
-    draw = vl_convert().vegalite_to_png
-    found = {}
-    for figure in report.figures:
-        spec = {**figure.draw(LIGHT), "width": WIDTH, "background": LIGHT.ground}
-        spec["title"] = {"text": figure.title, "color": LIGHT.ink, "anchor": "start", "fontSize": 15}
-        # as text: a dict with names out of files would pass through another encoder
-        found[figure.name] = draw(
-            json.dumps(spec, allow_nan=False), vl_version=vega_lite(), scale=SCALE, allowed_base_urls=[]
-        )
-    return found
+    return {figure.name: png(figure) for figure in report.figures}
+
+
+def png(figure: Figure, palette: Palette = LIGHT) -> bytes:
+    """Return a chart with its title as a PNG.
+
+    Raises:
+        CapabilityError: Altair or vl-convert is not installed.
+    """
+    spec = {**figure.draw(palette), "width": WIDTH, "background": palette.ground}
+    spec["title"] = {"text": figure.title, "color": palette.ink, "anchor": "start", "fontSize": 15}
+    # as text: a dict with names out of files would pass through another encoder
+    text = json.dumps(spec, allow_nan=False)
+    drawn: bytes = vl_convert().vegalite_to_png(text, vl_version=vega_lite(), scale=SCALE, allowed_base_urls=[])
+    return drawn
 
 
 def to_tensorboard(pngs: dict[str, bytes], folder: Path) -> bool:

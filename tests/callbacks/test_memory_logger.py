@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_solo.callbacks import memory_logger
+from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_solo.callbacks.memory_logger import MemoryLogger
 from lightning_solo.errors import PresetError
+from lightning_solo.memory.events import CATEGORIES
 from lightning_solo.memory.reading import Reading
+from lightning_solo.report.run_folder import read_run
 from lightning_solo.units import GiB, MiB
-from tests.modules import loader, regression
+from tests.modules import Stack, loader, regression
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -138,10 +145,163 @@ def test_resident_bytes_per_phase_on_a_cpu(home: Any, make_trainer: Any, tmp_pat
     assert all(int(row[f"{phase}_bytes"]) > MiB for phase in memory_logger.PHASES)
 
 
+# The peak by category: a Stack of 3 blocks, 8 wide.
+WEIGHTS = 4 * (3 * (2 * 8 + 8 * 32 + 32 + 32 * 8 + 8) + 8 + 1)
+TENSORS = 3 * 6 + 2
+
+
+def counted(path: Path) -> list[dict[str, str]]:
+    return [row for row in rows(path) if row["weights_bytes"]]
+
+
+def test_the_first_steps_are_told_by_category(
+    home: Any, make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger, callback = recording_logger(home), MemoryLogger(every_n_steps=4, category_steps=2)
+    trainer = make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback])
+    trainer.fit(regression(home), loader(4, batch_size=64))
+    found = rows(tmp_path / "memory.csv")
+    assert [row["step"] for row in found] == ["0", "1", "2", "4"]
+    assert [row["step"] for row in counted(tmp_path / "memory.csv")] == ["1", "2"]
+    for row, states in zip(found[1:3], (0, 2 * WEIGHTS + 4 * TENSORS), strict=True):  # exp_avg, exp_avg_sq, step
+        at_peak = {category: int(row[f"{category}_bytes"]) for category in CATEGORIES}
+        assert at_peak["weights"] == WEIGHTS
+        assert at_peak["optimizer_states"] == states
+        # norm, both linear layers and relu of a block save 8 + 8 + 32 wide; backward's peak is in the last one
+        assert at_peak["activations"] >= 4 * 64 * 2 * (8 + 8 + 32)
+    logged = [metrics for _, metrics in logger.seen if "memory/weights_gib" in metrics]
+    assert [round(metrics["memory/weights_gib"] * GiB) for metrics in logged] == [WEIGHTS, WEIGHTS]
+    assert {f"memory/{category}_gib" for category in CATEGORIES} <= set(logged[0])
+    printed = capsys.readouterr().out
+    peak = callback.category_peak
+    assert peak is not None
+    assert peak.module.startswith("net.blocks.")
+    assert f"optimizer step 2: made by {peak.operator} in {peak.module}" in printed
+    assert "counted optimizer states" in printed
+
+
+def test_it_counts_nothing_unless_asked(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    callback, modes, module = MemoryLogger(every_n_steps=1), [], regression(home)
+    module.on_after_backward = lambda: modes.append(len(_get_current_dispatch_mode_stack()))
+    make_trainer(home, callbacks=[callback]).fit(module, loader(3))
+    assert modes == [0, 0, 0]
+    assert counted(tmp_path / "memory.csv") == []
+    assert callback.category_peak is None
+
+
+def test_more_steps_on_request(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    class Ask(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                callback.log_categories(2)
+
+    callback = MemoryLogger(every_n_steps=50)
+    make_trainer(home, callbacks=[callback, Ask()]).fit(regression(home), loader(8))
+    assert [row["step"] for row in counted(tmp_path / "memory.csv")] == ["5", "6"]
+    with pytest.raises(PresetError, match=r"log_categories\(steps\)=0"):
+        callback.log_categories(0)
+
+
+def test_a_step_of_several_batches_is_counted_once_with_its_gradients(
+    home: Any, make_trainer: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer(home, accumulate_grad_batches=3, callbacks=[MemoryLogger(category_steps=1)])
+    trainer.fit(regression(home), loader(6, batch_size=64))
+    (row,) = counted(tmp_path / "memory.csv")
+    assert row["step"] == "1"
+    # the peak is at the end of a forward; only from the second batch on there are gradients beside it
+    assert int(row["gradients_bytes"]) == WEIGHTS
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_checkpointing_is_seen_as_fewer_activations(
+    home: Any, make_trainer: Any, tmp_path: Path, precision: str
+) -> None:
+    activations = []
+    for name, others in (("plain", []), ("again", [ActivationCheckpointing()])):
+        callback = MemoryLogger(file=f"{name}.csv", category_steps=2)
+        trainer = make_trainer(home, precision=precision, callbacks=[*others, callback])
+        trainer.fit(regression(home, Stack(blocks=6)), loader(3, batch_size=64))
+        activations.append(int(counted(tmp_path / f"{name}.csv")[1]["activations_bytes"]))
+    # one block's inside and six inputs instead of six blocks' insides
+    assert activations[1] < activations[0] / 2
+
+
+def test_manual_optimization_is_counted(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    module = regression(home)
+    module.automatic_optimization = False
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.manual_backward(module.step(batch))
+            optimizer.step()
+
+    module.training_step = training_step
+    make_trainer(home, callbacks=[MemoryLogger(category_steps=2)]).fit(module, loader(3, batch_size=64))
+    found = counted(tmp_path / "memory.csv")
+    assert [row["step"] for row in found] == ["2", "4"]  # two optimizer steps a batch
+    assert all(int(row["optimizer_states_bytes"]) == 2 * WEIGHTS + 4 * TENSORS for row in found)
+
+
+@pytest.mark.parametrize("how", ["part", "wrapper", "function"])
+def test_compiled_parts_are_named_once_and_stay_compiled(
+    home: Any, make_trainer: Any, tmp_path: Path, how: str
+) -> None:
+    torch._dynamo.reset()
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(1)
+        return aot_eager(graph, inputs)
+
+    make_trainer(home, callbacks=[MemoryLogger(file="plain.csv", category_steps=2)]).fit(
+        regression(home, Stack(blocks=2)), loader(5, batch_size=64)
+    )
+    module, name = regression(home, Stack(blocks=2)), "net.blocks.0"
+    if how == "part":
+        module.net.blocks[0].compile(backend=backend)
+    elif how == "wrapper":
+        module.net.blocks[0] = torch.compile(module.net.blocks[0], backend=backend)
+    else:
+        module.fast, name = torch.compile(module.net.forward, backend=backend), "fast"
+        module.step = lambda batch: nn.functional.mse_loss(module.fast(batch[0]), batch[1])
+    trainer = make_trainer(home, callbacks=[MemoryLogger(category_steps=2)])
+    with pytest.warns(UserWarning, match=rf"MemoryLogger: compiled: {name}; .*not seen") as caught:
+        trainer.fit(module, loader(5, batch_size=64))
+    assert len([w for w in caught if "compiled:" in str(w.message)]) == 1
+    found, plain = (
+        [[row[f"{category}_bytes"] for category in CATEGORIES] for row in counted(tmp_path / name)]
+        for name in ("memory.csv", "plain.csv")
+    )
+    assert found == plain
+    assert len(found) == 2
+    assert compiled == [1]  # from the third step on
+    torch._dynamo.reset()
+
+
+def test_a_compiled_lightning_module_is_named(home: Any, make_trainer: Any) -> None:
+    torch._dynamo.reset()
+    module = torch.compile(regression(home), backend="eager")
+    trainer = make_trainer(home, callbacks=[MemoryLogger(category_steps=1, table=False)])
+    with pytest.warns(UserWarning, match="compiled: the whole Regression"):
+        trainer.fit(module, loader(2))
+    torch._dynamo.reset()
+
+
+def test_the_report_draws_the_categories(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    callback = MemoryLogger(every_n_steps=2, category_steps=3, table=False)
+    make_trainer(home, callbacks=[callback]).fit(regression(home), loader(6))
+    (figure,) = [one for one in read_run(tmp_path).figures if one.name == "memory_by_category"]
+    assert "optimizer states" in str(figure)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         {"every_n_steps": 0}, {"every_n_steps": True}, {"every_n_steps": 2.5}, {"per_phase": 1}, {"table": "yes"},
+        {"category_steps": -1}, {"category_steps": True}, {"category_steps": 1.5},
         {"file": "../memory.csv"}, {"file": "/tmp/memory.csv"}, {"file": ""}, {"file": "a\0b"}, {"file": "~/m.csv"},
         {"file": "x/"}, {"file": 3}, {"file": "a" * 300},
     ],
@@ -152,16 +312,19 @@ def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str,
 
 
 def test_repr_builds_it_again() -> None:
-    assert repr(eval(repr(MemoryLogger(7, True, "m/x.csv", False)))) == "MemoryLogger(every_n_steps=7, per_phase=True, file='m/x.csv', table=False)"  # fmt: skip  # noqa: E501
+    callback = MemoryLogger(7, True, "m/x.csv", False, 2)
+    arguments = "every_n_steps=7, per_phase=True, file='m/x.csv', table=False, category_steps=2"
+    assert repr(eval(repr(callback))) == repr(callback) == f"MemoryLogger({arguments})"
 
 
 # --- parity ---
 
 
 @pytest.mark.parametrize("per_phase", [False, True])
-def test_training_is_bit_equal(home: Any, make_trainer: Any, per_phase: bool) -> None:
+@pytest.mark.parametrize("category_steps", [0, 3])
+def test_training_is_bit_equal(home: Any, make_trainer: Any, per_phase: bool, category_steps: int) -> None:
     after = []
-    for callbacks in ([], [MemoryLogger(every_n_steps=2, per_phase=per_phase)]):
+    for callbacks in ([], [MemoryLogger(every_n_steps=2, per_phase=per_phase, category_steps=category_steps)]):
         torch.manual_seed(0)
         module = regression(home)
         before = [p.detach().clone() for p in module.parameters()]
@@ -216,6 +379,64 @@ def test_peaks_are_the_allocators(home: Any, make_trainer: Any, tmp_path: Path) 
 
 
 # --- trace ---
+
+
+def left() -> bool:
+    """Tell whether no mode, no hook and no stance is left on."""
+    hooks = nn.modules.module
+    return not (
+        _get_current_dispatch_mode_stack() or hooks._global_forward_hooks or hooks._global_forward_pre_hooks
+    ) and (torch._dynamo.eval_frame._stance.stance == "default")
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_ledger_is_left_where_training_fails(
+    home: Any, make_trainer: Any, tmp_path: Path, where: str, error: type[BaseException]
+) -> None:
+    module, callback = regression(home), MemoryLogger(category_steps=2)
+
+    def fail(*args: Any) -> None:
+        assert not left()
+        raise error("broken")
+
+    setattr(module, where, fail)
+    trainer = make_trainer(home, callbacks=[callback])
+    with pytest.raises((error, SystemExit)):
+        trainer.fit(module, loader(3))
+    assert left()
+    (row,) = counted(tmp_path / "memory.csv")  # what there was when it failed
+    assert int(row["weights_bytes"]) == WEIGHTS
+    callback.on_exception(trainer, module, RuntimeError())
+    callback.teardown(trainer, module, "fit")
+    assert left()
+
+
+def test_the_ledger_is_left_where_a_module_skips_the_epoch(home: Any, make_trainer: Any) -> None:
+    module, callback, seen = regression(home), MemoryLogger(category_steps=5), []
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 1 else None
+    module.on_train_epoch_end = lambda: seen.append(left())
+    make_trainer(home, max_epochs=2, callbacks=[callback]).fit(module, loader(3))
+    assert seen == [True] * 2
+    assert left()
+
+
+def test_validation_between_is_not_counted(home: Any, make_trainer: Any) -> None:
+    module, callback, seen = regression(home), MemoryLogger(category_steps=50), []
+    module.on_validation_batch_start = lambda *args: seen.append(left())
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: seen.append(left())
+    trainer = make_trainer(home, val_check_interval=1, accumulate_grad_batches=2, callbacks=[callback])
+    trainer.fit(module, loader(4), loader(1))
+    assert seen == [True] * 8
+    assert left()
+
+
+def test_stopped_by_max_steps_and_fitted_again(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    module, callback = regression(home), MemoryLogger(category_steps=5)
+    for _ in range(2):
+        make_trainer(home, max_epochs=-1, max_steps=3, callbacks=[callback]).fit(module, loader(2))
+        assert left()
+    assert [row["step"] for row in counted(tmp_path / "memory.csv")] == ["1", "2", "3"] * 2
 
 
 def test_several_fits_and_other_stages_in_one_file(home: Any, make_trainer: Any, tmp_path: Path) -> None:

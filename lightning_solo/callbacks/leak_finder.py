@@ -1,0 +1,130 @@
+"""Tensors that grow in number step after step, and who holds them: said while the run goes on.
+
+Saves:      nothing; it observes
+Costs:      every ``every_n_steps`` optimizer steps one look at all objects that Python's garbage collector knows;
+            a full garbage collection at the start of a fit and where something seems to grow
+Numerics:   bit-exact
+Conflicts:  none
+Reference:  https://docs.python.org/3/library/gc.html#gc.get_referrers
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import deque
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_solo.errors import PresetError
+from lightning_solo.memory.leaks import Census, Growth, Kind, Leak, growths, leaks_of, take_census
+
+
+class LeakFinder(Callback):
+    """Counts all live tensors every so many optimizer steps, and warns about those of which there are ever more.
+
+    A finding is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals, of which
+    some came in the first of them and are still there, and which a garbage collection doesn't free. It says how much,
+    and who holds them: a list of a module, a dictionary in a closure, the graph of a loss that was kept.
+    Each kind and each holder is told once in a fit. What grows on purpose, and is emptied later, is told too, such as
+    predictions that a metric gathers until the end of an epoch.
+
+    Not seen: one tensor that is replaced by an ever larger one, and memory that no Python object leads to.
+
+    Args:
+        every_n_steps: optimizer steps (``global_step``) between two looks.
+        consecutive: intervals in a row that something must grow in.
+        min_bytes: growth per optimizer step below which nothing is said; each tensor counts as 512 at least.
+
+    Raises:
+        PresetError: an argument is out of range.
+    """
+
+    def __init__(self, every_n_steps: int = 50, consecutive: int = 3, min_bytes: int = 512) -> None:
+        super().__init__()
+        self.every_n_steps = _checked("every_n_steps", every_n_steps, 1)
+        self.consecutive = _checked("consecutive", consecutive, 2)
+        self.min_bytes = _checked("min_bytes", min_bytes, 1)
+        self._leaks: list[Leak] = []
+        self._start()
+
+    def __repr__(self) -> str:
+        """The call that builds this callback again."""
+        return (
+            f"{type(self).__name__}(every_n_steps={self.every_n_steps}, consecutive={self.consecutive}, "
+            f"min_bytes={self.min_bytes})"
+        )
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """What the last fit found."""
+        return tuple(self._leaks)
+
+    def _start(self) -> None:
+        self._told: set[Kind] = set()
+        self._looks: deque[tuple[int, Census]] = deque(maxlen=self.consecutive + 1)  # with the step of each
+
+    # --- when: Lightning's hooks ---
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start afresh for this fit."""
+        self._start()
+        self._leaks = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look where it is an optimizer step's turn."""
+        step = trainer.global_step
+        # not a multiple: under manual optimization a batch may have several optimizer steps
+        if not self._looks or step - self._looks[-1][0] >= self.every_n_steps:
+            self._look(trainer, pl_module, step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the counts."""
+        self._start()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forget the counts; Lightning calls no teardown now."""
+        self._start()
+
+    # --- what ---
+
+    def _look(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
+        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
+        if not self._looks:
+            gc.collect()  # what earlier fits left is not growth
+        self._looks.append((step, take_census(pl_module, optimizers)))
+        if len(self._looks) <= self.consecutive or not self._grown():
+            return
+        gc.collect()  # cycles wait for a collection; they are no leak
+        self._looks[-1] = step, take_census(pl_module, optimizers)
+        found = self._grown()
+        steps = step - self._looks[0][0]
+        if found:
+            self._told |= {growth.kind for growth in found}
+            self._tell(leaks_of(found, steps, pl_module, ignored={id(trainer.fit_loop._data_fetcher)}))
+        self._looks = deque(list(self._looks)[-1:], self._looks.maxlen)
+
+    def _grown(self) -> list[Growth]:
+        found = growths([census for _, census in self._looks], self.min_bytes * self.every_n_steps)
+        return [growth for growth in found if growth.kind not in self._told]
+
+    def _tell(self, leaks: list[Leak]) -> None:
+        known = {leak.holder for leak in self._leaks}
+        for leak in leaks:
+            if leak.holder not in known:
+                self._leaks.append(leak)
+                warnings.warn(
+                    f"LeakFinder: {leak}. If it should not grow: keep numbers (loss.item()) or what is detached and on "
+                    "the host, or empty it",
+                    stacklevel=2,
+                )
+
+
+def _checked(name: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PresetError(f"leak_finder.{name}={value!r}: allowed is an integer >= {least}")
+    return value

@@ -1,0 +1,192 @@
+"""The CUDA allocator's history at the step that held most, and at an OOM: a file to look into, and a few words.
+
+Saves:      nothing; it observes
+Costs:      a Python traceback at every allocation and free (torch says 2 µs each); reading and writing the history at
+            each new peak, usually of the first two steps; up to ``max_entries`` entries of host memory
+Numerics:   bit-exact
+Conflicts:  ``memory_logger`` with ``per_phase``, which resets the counters that tell a new peak; runs without CUDA
+Reference:  https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.memory import is_oom_error
+
+from lightning_solo.errors import CapabilityError, PresetError
+from lightning_solo.memory.log_files import checked_path, path_below
+from lightning_solo.memory.snapshot import (
+    Counters,
+    History,
+    describe,
+    holdings,
+    moment_of_oom,
+    moment_of_peak,
+    read_counters,
+    write_snapshot,
+)
+
+NOTABLE = 1.01
+"""A peak is a new one where it is this much above the one that was written: not for some bytes of a longer text."""
+_FOLDER = "memory_snapshot.folder", "memory_snapshots"
+
+
+class MemorySnapshot(Callback):
+    """Records the CUDA allocator's history during a fit, and keeps that of the batch with the highest peak.
+
+    ``step-<global_step>-peak.pickle`` is for https://docs.pytorch.org/memory_viz, the ``.txt`` beside it says what the
+    peak consists of and which lines made it; a higher peak replaces both. An OOM, also one that somebody handled, gets
+    files of its own, ``step-<global_step>-oom``. The history is that of one batch and starts anew with the next.
+
+    A peak counts where it is above all before it in the process: after a larger one (of a validation, or of a fit
+    before) there is no new one, unless somebody calls ``torch.cuda.reset_peak_memory_stats``.
+
+    Args:
+        folder: for the files, relative to the first logger's directory, else to ``default_root_dir``.
+        max_entries: of the history of one batch; older ones are dropped, and a peak before them is not seen.
+        native_frames: also record C++ frames, which name the operators of backward; reading them takes minutes.
+
+    Raises:
+        PresetError: an argument is out of range, or ``folder`` does not stay inside the directory.
+    """
+
+    def __init__(
+        self, folder: str = "memory_snapshots", max_entries: int = 100_000, native_frames: bool = False
+    ) -> None:
+        super().__init__()
+        if not isinstance(max_entries, int) or isinstance(max_entries, bool) or max_entries < 1:
+            raise PresetError(f"memory_snapshot.max_entries={max_entries!r}: allowed is an integer >= 1")
+        if not isinstance(native_frames, bool):
+            raise PresetError(f"memory_snapshot.native_frames={native_frames!r}: allowed are true and false")
+        self.folder = checked_path(folder, *_FOLDER)
+        self.max_entries = max_entries
+        self.native_frames = native_frames
+        self._history = History(max_entries, native_frames)
+        self._reset()
+
+    def __repr__(self) -> str:
+        """The call that builds this callback again."""
+        return (
+            f"{type(self).__name__}(folder={self.folder!r}, max_entries={self.max_entries}, "
+            f"native_frames={self.native_frames})"
+        )
+
+    @property
+    def words(self) -> str:
+        """What the highest peak of the last fit consists of, or the OOM that ended it; empty before the first."""
+        return self._words
+
+    def _reset(self) -> None:
+        self._device: torch.device | None = None
+        self._root: Path | None = None
+        self._before = Counters(0, 0)  # when the batch began
+        self._peak = 0  # of the file there is
+        self._path: Path | None = None  # that file
+        self._words = ""
+
+    # --- when: Lightning's hooks ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Record from here on: the weights are not on the device yet."""
+        if stage != "fit":
+            return
+        self._undo()
+        self._reset()
+        device = trainer.strategy.root_device
+        if device.type != "cuda":
+            raise CapabilityError(
+                f"memory_snapshot needs a CUDA device, and this run is on {device}: it reads the CUDA allocator's "
+                "history; elsewhere memory_logger.category_steps=2 tells what a step's peak consists of, and which "
+                "operator and module make it"
+            )
+        self._device = device
+        root = str(trainer.log_dir or trainer.default_root_dir)
+        if "://" in root:
+            warnings.warn(f"MemorySnapshot: {root} is remote, so there are no files; the words are told", stacklevel=2)
+        else:
+            self._root = path_below(root, self.folder, *_FOLDER)
+        self._history.start()
+        if not self._history.on:
+            rank_zero_info("MemorySnapshot: the allocator's history is recorded already; that one is read, and goes on")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the history of this batch."""
+        if self._device is not None:
+            self._history.clear()
+            self._before = read_counters(self._device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the history where this batch had an OOM that somebody handled, or the highest peak so far."""
+        if self._device is None:
+            return
+        now = read_counters(self._device)
+        if now.ooms > self._before.ooms:
+            self._keep(trainer, pl_module, "oom")
+        elif now.peak_allocated > max(self._peak * NOTABLE, self._before.peak_allocated):
+            self._peak = now.peak_allocated
+            self._keep(trainer, pl_module, "peak")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Record no longer, and say what the peak was."""
+        self._finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep the history of an OOM, and record no longer; Lightning calls no teardown now."""
+        try:
+            if self._device is not None and self._is_oom(exception):
+                self._keep(trainer, pl_module, "oom")
+        except Exception as error:
+            warnings.warn(f"MemorySnapshot: no snapshot of the failure: {error}", stacklevel=2)
+        finally:
+            self._finish()
+
+    # --- what ---
+
+    def _is_oom(self, exception: BaseException) -> bool:
+        # cuBLAS and cuDNN say it in words of their own; the allocator counts
+        return is_oom_error(exception) or (
+            self._device is not None and read_counters(self._device).ooms > self._before.ooms
+        )
+
+    def _keep(self, trainer: Trainer, pl_module: LightningModule, what: str) -> None:
+        """Take a snapshot, put it into words and write both; a peak replaces the one before."""
+        snapshot = torch.cuda.memory._snapshot()
+        index = (self._device.index if self._device is not None else 0) or 0
+        moment = moment_of_oom(snapshot, index) if what == "oom" else None
+        moment = moment or moment_of_peak(snapshot, index)
+        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
+        step = trainer.global_step
+        title = "out of memory" if what == "oom" else "memory at the peak"
+        words = describe(f"{title}, optimizer step {step}", moment, holdings(moment, pl_module, optimizers))
+        self._words = words
+        if self._root is None:
+            return
+        path = self._root / f"step-{step}-{what}.pickle"
+        try:
+            write_snapshot(snapshot, words, path)
+            if what == "peak":
+                before, self._path = self._path, path
+                if before is not None and before != path:
+                    before.unlink(missing_ok=True)
+                    before.with_suffix(".txt").unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"MemorySnapshot: {path} cannot be written ({error})", stacklevel=2)
+        self._words = f"{words}\n{path}"
+
+    def _finish(self) -> None:
+        if self._device is not None and self._words:
+            rank_zero_info(self._words)
+        self._device = None
+        self._undo()
+
+    def _undo(self) -> None:
+        """Leave nothing of this on; a second call does nothing."""
+        self._history.stop()

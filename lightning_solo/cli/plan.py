@@ -1,0 +1,119 @@
+"""`lightning-solo plan`: what training would take under each preset, on a GPU that need not be here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.cli.ladder_line import micro_batches
+from lightning_solo.cli.plan_display import Progress, print_plans, what_to_write
+from lightning_solo.cli.plan_line import compose, parse
+from lightning_solo.cli.train import first_batch, model_of
+from lightning_solo.errors import CapabilityError, PresetError, SoloError
+from lightning_solo.planner.answer import Plan, ranked
+from lightning_solo.planner.device import CPU, this_device
+from lightning_solo.planner.worker import WORKER, Request
+from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.report.plan_chart import write_picture
+
+TIMEOUT_S = 3600.0
+
+
+class FoundThere:
+    """What a function returns where it is unpickled: in the process that plans, since this one has no torch.
+
+    Args:
+        find: without arguments, from a module's top level.
+    """
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self.find = find
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return self.find, ()
+
+
+def all_memory() -> int:
+    """Return the bytes of the GPU that is here, else those of the host."""
+    return this_device().memory_bytes
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Plan, and print or write it; 0 if a preset fits."""
+    sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
+    given = parse(arguments)
+    checked, presets, refused = compose(given)
+    budget: Any = given.budget or (FoundThere(all_memory) if given.device is None else given.device.memory_bytes)
+    request = Request(
+        make=partial(model_of, checked),
+        batch=partial(first_batch, checked),
+        trainer=checked.trainer,
+        device=given.device or FoundThere(this_device),
+        budget=budget,
+        micro_batch=given.micro_batch,
+        allow=checked.allow,
+        presets=presets,
+    )
+    plans, failed = planned(request)
+    failed = {**refused, **failed}
+    advice = what_to_write(plans, given.overrides, checked)
+    if given.picture is not None and plans:
+        write_picture(plans, given.picture)
+    if given.as_json:
+        print(json.dumps(as_plain(plans, failed, arguments, advice), indent=2))
+    else:
+        print_plans(plans, failed, longer_steps(plans, presets), advice)
+        if given.picture is not None and plans:
+            print(f"picture: {given.picture}")
+    return 0 if any(plan.fits for plan in plans) else 1
+
+
+def planned(request: Request) -> tuple[list[Plan], dict[str, SoloError]]:
+    """Return the plans, the one to try first in front, and why the other presets have none.
+
+    Raises:
+        PresetError: the configuration says it of all of them, such as a module without data.
+        PlanError: the process that plans ended.
+    """
+    plans: list[Plan] = []
+    failed: dict[str, SoloError] = {}
+    progress = Progress(list(request.presets))
+    with progress.shown():
+        for name, answer in WORKER.answers(request, TIMEOUT_S):
+            found: Plan | SoloError = answer
+            if isinstance(found, Plan) and found.device == CPU and (reason := needs_cuda(request.presets[name])):
+                found = CapabilityError(reason)
+            progress.tell(name, found)
+            if isinstance(found, Plan):
+                plans.append(found)
+            else:
+                failed[name] = found
+    if not plans and len({str(error) for error in failed.values()}) == 1:
+        error = next(iter(failed.values()))
+        if "" in failed or isinstance(error, PresetError):
+            raise error
+    return ranked(plans), failed
+
+
+def longer_steps(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
+    """Return what to say of presets whose optimizer step is of several micro-batches, as are its time and its order."""
+    of = {plan.preset: micro_batches(presets[plan.preset]) for plan in plans}
+    return [f"{name}: an optimizer step is of {count} micro-batches" for name, count in of.items() if count > 1]
+
+
+def as_plain(
+    plans: Sequence[Plan], failed: Mapping[str, SoloError], arguments: Sequence[str], advice: str
+) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    return {
+        "command": shlex.join(["lightning-solo", "plan", *arguments]),
+        "plans": [plan.as_dict() for plan in plans],
+        "not_planned": {name: str(error) for name, error in failed.items()},
+        "advice": advice,
+    }

@@ -1,0 +1,369 @@
+"""`lightning-solo plan` as a user would call it: table, JSON, picture, a module of somebody else's, Ctrl-C, typos."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_solo.cli import main
+from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
+from lightning_solo.cli.plan_line import compose, parse
+from lightning_solo.errors import SoloError
+from lightning_solo.planner.answer import Plan
+from lightning_solo.planner.ask import plan
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.report.palette import DARK, LIGHT
+from lightning_solo.report.plan_chart import parts, picture
+from lightning_solo.units import GiB
+
+ROOT = Path(__file__).parents[2]
+PROJECT = """
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Theirs(L.LightningModule):
+    def __init__(self, width=64, batch_size=8):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x).float(), y)
+
+    def train_dataloader(self):
+        print("not JSON")
+        x = torch.zeros(80, 16)
+        return DataLoader(TensorDataset(x, x[:, :1]), batch_size=self.hparams.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+THEIRS = ["model=custom", "model._target_=their_project.Theirs", "allow=[their_project]"]
+CARD = ["--device", "rtx-4090"]
+# the command in a process that says at its end which of the heavy packages it has imported
+WATCHED = """
+import sys
+from lightning_solo.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("imported:", *sorted({"torch", "lightning", "altair"} & set(sys.modules)), file=sys.stderr)
+"""
+SAMPLE = Plan(
+    preset="bf16",
+    device="rtx_4090",
+    micro_batch=16,
+    peak_bytes=10 * GiB,
+    breakdown={"weights": 4 * GiB, "gradients": 0, "activations": 5 * GiB, "workspace": GiB // 2, "rounding": GiB // 2},
+    phases={"forward": 10 * GiB, "backward": 9 * GiB},
+    needed_bytes=12 * GiB,
+    budget_bytes=16 * GiB,
+    verdict="fits",
+    host_bytes=0,
+    seconds_per_step=0.5,
+    flops=1,
+    bytes_moved=1,
+    largest_micro_batch=20,
+    assumptions=("a", "b"),
+)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def called(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *arguments])
+    printed = capsys.readouterr()
+    assert ended.value.code == code, printed.err
+    return printed.out, printed.err
+
+
+# --- the command ---
+
+
+@pytest.mark.timeout(200)
+def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path) -> None:
+    (tmp_path / "their_project.py").write_text(PROJECT)
+    asked = [
+        *THEIRS,
+        "+model.batch_size=4",
+        *CARD,
+        "--presets",
+        "bf16,checkpointing",
+        "--json",
+        "--picture",
+        "new/p.png",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, "plan", *asked],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=190,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # and nothing else: the module prints too
+    (only,) = found["plans"]
+    assert (only["preset"], only["micro_batch"], only["device"]) == ("bf16", 4, "rtx_4090")
+    # fp32: 16 * 64 + 64 + 64 + 1 = 1153 weights, AdamW's states twice that and its 4 counters of steps
+    assert only["breakdown"]["weights"] == 4 * 1153
+    assert only["breakdown"]["optimizer_states"] == 8 * 1153 + 4 * 4
+    assert found["not_planned"]["checkpointing"].startswith("no repeated blocks in Theirs")
+    assert found["command"] == shlex.join(["lightning-solo", "plan", *asked])
+    assert f"train with it: {shlex.join(['lightning-solo', 'train', *asked[:4], 'solo=bf16'])}" in found["advice"]
+    assert done.stderr.splitlines()[-1] == "imported: altair"
+    with Image.open(tmp_path / "new" / "p.png") as png:
+        assert png.width >= 1600
+        assert len(png.convert("RGB").getcolors(2**20) or []) > 3
+
+
+@pytest.mark.timeout(200)
+def test_json_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = called(capsys, *CARD, "--presets", "zero_offload,bf16", "--micro-batch", "8", "--budget", "1GiB", "--json")
+    rows = json.loads(out)["plans"]
+    of = {field.name for field in fields(Plan)}
+    read = [Plan(**{**{k: row[k] for k in of}, "assumptions": tuple(row["assumptions"])}) for row in rows]
+    module = lambda: ByteGPT(width=128, depth=4, heads=4, context=128)  # noqa: E731 - as the command line has it
+    batch = torch.zeros(16, 129, dtype=torch.uint8)
+    told = plan(module, batch, presets=["zero_offload", "bf16"], device="rtx_4090", budget="1GiB", micro_batch=8)
+    assert read == told
+    assert [row["fits"] for row in rows] == [one.fits for one in told] == [True, True]
+
+
+@pytest.mark.timeout(200)
+def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["model.depth=2", *CARD, "--presets", "bf16,fp16", "--budget", "700MiB"]
+    out, err = called(capsys, *asked)
+    lines = out.splitlines()
+    assert lines[0].startswith("rtx_4090, 700.00 MiB; batches of 16; needed: of the device with the CUDA context")
+    assert lines[2].split() == ["preset", "verdict", "peak", "needed", "host", "step", "batch", "peak", "in"]
+    assert re.fullmatch(r"bf16 +fits +\d+\.\d\d MiB +\d{3}\.00 MiB +1\.00 x +\d+ forward *", lines[3])
+    assert re.fullmatch(r"bf16 +[WGOA]+[WGOATX]*-+ *\| +\d{3}\.00 MiB", lines[6])
+    assert "  A activations  " in lines[8]
+    assert "assumed: 16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped (fp16)" in lines
+    assert out.count("of CUDA context; cuDNN's workspaces not known") == 1
+    assert lines[-1] == "train with it: lightning-solo train model.depth=2 solo=bf16"
+    assert re.match(r"bf16: fits, \d+\.\d\d MiB\nfp16: fits, ", err)
+
+
+@pytest.mark.timeout(200)
+def test_none_fits_names_the_nearest_and_a_smaller_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = called(capsys, *CARD, "data.batch_size=64", "solo=bf16", "--budget", "550MiB", code=1)
+    said = re.search(r"none fits in 550.00 MiB; the nearest, bf16, needs (\S+) MiB, (\S+) MiB more", out)
+    assert said is not None
+    assert float(said[1]) - float(said[2]) == pytest.approx(550)
+    again = re.search(r"fits with batches of (\d+); train with it: lightning-solo train (.*)", out)
+    assert again is not None
+    assert again[2] == f"data.batch_size={again[1]} solo=bf16"
+    called(capsys, *CARD, again[2].split()[0], "solo=bf16", "--budget", "550MiB")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the device is the GPU")
+@pytest.mark.timeout(200)
+def test_without_a_gpu_and_without_a_device_it_is_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = called(capsys, "--presets", "bf16,zero_offload")
+    assert out.startswith("cpu, ")
+    assert "zero_offload: not planned: strategy=zero_offload needs a CUDA device" in out
+    assert "zero_offload: could not be planned" in err
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_solo.cli", "plan", "model=byte_gpt_7b", *CARD],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 150
+    while len(started := below(process.pid)) < 2:  # the process that plans, and the one it has forked for this plan
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted"
+    while any(runs(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def below(pid: int) -> list[int]:
+    try:
+        children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(grandchild for child in children for grandchild in below(child))]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- the pictures ---
+
+
+def test_parts_are_what_is_needed() -> None:
+    found = parts(SAMPLE)
+    assert found == {
+        "weights": 4 * GiB,
+        "gradients": 0,
+        "optimizer states": 0,
+        "activations": 5 * GiB,
+        "temporaries": 0,
+        "other": 0,
+        "overhead": 3 * GiB,  # workspace and rounding, 1, and 12 needed of which 10 are torch's
+    }
+    assert sum(found.values()) == SAMPLE.needed_bytes
+
+
+def test_bars_in_signs() -> None:
+    beyond = replace(SAMPLE, preset="b", needed_bytes=32 * GiB)
+    # 16 GiB in 16 cells and one for the mark, which is the 17th, behind 16: names take 5, figures 12
+    first, second, legend, *_ = bars([SAMPLE, replace(SAMPLE, preset="b")], 17 + 5 + 12).plain.splitlines()
+    assert first == "bf16 WWWWAAAAA---    |   12.00 GiB"
+    assert second == "b    WWWWAAAAA---    |   12.00 GiB"
+    assert legend.startswith("W weights  A activations  - overhead")
+    assert legend.endswith("  | 16.00 GiB")
+    first, second, *_ = bars([SAMPLE, beyond], 33 + 5 + 12).plain.splitlines()
+    assert second == f"b    WWWWAAAAA{'-' * 7}|{'-' * 15}    32.00 GiB"
+    far = bars([replace(SAMPLE, budget_bytes=100 * GiB)], 13 + 5 + 12).plain
+    assert far.startswith("bf16 WWWWAAAAA---    12.00 GiB")
+    assert "|" not in far
+
+
+def test_the_picture_says_the_same_in_both_palettes() -> None:
+    figure = picture([SAMPLE, replace(SAMPLE, preset="b", verdict="tight")])
+    for palette in (LIGHT, DARK):
+        spec = figure.draw(palette)
+        drawn = [row for row in spec["datasets"]["data"] if row["name"] == "bf16"]
+        assert [(row["part"], row["begin"], row["end"], row["sign"]) for row in drawn] == [
+            ("W weights", 0.0, 4.0, "W"),
+            ("A activations", 4.0, 9.0, "A"),
+            ("- overhead", 9.0, 12.0, "-"),
+        ]
+        assert spec["datasets"]["mark"] == [{"end": 16.0, "label": "budget 16.00 GiB"}]
+        assert palette.marks[0] in json.dumps(spec)
+    assert "bf16 12.00 GiB, fits; b 12.00 GiB, tight" in figure.alternative
+    far = picture([replace(SAMPLE, budget_bytes=100 * GiB)])
+    assert "mark" not in far.draw(LIGHT)["datasets"]
+    assert "100.00 GiB" in far.title
+
+
+def test_assumptions_once_each_and_the_command_has_the_micro_batch() -> None:
+    other = replace(SAMPLE, preset="b", assumptions=("b", "c"))
+    assert assumptions([SAMPLE, other]) == ["assumed: a (bf16)", "assumed: b", "assumed: c (b)"]
+    checked, _, _ = compose(parse(["solo=bf16", "data.batch_size=16"]))
+    said = what_to_write([replace(SAMPLE, micro_batch=4, verdict="tight")], ["data.batch_size=16"], checked)
+    assert said.startswith("bf16 fits, 4.00 GiB are left: tight. bf16 mixed precision")
+    assert said.endswith("train with it: lightning-solo train data.batch_size=4 solo=bf16")
+
+
+# --- what is refused, and how ---
+
+BAD = {
+    "--budget=0": "--budget '0': write a number above 0 and one of B, KiB, MiB, GiB, TiB, such as 16GiB",
+    "--budget=-1": "--budget '-1': write a number",
+    "--budget=16 gigs": "--budget '16 gigs': write a number",
+    "--device=rtx-4091": "device='rtx-4091': no device of that name; did you mean 'rtx_4090'? there are",
+    "--device=rtx-4090 --budget=64GiB": "--budget 64GiB: NVIDIA GeForce RTX 4090 has 23.52 GiB",
+    "--micro-batch=0": "--micro-batch 0: must be an integer of at least 1",
+    "--micro-batch=two": "--micro-batch two: must be an integer",
+    "--presets=bf61": "--presets bf61: no preset 'bf61'; did you mean 'bf16'? there are accumulation, baseline",
+    "--presets=": "--presets : no preset ''",
+    "--presets=auto": "--presets auto: auto trains with what a plan picks",
+    "solo=bf61": "solo=bf61: no preset 'bf61'; did you mean 'bf16'?",
+    "solo=bf16 --presets=fp16": "solo=bf16 and --presets fp16: keep one",
+    "solo=bf16,fp16": "'solo=bf16,fp16' names several values; a plan is of one module: write --presets a,b",
+    "model.width=32,64": "'model.width=32,64' names several values; a plan is of one module: give one value",
+    "--picture=plan.jpg": "--picture plan.jpg: must be the name of a PNG file, such as --picture plan.png",
+    "-m": "unrecognized arguments: -m; a plan takes overrides as `lightning-solo train` does, --device, --budget",
+    "run=first": "run=first: a plan writes no run; drop it",
+    "resume=auto": "resume=auto: a plan goes on with nothing",
+    "hydra/launcher=basic": "hydra/launcher=basic: a plan runs no job",
+    "nonsense": "not of the form key=value",
+    "model.widht=3": "model.widht=3: no 'widht' in model; did you mean 'width'?",
+    "model=nope": "model=nope: no model of that name; there are byte_gpt_124m",
+    "model=custom": "model._target_",
+    "seed=1 seed=2": "seed is set twice",
+    "+trainer.callbacks=[]": "trainer.callbacks=[]: callbacks belong to the preset",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_command_lines(line: str) -> None:
+    with pytest.raises(SoloError) as refused:
+        compose(parse([line] if "gigs" in line else line.split()))
+    assert BAD[line] in str(refused.value)
+
+
+def test_a_refusal_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = called(capsys, "--budget", "16 gigs", "--json", code=2)
+    assert out == ""
+    assert err.startswith(f"lightning-solo: {BAD['--budget=16 gigs']}")
+
+
+def test_a_preset_that_refuses_an_override_leaves_the_others() -> None:
+    _, presets, refused = compose(parse(["--presets", "bf16,accumulation", "solo.accumulate_grad_batches=2"]))
+    assert list(presets) == ["bf16"]
+    assert presets["bf16"].accumulate_grad_batches == 2
+    assert "callback.accumulation_schedule sets the factor itself" in str(refused["accumulation"])
+    _, presets, refused = compose(parse(["--presets", "bf16,fp16", "+trainer.precision=bf16-mixed"]))
+    assert list(presets) == ["bf16"]
+    assert "trainer.precision='bf16-mixed' and the preset's precision='16-mixed'" in str(refused["fp16"])
+
+
+def test_a_model_that_depends_on_the_preset_is_planned_one_at_a_time() -> None:
+    depends = [*THEIRS, "+model.precision=${solo.precision}"]
+    with pytest.raises(SoloError, match=r"differ between the presets bf16 and bf16_true; plan one at a time: solo="):
+        compose(parse(["--presets", "bf16,checkpointing,bf16_true", *depends]))
+    checked, _, _ = compose(parse(["solo=bf16_true", *depends]))
+    assert checked.model["precision"] == "bf16-true"
+
+
+# --- README ---
+
+
+@pytest.mark.timeout(200)
+def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(
+        r"^\$ lightning-solo plan (.*)\n((?:.+\n|\n)*?)```", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert shown is not None
+    lines = shown[2].splitlines()
+    out, _ = called(capsys, *shown[1].split(), "--presets", "bf16")
+    printed = out.splitlines()
+    row = cells(next(line for line in printed if line.startswith("bf16 ")))
+    assert row in [cells(line) for line in lines]
+    assert printed[0] == lines[0]
+
+
+def cells(line: str) -> list[str]:
+    """Return a row without its step, which hangs on the other rows."""
+    return [text for text in re.split(r"\s{2,}", line.strip()) if not text.endswith(" x")]

@@ -1,0 +1,197 @@
+"""Any micro-batch from traces of two: to the byte what a trace of its own gives, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_solo.memory.events import EventLog
+from lightning_solo.planner.affine import Affine, affine, canonical
+from lightning_solo.planner.allocator import smallest_capacity
+from lightning_solo.planner.capture import Trace, capture
+from lightning_solo.planner.device import device
+from lightning_solo.planner.plan import Planner
+from lightning_solo.presets.compose import compose
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.units import GiB
+from tests.planner.modules import Classifier, attending, convolutional, images, sequences, vectors
+
+
+def byte_gpt(width: int = 16, depth: int = 2) -> ByteGPT:
+    return ByteGPT(width=width, depth=depth, heads=2, context=12, dropout=0.1)
+
+
+def text(size: int) -> Tensor:
+    return torch.randint(256, (size, 13), dtype=torch.uint8)
+
+
+MODULES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
+    "byte_gpt": (byte_gpt, text),
+    "attending": (attending, sequences),
+    "convolutional": (convolutional, images),
+}
+
+
+def trace(name: str, size: int, precision: str = "32-true", *, checkpointing: bool = False) -> Trace:
+    make, batch = MODULES[name]
+    callbacks = [ActivationCheckpointing(verify_recomputation=False)] if checkpointing else []
+    return capture(make, batch(size), {"precision": precision, "callbacks": callbacks})
+
+
+def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False) -> Affine:
+    low, high = (trace(name, size, precision, checkpointing=checkpointing) for size in (2, 3))
+    both = affine(2, low, 3, high)
+    assert both is not None
+    return both
+
+
+# --- equal to a trace of its own ---
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", MODULES)
+def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str, checkpointing: bool) -> None:
+    both = of_two(name, precision, checkpointing=checkpointing)
+    for size in (7, 16) if checkpointing and precision == "bf16-mixed" else (16,):
+        made, own = both.at(size), trace(name, size, precision, checkpointing=checkpointing)
+        (peak, where), (own_peak, own_where) = made.log.peak(), canonical(own.log, own.phases).peak()
+        assert peak == own_peak > 0
+        assert made.log.breakdown(where) == canonical(own.log, own.phases).breakdown(own_where)
+        assert smallest_capacity(made.log, 2**20) == smallest_capacity(canonical(own.log, own.phases), 2**20)
+        assert [name for _, _, name in made.phases] == [name for _, _, name in own.phases]
+        assert sum(cost.flops for cost in made.costs) == sum(cost.flops for cost in own.costs)
+        assert sum(cost.bytes for cost in made.costs) == sum(cost.bytes for cost in own.costs)
+
+
+def test_the_peak_itself_is_no_line() -> None:
+    both = of_two("byte_gpt")
+    first, second, large = (both.at(size).log.peak()[0] for size in (2, 3, 64))
+    assert large > 1.2 * (first + (second - first) * 62), "at first in the optimizer's step, then in backward"
+
+
+# --- nothing where there is nothing to draw a line through ---
+
+
+class Branches(Classifier):
+    """Does more in a batch of more than two."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if len(x) > 2:
+            x = x + x.exp().log()
+        return nn.functional.cross_entropy(self.network(x), y)
+
+
+def branches() -> Branches:
+    return Branches(nn.Linear(16, 5))
+
+
+def test_two_sizes_that_do_different_things_give_nothing() -> None:
+    traces = {size: capture(branches, vectors(size), {}) for size in (2, 3, 4)}
+    assert affine(2, traces[2], 3, traces[3]) is None
+    assert affine(3, traces[3], 4, traces[4]) is not None
+
+
+def test_the_plan_of_such_a_module_says_so() -> None:
+    planner = Planner(branches, vectors(9), {}, device("cpu"), GiB)
+    plan = planner.plan("baseline", compose("baseline"))
+    assert any("two micro-batches did not do the same" in said for said in plan.assumptions)
+    assert plan.largest_micro_batch is None
+    assert plan.peak_bytes == capture(branches, vectors(9), {"precision": "32-true"}, cuda=False).log.peak()[0]
+
+
+@pytest.mark.parametrize("part", ["costs", "phases", "steps", "labels", "held"])
+def test_each_part_has_to_match(part: str) -> None:
+    def made() -> Trace:
+        log = EventLog([(1, 8), (1, -8)], ["weights", "activations"], {0: 4})
+        return Trace(log, [(0, 0, "forward")], [], [0])
+
+    assert affine(2, made(), 3, made()) is not None
+    other = made()
+    if part == "costs":
+        other.costs.append(capture_cost())
+    elif part == "phases":
+        other.phases.append((1, 0, "backward"))
+    elif part == "steps":
+        other.steps.append(0)
+    elif part == "labels":
+        other.log.labels[1] = "temporaries"
+    else:
+        other.log.held[2] = 4
+        other.log.labels.append("other")
+    assert affine(2, made(), 3, other) is None
+
+
+def capture_cost() -> Any:
+    return capture(branches, vectors(2), {}).costs[0]
+
+
+# --- the order of what goes at once ---
+
+
+def test_deaths_in_a_row_are_sorted_and_births_numbered() -> None:
+    log = EventLog([(5, 8), (3, 4), (5, -8), (3, -4), (7, 2)], ["other"] * 8)
+    log.labels[5], log.labels[3], log.labels[7] = "activations", "weights", "gradients"
+    other = EventLog([(3, 8), (5, 4), (5, -4), (3, -8), (7, 2)], ["other"] * 8)
+    other.labels[3], other.labels[5], other.labels[7] = "activations", "weights", "gradients"
+    found = canonical(log, [])
+    assert found.events == [(0, 8), (1, 4), (0, -8), (1, -4), (2, 2)]
+    assert found == canonical(other, [])
+    assert found.labels == ["activations", "weights", "gradients"]
+
+
+def test_a_row_of_deaths_ends_where_a_phase_begins() -> None:
+    events = [(0, 1), (1, 2), (2, 4), (2, -4), (1, -2), (0, -1)]
+    log = EventLog(events, ["other"] * 3)
+    assert canonical(log, []).events == [*events[:3], (0, -1), (1, -2), (2, -4)]
+    within = canonical(log, [(0, 0, "forward"), (5, 0, "between")])
+    assert within.events == [*events[:3], (1, -2), (2, -4), (0, -1)]
+
+
+def test_what_lived_before_comes_first() -> None:
+    log = EventLog([(2, 8), (9, -4)], ["activations"] * 9 + ["weights"], {9: 4})
+    found = canonical(log, [])
+    assert (found.held, found.events, found.labels[0]) == ({0: 4}, [(1, 8), (0, -4)], "weights")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms())
+def test_the_order_of_deaths_in_a_row_changes_nothing(sizes: list[int], random: Any) -> None:
+    births = list(enumerate(sizes))
+    deaths = [(storage, -size) for storage, size in births]
+    random.shuffle(deaths)
+    log = EventLog([*births, *deaths], ["other"] * len(sizes))
+    found = canonical(log, [])
+    assert found.events == [*births, *sorted(deaths)]
+    assert found.peak() == log.peak()
+
+
+# --- more takes more ---
+
+one_trace_each = cache(of_two)
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(sorted(MODULES)))
+@settings(max_examples=20)
+def test_a_larger_micro_batch_takes_no_less(first: int, second: int, name: str) -> None:
+    both = one_trace_each(name)
+    less, more = (both.at(size).log.peak()[0] for size in sorted((first, second)))
+    assert less < more or first == second or less == more == both.at(1).log.peak()[0]
+
+
+@given(st.integers(4, 12), st.integers(1, 3), st.sampled_from(["width", "depth"]))
+@settings(max_examples=3)
+def test_a_wider_or_deeper_module_takes_more(half: int, depth: int, larger: str) -> None:
+    width = 2 * half
+    small = capture(partial(byte_gpt, width, depth), text(2), {})
+    large = capture(partial(byte_gpt, *((width + 2, depth) if larger == "width" else (width, depth + 1))), text(2), {})
+    assert small.log.peak()[0] < large.log.peak()[0]
+    assert all(small.log.breakdown(0)[name] <= large.log.breakdown(0)[name] for name in small.log.breakdown(0))

@@ -1,0 +1,43 @@
+"""A dozen architectures of transformers, of every kind, planned and trained; all of them: `make architectures`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def measuring() -> Any:
+    sys.path.insert(0, str(EXAMPLES))  # as for a script: it imports its neighbour
+    try:
+        spec = importlib.util.spec_from_file_location("measure_architectures", EXAMPLES / "measure_architectures.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return module
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("text/gpt2", "text/llama", "text/mamba", "text/mixtral", "text/gemma", "text/qwen2_moe"),
+        *("masked/bert", "masked/deberta-v2", "encoder_decoder/t5", "image/vit", "image/resnet", "audio/wav2vec2"),
+    ],
+)
+def test_planned_steps_hold_what_real_steps_hold(measuring: Any, architecture: str) -> None:
+    kind, name = architecture.split("/")
+    cls = dict(measuring.KINDS)[kind][name]
+    found = measuring.compare(kind, name, cls if isinstance(cls, str) else cls[0])
+    assert found["counted"], found
+    assert found["cpu"] == found["real"] > 0
+    assert found["cuda"] > 0
