@@ -77,6 +77,11 @@ def callbacks(
         PresetError, ConflictError, CapabilityError: as `trainer_kwargs`.
     """
     config = compose(preset, overrides, allow=allow)
+    if config.auto is not None:
+        raise PresetError(
+            "preset auto: chosen for a module and a batch, when the Trainer is made; write"
+            ' L.Trainer(**trainer_kwargs("auto", module=module, batch=batch))'
+        )
     check_machine(config)
     carried = {"precision": config.precision, "accumulate_grad_batches": config.accumulate_grad_batches}
     lost = [f"{name}={value!r}" for name, value in carried.items() if value is not None]

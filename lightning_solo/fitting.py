@@ -67,6 +67,8 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None
     for name in preset_files():
         try:
             config = compose(name)
+            if config.auto is not None:  # one of the others
+                continue
             check(config)
             need = model_states(config, sizes, cuda=torch.cuda.is_available())
         except (SoloError, ValueError):  # not for this machine, or a file of the user's with a mistake in it

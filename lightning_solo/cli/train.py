@@ -78,11 +78,12 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     checked = check_config(cfg)
     run_folder = RunFolder(folder)
     checkpoint = run_folder.open(cfg)
+    if checked.solo.auto is not None:
+        goes_on = checkpoint is not None and cfg.resume != "override"
+        checked = replace(checked, solo=chosen(checked, folder / AUTO_FILE, goes_on=goes_on))
     often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
     watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput", "every_n_steps": often}]
     callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
-    if checked.solo.auto is not None:
-        checked = replace(checked, solo=chosen(checked, folder / AUTO_FILE))
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
 
@@ -102,7 +103,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
-def chosen(checked: CheckedConfig, file: Path) -> SoloConfig:
+def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> SoloConfig:
     """Return what `auto` picks for the model and data; a run that goes on keeps what it had.
 
     Raises:
@@ -111,7 +112,7 @@ def chosen(checked: CheckedConfig, file: Path) -> SoloConfig:
     """
     from lightning_solo.planner.auto import candidates, choose
 
-    before = read_json(file)
+    before = read_json(file) if goes_on else None
     if before is not None:
         return candidates(checked.solo, check_machine, [before["preset"]], checked.allow)[before["preset"]]
     _, config, plan = choose(
@@ -169,10 +170,10 @@ def first_batch(checked: CheckedConfig) -> Any:
 
     with empty_parameters():
         model, data = build_parts(checked)
-    if data is not None:
-        data.prepare_data()
-        data.setup("fit")
-    return next(iter((data or model).train_dataloader()))
+    source = model if data is None else data
+    source.prepare_data()
+    source.setup("fit")
+    return next(iter(source.train_dataloader()))
 
 
 def brings_data(model: Any) -> bool:

@@ -9,13 +9,14 @@ from typing import Any
 
 import lightning as L
 
-from lightning_solo.errors import PresetError, SoloError
-from lightning_solo.planner.device import Device, parse_budget, this_device
+from lightning_solo.errors import CapabilityError, PresetError, SoloError
+from lightning_solo.planner.device import CPU, Device, parse_budget, this_device
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.fake import stripped
 from lightning_solo.planner.plan import Plan, examples, ranked
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.compose import compose
+from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
 
@@ -35,7 +36,7 @@ def plan(
     timeout_s: float = 600.0,
     tell: Callable[[str, Plan | SoloError], None] | None = None,
 ) -> Plan | list[Plan]:
-    """Return what training would take, without training: nothing is computed, and no memory of the module is needed.
+    """Return what training would take, without training: on tensors without data, which take no memory.
 
     The real ``Trainer.fit`` runs for two optimizer steps in a process of its own, on tensors without data, with the
     preset's techniques attached. The module is left as it is.
@@ -101,6 +102,11 @@ def plan_configs(
     Raises:
         PresetError, PlanError: as `plan`.
     """
+    if not configs:
+        raise PresetError("presets=[]: none to plan; name some, or write presets='all'")
+    for name, config in configs.items():
+        if config.auto is not None:
+            raise PresetError(f"preset {name}: it chooses among the others, which are planned; leave it out")
     if batch is not None and not callable(batch):
         examples(batch)
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
@@ -118,7 +124,10 @@ def plan_configs(
     )
     plans: list[Plan] = []
     errors: list[SoloError] = []
-    for name, found in WORKER.answers(request, timeout_s):
+    for name, answer in WORKER.answers(request, timeout_s):
+        found: Plan | SoloError = answer
+        if isinstance(found, Plan) and on.name == CPU and (reason := needs_cuda(configs[name])):
+            found = CapabilityError(reason)
         if tell is not None:
             tell(name, found)
         if isinstance(found, Plan):

@@ -17,6 +17,7 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
 from lightning_solo.planner.ask import plan_configs
 from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
@@ -52,20 +53,24 @@ def choose(
     """
     asked = config.auto or {}
     configs = candidates(config, check, asked.get("presets"), allow)
-    plans = plan_configs(
-        module, batch, configs, device=asked.get("device"), budget=asked.get("budget"), trainer=trainer, allow=allow
-    )
+    try:
+        plans = plan_configs(
+            module, batch, configs, device=asked.get("device"), budget=asked.get("budget"), trainer=trainer, allow=allow
+        )
+    finally:
+        WORKER.close()  # it would keep its memory while training runs
     accepted = ("fits", "tight") if asked.get("accept_tight") else ("fits",)
     chosen = next((plan for plan in plans if plan.verdict in accepted), None)
     console = console or Console()
     console.print(table(plans, chosen))
     if chosen is None:
         nearest = min(plans, key=lambda plan: plan.needed_bytes)
+        most = max(plan.largest_micro_batch or 0 for plan in plans)
         tight = next((plan for plan in plans if plan.verdict == "tight"), None)
         advice = (
             f"auto.accept_tight=true would take {tight.preset}, which leaves {format_bytes(tight.margin_bytes)}"
             if tight
-            else f"take a smaller batch, of which {nearest.largest_micro_batch} would fit, or a smaller model"
+            else "take a smaller model" + (f", or batches of {most}" if most else "")
         )
         raise BudgetError(
             f"auto: no preset fits in {format_bytes(nearest.budget_bytes)}; the nearest, {nearest.preset}, needs"
@@ -90,9 +95,17 @@ def candidates(
     names = [name for name in preset_files() if name != "auto"] if presets is None else list(presets)
     for name in names:
         own = compose(name, allow=allow)
+        if own.auto is not None:
+            raise PresetError(f"auto.presets={names}: auto chooses among other presets; drop {name}")
         if own.callback.get("accumulation_schedule") or own.accumulate_grad_batches not in (None, 1):
-            continue  # another global batch would be another training
-        made = replace(own, precision=config.precision, accumulate_grad_batches=config.accumulate_grad_batches)
+            refused[name] = "its optimizer step is of several micro-batches: another global batch, another training"
+            continue
+        made = replace(
+            own,
+            precision=config.precision,
+            accumulate_grad_batches=config.accumulate_grad_batches,
+            callback={**own.callback, **config.callback},
+        )
         same = next((other for other, there in found.items() if there == made), None)
         try:
             check(made)
@@ -104,7 +117,8 @@ def candidates(
         elif own.precision == config.precision:  # of two that are the same now, the one that is so by itself
             found[name] = found.pop(same)
     if not found:
-        raise PresetError(f"auto: none of {', '.join(names)} runs on this machine: {next(iter(refused.values()), '')}")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise PresetError(f"auto: none of {', '.join(names)} can be chosen: {reasons}")
     return found
 
 
@@ -116,7 +130,7 @@ def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
         words = name in ("preset", "verdict")
         made.add_column(name, justify="left" if words else "right", no_wrap=words)
     for plan in plans:
-        step = "" if fastest is None else f"{plan.seconds_per_example / fastest:.2f} x"
+        step = "" if not fastest else f"{plan.seconds_per_example / fastest:.2f} x"
         made.add_row(
             f"{plan.preset} *" if plan is chosen else plan.preset,
             plan.verdict,
@@ -140,7 +154,7 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     if not others:
         only = "the only one that fits" + (", if only just" if chosen.verdict == "tight" else "")
         return f"auto: {chosen.preset}, {only}; {leaves}"
-    slower = others[0].seconds_per_example / chosen.seconds_per_example - 1
+    slower = others[0].seconds_per_example / (chosen.seconds_per_example or 1.0) - 1
     before = f"by an estimated {slower:.0%} before {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from lightning_solo.errors import PlanError
+from lightning_solo.planner.parent import ended_with_its_parent
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -28,6 +29,7 @@ def beside(first: Callable[[], First], second: Callable[[], Second]) -> tuple[Fi
     if pid == 0:
         os.close(reader)
         try:
+            ended_with_its_parent()
             torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(_answer(second))

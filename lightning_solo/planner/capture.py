@@ -148,7 +148,7 @@ class _Watch(Callback):
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
-        self.batches = 0
+        self.batches = self.stepped = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.tracer.cuda:
@@ -178,8 +178,9 @@ class _Watch(Callback):
         self.tracer.enter("between")
         gc.collect(1)
         self.batches += 1
-        if trainer.global_step > len(self.tracer.steps):
-            self.tracer.steps += [len(self.tracer.costs)] * (trainer.global_step - len(self.tracer.steps))
+        if trainer.global_step > self.stepped:  # of several optimizers each takes one
+            self.stepped = trainer.global_step
+            self.tracer.steps.append(len(self.tracer.costs))
         if len(self.tracer.steps) >= STEPS or self.batches >= 64:
             trainer.should_stop = True
 

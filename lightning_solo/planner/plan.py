@@ -223,14 +223,20 @@ class Planner:
             )
 
         how = "fake tensors" if fake else "real steps on the CPU"
+        both = None
         if self._scales:
             at_low, at_high = beside(lambda: one(LOW), lambda: one(HIGH)) if fake else (one(LOW), one(HIGH))
             both = affine(LOW, at_low, HIGH, at_high)
-            if both is not None:
+            if both is not None and (self.micro_batch in (LOW, HIGH) or not fake):
                 return _Traced(at_low, both, how)
         assert self.micro_batch is not None
         trace = one(self.micro_batch)
-        trace.assumptions.append("two micro-batches did not do the same: only the one given is planned")
+        if both is not None and both.at(self.micro_batch).log.peak() == trace.log.peak():
+            return _Traced(trace, both, how)
+        if both is None:
+            trace.assumptions.append("two micro-batches did not do the same: only the one given is planned")
+        else:  # scores of each example against each, say
+            trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
         return _Traced(trace, None, how)
 
     @property
@@ -277,6 +283,8 @@ def _own_batch(make: Callable[[], Any]) -> Any:
     with empty_parameters():
         module = make()
     try:
+        module.prepare_data()
+        module.setup("fit")
         return next(iter(module.train_dataloader()))
     except Exception as error:
         raise PresetError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import pickle
 import select
@@ -13,14 +12,16 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 import cloudpickle
 
 from lightning_solo.errors import PlanError
+from lightning_solo.planner.parent import ended_with_its_parent
 
 _HEAD = struct.Struct("<Q")
 
@@ -45,27 +46,45 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._said: Any = None
+        self._lock = threading.Lock()  # one request at a time has the pipes
 
     def answers(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
         """Yield (name, plan or exception) of each preset as it is done.
 
+        A preset at which the process dies has that for its answer, and the others are asked for again.
+
         Raises:
-            PlanError: the process died or took longer; nothing else of this one is lost with it.
+            PlanError: it took longer.
         """
+        left = dict(request.presets)
+        with self._lock:
+            while left:
+                for name, found in self._some(replace(request, presets=left), timeout_s):
+                    left = {other: config for other, config in left.items() if other != name} if name else {}
+                    yield name, found
+
+    def _some(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
+        """Yield answers until all are there, or one is that the process died of."""
         payload = cloudpickle.dumps(request)
+        waiting = list(request.presets)
         process = self._running()
         deadline = time.monotonic() + timeout_s
         try:
             assert process.stdin is not None
-            left = memoryview(_HEAD.pack(len(payload)) + payload)
-            while left:
-                left = left[process.stdin.write(left) :]
+            self._said.truncate(0)
+            unsent = memoryview(_HEAD.pack(len(payload)) + payload)
+            while unsent:
+                unsent = unsent[process.stdin.write(unsent) :]
             while True:
                 kind, *rest = self._read(process, deadline, timeout_s)
                 if kind == "done":
                     return
                 if kind == "died":
-                    raise PlanError(f"the process that plans died of {_death(rest[0])}; it last said:\n{self._tail()}")
+                    said = f"the process that plans died of {_death(rest[0])}; it last said:\n{self._tail()}"
+                    yield waiting[0], PlanError(said)
+                    return
+                if rest[0] in waiting:
+                    waiting.remove(rest[0])
                 yield rest[0], rest[1]
         except BaseException:
             self.close()  # whatever it still has to say is about a request that nobody waits for
@@ -132,19 +151,15 @@ def serve() -> None:
         pid = os.fork()
         if pid == 0:
             ended_with_its_parent()
+            status = 1
             try:
                 _answer(payload, replies)
+                status = 0
             finally:
-                os._exit(0)
+                os._exit(status)
         _, status = os.waitpid(pid, 0)
         if status:
             _write(replies, ("died", status))
-
-
-def ended_with_its_parent() -> None:
-    """Let the kernel end this process when its parent ends, however that does; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _answer(payload: bytes, replies: BinaryIO) -> None:

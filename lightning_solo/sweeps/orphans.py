@@ -60,7 +60,8 @@ class Orphans:
                 detail = f"after {self.settings.timeout_s:g} s (hydra.launcher.timeout_s), begun by an earlier command"
             now = time.time()
             end = {"attempt": start["attempt"], "status": status, "detail": detail}
-            write_in_room(files.end, {**end, "seconds": now - start["started"], "ended": now})
+            with suppress(OSError):  # a full disk: its row says that how it ended isn't known
+                write_in_room(files.end, {**end, "seconds": now - start["started"], "ended": now})
 
 
 def orphan(folder: SweepFolder, number: int) -> int | None:

@@ -196,6 +196,7 @@ def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
     deadline = time.monotonic() + 150
     while len(started := below(process.pid)) < 2:  # the process that plans, and the one it has forked for this plan

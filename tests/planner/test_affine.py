@@ -195,3 +195,24 @@ def test_a_wider_or_deeper_module_takes_more(half: int, depth: int, larger: str)
     large = capture(partial(byte_gpt, *((width + 2, depth) if larger == "width" else (width, depth + 1))), text(2), {})
     assert small.log.peak()[0] < large.log.peak()[0]
     assert all(small.log.breakdown(0)[name] <= large.log.breakdown(0)[name] for name in small.log.breakdown(0))
+
+
+class Contrastive(Classifier):
+    """Scores each example against each: what it holds grows with the square of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, _ = batch
+        z = self.network(x)
+        return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone() -> None:
+    def make() -> Contrastive:
+        return Contrastive(torch.nn.Linear(16, 8))
+
+    batch = vectors(64)
+    plan = Planner(make, batch, {}, device("cpu"), GiB).plan("baseline", compose("baseline"))
+    direct = capture(make, batch, {"precision": "32-true"}, cuda=False)
+    assert plan.peak_bytes == direct.log.peak()[0] > 4 * 64 * 64 * 2
+    assert plan.largest_micro_batch is None
+    assert any("isn't linear in the batch" in text for text in plan.assumptions)

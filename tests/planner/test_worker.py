@@ -1,0 +1,303 @@
+"""The process that plans: whatever a module does in it, here it is an answer or an error, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_solo.errors import PlanError, PresetError
+from lightning_solo.planner.answer import Plan
+from lightning_solo.planner.ask import plan
+from tests.planner.modules import Classifier, dense, vectors
+
+ROOT = Path(__file__).parents[2]
+ANSWER_S = 120.0  # much more than any of these takes
+
+
+class Does(Classifier):
+    """Calls a function in its forward."""
+
+    def __init__(self, what: Callable[[], Any]) -> None:
+        super().__init__(nn.Linear(16, 5))
+        self.what = what
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.what()
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+
+def asked(module: Any, batch: Any = None, timeout_s: float = ANSWER_S) -> Plan:
+    found = plan(module, batch, preset="baseline", device="cpu", timeout_s=timeout_s)
+    assert isinstance(found, Plan)
+    return found
+
+
+def assert_works() -> None:
+    # 16 x 40 + 40 + 40 x 5 + 5
+    assert asked(dense, vectors()).breakdown["weights"] == 4 * 885
+
+
+def living(group: int) -> list[int]:
+    """Return the processes of a group, those that are over but not yet waited for left out."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def assert_gone(group: int) -> None:
+    end = time.monotonic() + 10
+    while living(group) and time.monotonic() < end:
+        threading.Event().wait(0.01)  # a killed process takes a moment
+    assert not living(group)
+
+
+def hangs(fifo: Path) -> Callable[[], Any]:
+    """Return a factory of a module that tells its group of processes, and then waits for ever."""
+
+    def what() -> None:
+        with fifo.open("w") as pipe:
+            pipe.write(f"{os.getpgrp()}\n")
+        while True:
+            signal.pause()
+
+    return lambda: Does(what)
+
+
+# --- an answer whatever it does ---
+
+
+def test_a_module_that_is_there_is_planned_and_left_as_it_is() -> None:
+    module = dense()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = asked(module, vectors())
+    assert found.breakdown["weights"] == 4 * 885
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert module._trainer is None
+
+
+def test_what_a_module_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    def what() -> None:
+        print("printed", flush=True)
+        os.write(1, b"\x00\xff" * 1000)
+        subprocess.run(["echo", "by another process"], check=True)
+
+    asked(lambda: Does(what), vectors())
+    assert "printed" not in capfd.readouterr().out
+
+
+def test_a_module_that_reads_its_standard_input_finds_nothing() -> None:
+    def what() -> None:
+        assert sys.stdin.read() == ""
+
+    asked(lambda: Does(what), vectors())
+
+
+# --- an error whatever it does ---
+
+
+def test_an_abort_is_an_error_here_and_the_next_plan_works() -> None:
+    with pytest.raises(PlanError, match=r"signal 6|status -6"):
+        asked(lambda: Does(os.abort), vectors())
+    assert_works()
+
+
+def test_an_exit_is_an_error_here_and_the_next_plan_works() -> None:
+    with pytest.raises(PlanError):
+        asked(lambda: Does(lambda: os._exit(3)), vectors())
+    assert_works()
+
+
+def test_what_it_said_last_is_in_the_error() -> None:
+    def what() -> None:
+        os.write(2, b"out of luck\n")
+        os.abort()
+
+    with pytest.raises(PlanError, match=r"out of luck|status -6"):
+        asked(lambda: Does(what), vectors())
+
+
+def test_one_that_never_ends_is_ended(tmp_path: Path) -> None:
+    assert_works()  # the process has imported all it needs
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    groups: list[int] = []
+    reader = threading.Thread(target=lambda: groups.append(int(fifo.read_text().split()[0])))
+    reader.start()
+    with pytest.raises(PlanError, match=r"no plan after 3 s; is there a loop"):
+        asked(hangs(fifo), vectors(), timeout_s=3)
+    reader.join(10)
+    assert_gone(groups[0])
+    assert_works()
+
+
+def test_an_exception_of_the_module_names_its_line() -> None:
+    def what() -> None:
+        raise ZeroDivisionError("by nothing")
+
+    with pytest.raises(PlanError, match=r"ZeroDivisionError: by nothing, at .*test_worker.py:\d+"):
+        asked(lambda: Does(what), vectors())
+
+
+def test_a_batch_of_the_wrong_shape_names_the_line() -> None:
+    with pytest.raises(PlanError, match=r"RuntimeError: .*modules.py:\d+"):
+        asked(dense, (torch.randn(4, 17), torch.randint(5, (4,))))
+
+
+def test_what_is_no_module_is_refused_before_any_process() -> None:
+    with pytest.raises(PresetError, match=r"neither a LightningModule nor a function .*write plan\(lambda"):
+        asked(3, vectors())
+
+
+# --- a batch of its own ---
+
+
+class OfItsOwn(Classifier):
+    """Has its own data."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(14, 16), torch.randint(5, (14,))), batch_size=7)
+
+
+def test_without_a_batch_it_is_the_first_of_its_own() -> None:
+    found = asked(OfItsOwn(nn.Linear(16, 5)))
+    assert found.micro_batch == 7
+    assert found.peak_bytes == asked(OfItsOwn(nn.Linear(16, 5)), vectors(7)).peak_bytes
+
+
+def test_without_any_it_says_how() -> None:
+    with pytest.raises(PresetError, match=r"batch: none given, and Classifier.train_dataloader\(\) gives none"):
+        asked(dense)
+
+
+def test_a_function_gives_the_batch() -> None:
+    assert asked(dense, lambda: vectors(6)).micro_batch == 6
+
+
+# --- from a script ---
+
+SCRIPT = """
+import sys
+import lightning as L, torch
+from lightning_solo.planner.ask import plan
+
+class Mine(L.LightningModule):
+    def __init__(self, width=24):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, width), torch.nn.Linear(width, 5)
+    def training_step(self, batch, batch_idx):
+        {body}
+        return torch.nn.functional.cross_entropy(self.second(self.first(batch[0])), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+batch = torch.randn(4, 16), torch.randint(5, (4,))
+print("once")
+for module in (Mine(), lambda: Mine(48), Mine):
+    print(plan(module, batch, preset="baseline", device="cpu").breakdown["weights"])
+
+from lightning_solo.planner.worker import WORKER
+print(WORKER._process.pid)
+"""
+CELL = "exec({script!r}, {{'__name__': '__main__'}})"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("as_cell", [False, True], ids=["script", "cell"])
+def test_from_a_script_without_a_guard_and_no_process_is_left(tmp_path: Path, as_cell: bool) -> None:
+    script = SCRIPT.format(body="pass")
+    (tmp_path / "mine.py").write_text(CELL.format(script=script) if as_cell else script)
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    # 16 x width + width + width x 5 + 5 of 4 bytes; and the script ran once
+    *said, worker = done.stdout.split()
+    assert said == ["once", *(str(4 * (22 * width + 5)) for width in (24, 48, 24))]
+    assert_gone(int(worker))
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    body = f"print(__import__('os').getpgrp(), file=open({str(fifo)!r}, 'w')); __import__('signal').pause()"
+    (tmp_path / "mine.py").write_text(SCRIPT.format(body=body))
+    process = subprocess.Popen(
+        [sys.executable, "mine.py"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
+    with fifo.open() as pipe:
+        group = int(pipe.readline())
+    assert living(group)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in said
+    assert_gone(group)
+
+
+def test_lightning_of_either_home_is_a_module() -> None:
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 5)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    assert not isinstance(Other(), L.LightningModule)
+    assert asked(Other(), vectors()).breakdown["weights"] == 4 * 85
+
+
+class DiesInWindows(Classifier):
+    """Takes the process with it where there is more than one micro-batch to a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.accumulate_grad_batches > 1:
+            os.abort()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_preset_at_which_the_process_dies_does_not_lose_the_others() -> None:
+    told: dict[str, Any] = {}
+    names = ["bf16", "accumulation", "baseline"]
+    made = DiesInWindows(nn.Linear(16, 5))
+    plans = plan(made, vectors(), presets=names, device="cpu", timeout_s=ANSWER_S, tell=told.__setitem__)
+    assert {p.preset for p in plans} == {"bf16", "baseline"}  # type: ignore[union-attr]
+    assert list(told) == names
+    assert "process" in str(told["accumulation"])
+
+
+def test_a_module_that_exits_is_answered_at_once() -> None:
+    with pytest.raises(PlanError, match="exit status 1"):
+        asked(Does(sys.exit), vectors())
