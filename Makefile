@@ -31,7 +31,7 @@ check: $(VENV)/.installed
 
 # README's ladder: $(call measure_ladder,<python>,<cpu or gpu>); a folder of its own, so that nothing measured before,
 # by other code, is kept.
-LADDER_cpu := model=byte_gpt_small data.context=256 data.max_bytes=4000000 --steps 25
+LADDER_cpu := model=byte_gpt_small data.context=128 data.max_bytes=4000000 --steps 15
 LADDER_gpu := model=byte_gpt_124m data.context=1024 data.max_bytes=4000000 --steps 25
 define measure_ladder
 rm -rf runs/readme
