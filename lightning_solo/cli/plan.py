@@ -14,11 +14,10 @@ from lightning_solo.cli.ladder_line import micro_batches
 from lightning_solo.cli.plan_display import Progress, print_plans, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import first_batch, model_of
-from lightning_solo.errors import CapabilityError, PresetError, SoloError
+from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.planner.answer import Plan, ranked
-from lightning_solo.planner.device import CPU, this_device
+from lightning_solo.planner.device import this_device
 from lightning_solo.planner.worker import WORKER, Request
-from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.report.plan_chart import write_picture
 
@@ -85,10 +84,7 @@ def planned(request: Request) -> tuple[list[Plan], dict[str, SoloError]]:
     failed: dict[str, SoloError] = {}
     progress = Progress(list(request.presets))
     with progress.shown():
-        for name, answer in WORKER.answers(request, TIMEOUT_S):
-            found: Plan | SoloError = answer
-            if isinstance(found, Plan) and found.device == CPU and (reason := needs_cuda(request.presets[name])):
-                found = CapabilityError(reason)
+        for name, found in WORKER.answers(request, TIMEOUT_S):
             progress.tell(name, found)
             if isinstance(found, Plan):
                 plans.append(found)

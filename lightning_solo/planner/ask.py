@@ -9,14 +9,13 @@ from typing import Any
 
 import lightning as L
 
-from lightning_solo.errors import CapabilityError, PresetError, SoloError
-from lightning_solo.planner.device import CPU, Device, parse_budget, this_device
+from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.planner.device import Device, parse_budget, this_device
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.fake import stripped
 from lightning_solo.planner.plan import Plan, examples, ranked
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.compose import compose
-from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
 
@@ -124,10 +123,7 @@ def plan_configs(
     )
     plans: list[Plan] = []
     errors: list[SoloError] = []
-    for name, answer in WORKER.answers(request, timeout_s):
-        found: Plan | SoloError = answer
-        if isinstance(found, Plan) and on.name == CPU and (reason := needs_cuda(configs[name])):
-            found = CapabilityError(reason)
+    for name, found in WORKER.answers(request, timeout_s):
         if tell is not None:
             tell(name, found)
         if isinstance(found, Plan):

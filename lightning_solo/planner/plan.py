@@ -93,14 +93,14 @@ class Planner:
             trace = traced.at(size)
             if arranged.zero_offload is None:
                 return trace
-            layout = layout_for(arranged.zero_offload, config.precision or "32-true", arranged.accumulation, trace)
+            layout = layout_for(arranged.zero_offload, arranged.precision, arranged.accumulation, trace)
             return with_layout(trace, layout)
 
         assert self.micro_batch is not None
         trace = at(self.micro_batch)
         peak, breakdown = self._peak(trace)
         needed = self._needed(trace)
-        seconds, flops, moved = self._cost(trace, arranged, config)
+        seconds, flops, moved = self._cost(trace, arranged)
         return Plan(
             preset=name,
             device=self.device.name,
@@ -159,7 +159,7 @@ class Planner:
 
     # --- time ---
 
-    def _cost(self, trace: Trace, arranged: Arrangement, config: SoloConfig) -> tuple[float, int, int]:
+    def _cost(self, trace: Trace, arranged: Arrangement) -> tuple[float, int, int]:
         """Return (seconds, FLOPs, bytes moved) of the second optimizer step, its micro-batches as many as there are."""
         first, last = trace.steps[-2], trace.steps[-1]
         firsts = [costs for _, costs, _ in trace.phases]
@@ -174,8 +174,8 @@ class Planner:
         if arranged.zero_offload is None:
             seconds = batches + step_seconds(in_step, self.device)
         else:
-            node, precision = arranged.zero_offload, config.precision or "32-true"
-            layout = layout_for(node, precision, arranged.accumulation, trace)
+            node = arranged.zero_offload
+            layout = layout_for(node, arranged.precision, arranged.accumulation, trace)
             moved, update = offload_seconds(layout, node, trace, self.device, arranged.accumulation)
             seconds, in_step = max(batches, moved) + update, []
         flops = round(sum(cost.flops for cost in of_batches) * windows) + sum(cost.flops for cost in in_step)
@@ -223,12 +223,10 @@ class Planner:
             )
 
         how = "fake tensors" if fake else "real steps on the CPU"
-        both = None
-        if self._scales:
-            at_low, at_high = beside(lambda: one(LOW), lambda: one(HIGH)) if fake else (one(LOW), one(HIGH))
-            both = affine(LOW, at_low, HIGH, at_high)
-            if both is not None and (self.micro_batch in (LOW, HIGH) or not fake):
-                return _Traced(at_low, both, how)
+        at_low, at_high = beside(lambda: one(LOW), lambda: one(HIGH)) if fake else (one(LOW), one(HIGH))
+        both = affine(LOW, at_low, HIGH, at_high)
+        if both is not None and (self.micro_batch in (LOW, HIGH) or not fake):
+            return _Traced(at_low, both, how)
         assert self.micro_batch is not None
         trace = one(self.micro_batch)
         if both is not None and both.at(self.micro_batch).log.peak() == trace.log.peak():
@@ -238,10 +236,6 @@ class Planner:
         else:  # scores of each example against each, say
             trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
         return _Traced(trace, None, how)
-
-    @property
-    def _scales(self) -> bool:
-        return any(t.dim() and t.shape[0] == self._examples for t in _tensors(self.batch))
 
     def _check_real_steps(self) -> None:
         floor = self._states()

@@ -20,7 +20,6 @@ HALF = (torch.float16, torch.bfloat16)
 
 # AT_FORALL_FP32: run in fp32 whatever comes in.
 IN_FP32 = (
-    *("__ilshift__", "__rpow__"),  # named for completeness there; not registered, see _overloads
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm"),
     *("nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),

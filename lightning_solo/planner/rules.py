@@ -20,12 +20,14 @@ class Arrangement:
 
     Attributes:
         arguments: of a Trainer on the CPU; made anew for each trace.
+        precision: of the real run, by Lightning's name.
         accumulation: micro-batches per optimizer step in the real run.
         zero_offload: the node of that strategy: model states are then counted by its layout, not traced.
         assumptions: where the trace differs from the run, in words.
     """
 
     arguments: Callable[[], dict[str, Any]]
+    precision: str
     accumulation: int = 1
     zero_offload: Mapping[str, Any] | None = None
     assumptions: list[str] = field(default_factory=list)
@@ -43,7 +45,8 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
         PlanError: a strategy that no rule knows.
     """
     assumptions: list[str] = []
-    precision, strategy = config.precision or str(given.get("precision", "32-true")), config.strategy
+    asked, strategy = config.precision or str(given.get("precision", "32-true")), config.strategy
+    precision = asked
     if strategy is not None and strategy.get("name") not in STRATEGIES:
         raise PlanError(f"strategy={strategy.get('name', strategy.get('_target_'))!r}: no rule says how to plan it")
     if strategy is not None:
@@ -71,7 +74,7 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
             "callbacks": callbacks,
         }
 
-    return Arrangement(arguments, accumulation, strategy, assumptions)
+    return Arrangement(arguments, asked, accumulation, strategy, assumptions)
 
 
 KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")

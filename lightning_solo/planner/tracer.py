@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.planner.policy import HALF
 from lightning_solo.planner.stand_ins import STAND_INS
 
 aten = torch.ops.aten
@@ -24,7 +25,6 @@ NORMS = (
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
 )
-HALF = (torch.float16, torch.bfloat16)
 
 
 class Cost(NamedTuple):

@@ -20,8 +20,10 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from lightning_solo.errors import PlanError
+from lightning_solo.errors import CapabilityError, PlanError
+from lightning_solo.planner.device import CPU
 from lightning_solo.planner.parent import ended_with_its_parent
+from lightning_solo.presets.conflicts import needs_cuda
 
 _HEAD = struct.Struct("<Q")
 
@@ -178,6 +180,8 @@ def _answer(payload: bytes, replies: BinaryIO) -> None:
         )
         for name, config in request.presets.items():
             try:
+                if request.device.name == CPU and (reason := needs_cuda(config)):
+                    raise CapabilityError(reason)
                 found: Any = planner.plan(name, config)
             except Exception as error:
                 found = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,11 +31,11 @@ def layout_for(node: Mapping[str, Any], precision: str, accumulation: int, trace
 def with_layout(trace: Trace, layout: ZeroLayout) -> Trace:
     """Return the trace with the engine's buffers for the model states, and without the step."""
     labels = list(trace.log.labels)
-    phase_of = _phases(trace)
+    firsts = [first for first, _, _ in trace.phases]
     dropped = {number for number, label in enumerate(labels) if label in STATES}
     events = []
     for index, (storage, change) in enumerate(trace.log.events):
-        if change > 0 and phase_of(index) == "optimizer_step":
+        if change > 0 and trace.phases[bisect_right(firsts, index) - 1][2] == "optimizer_step":
             dropped.add(storage)
         if storage not in dropped:
             events.append((index, (storage, change)))
@@ -43,7 +44,7 @@ def with_layout(trace: Trace, layout: ZeroLayout) -> Trace:
         held[len(labels)] = size
         labels.append(PARTS.get(part, "gradients"))
     kept = [index for index, _ in events]
-    phases = [(_before(kept, first), costs, name) for first, costs, name in trace.phases]
+    phases = [(bisect_left(kept, first), costs, name) for first, costs, name in trace.phases]
     log = EventLog([event for _, event in events], labels, held)
     return replace(trace, log=log, phases=phases, host_bytes=layout.host_bytes)
 
@@ -63,18 +64,3 @@ def offload_seconds(
     # on disk what else would be in host memory is read and written at each step
     swapped = UPDATE_BYTES * trained / DISK_BANDWIDTH if node.get("nvme_path") else 0.0
     return moved / device.host_bandwidth, max(UPDATE_BYTES * trained / HOST_BANDWIDTH, swapped)
-
-
-def _phases(trace: Trace) -> Any:
-    firsts = [(first, name) for first, _, name in trace.phases]
-
-    def phase_of(index: int) -> str:
-        return next((name for first, name in reversed(firsts) if first <= index), "between")
-
-    return phase_of
-
-
-def _before(kept: list[int], first: int) -> int:
-    from bisect import bisect_left
-
-    return bisect_left(kept, first)
