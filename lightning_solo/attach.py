@@ -55,11 +55,11 @@ def trainer_kwargs(
             raise PresetError(
                 'preset auto: chosen for a module and a batch; write trainer_kwargs("auto", module=module, batch=batch)'
             )
-        from lightning_solo.planner.auto import PlanCheck, choose
+        from lightning_solo.planner.auto import checks, choose
 
         check = functools.partial(check_machine, lightning=lightning)
         _, config, plan = choose(config, module, batch, check=check, trainer=trainer, allow=allow)
-        callbacks = [*callbacks, *([] if plan.device == "cpu" else [PlanCheck(plan)])]
+        callbacks = [*callbacks, *checks(plan)]
     return trainer_arguments(config, callbacks=callbacks, allow=allow, lightning=lightning)
 
 

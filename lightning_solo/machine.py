@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -129,3 +130,25 @@ def nvcc_release(cuda_home: str | None) -> tuple[int, int] | None:
     except OSError:
         return None
     return (int(found[1]), int(found[2])) if found else None
+
+
+def nvidia_driver() -> str:
+    """Return the version of the NVIDIA driver; empty where there is none, or it doesn't tell."""
+    found = re.search(r"\d+\.\d+(\.\d+)?", _text(Path("/proc/driver/nvidia/version")))
+    return found[0] if found else ""
+
+
+def processor() -> str:
+    """Return the name of the processor, such as ``AMD EPYC 7763 64-Core Processor``."""
+    found = re.search(r"^model name\s*: (.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def user_cache() -> Path | None:
+    """Return the folder in which a user's programs keep what can be made again: ``$XDG_CACHE_HOME``, or ``~/.cache``.
+
+    None for a user without a home folder, which is ordinary in containers.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
+    return folder if folder.is_absolute() else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from lightning_solo.build import check_machine
 from lightning_solo.errors import PresetError, SoloError
-from lightning_solo.machine import cxx_compiler, host_memory, ninja_executable
+from lightning_solo.machine import cxx_compiler, host_memory, ninja_executable, nvidia_driver
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
@@ -74,7 +73,7 @@ def hardware() -> dict[str, str]:
     return {
         **found,
         "gpu": f"{properties.name}, {format_bytes(properties.total_memory)}, sm_{properties.major}{properties.minor}",
-        "driver": _driver(),
+        "driver": nvidia_driver() or "unknown",
         "CUDA of torch": str(torch.version.cuda),
         "native bf16": "yes" if native else "no: use fp16",
     }
@@ -99,9 +98,3 @@ def lacks(preset: str) -> str | None:
     except SoloError as error:
         return str(error)
     return None
-
-
-def _driver() -> str:
-    version = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d+(\.\d+)?", version.read_text()) if version.is_file() else None
-    return found[0] if found else "unknown"

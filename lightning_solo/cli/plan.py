@@ -6,20 +6,24 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_solo.cli.ladder_line import micro_batches
-from lightning_solo.cli.plan_display import Progress, print_plans, what_to_write
+from lightning_solo.cli.plan_display import Progress, print_plans, print_readings, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import first_batch, model_of
 from lightning_solo.errors import PresetError, SoloError
-from lightning_solo.planner.answer import Plan, ranked
-from lightning_solo.planner.device import this_device
+from lightning_solo.machine import host_memory
+from lightning_solo.planner.answer import Plan, ranked, with_host_memory
+from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.worker import WORKER, Request
+from lightning_solo.presets.devices import budget_on
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.report.plan_chart import write_picture
+from lightning_solo.units import format_bytes
 
 TIMEOUT_S = 3600.0
 
@@ -38,17 +42,26 @@ class FoundThere:
         return self.find, ()
 
 
-def all_memory() -> int:
-    """Return the bytes of the GPU that is here, else those of the host."""
-    return this_device().memory_bytes
+def budget_here(budget: int | None) -> int:
+    """Return the budget on the device that is here, or all of its memory for None.
+
+    Raises:
+        PresetError: the device has less.
+    """
+    return budget_on(this_device(), budget, f"--budget {'' if budget is None else format_bytes(budget)}")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Plan, and print or write it; 0 if a preset fits."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
     given = parse(arguments)
+    if given.calibrate:
+        return measure(as_json=given.as_json)
+    WORKER.start()  # torch is imported there while presets are composed here
     checked, presets, refused = compose(given)
-    budget: Any = given.budget or (FoundThere(all_memory) if given.device is None else given.device.memory_bytes)
+    budget: Any = given.budget if given.device else FoundThere(partial(budget_here, given.budget))
+    here = given.device is None or given.device.name == CPU
+    host = host_memory()[1] if given.host_memory is None and here else given.host_memory
     request = Request(
         make=partial(model_of, checked),
         batch=partial(first_batch, checked),
@@ -59,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
         allow=checked.allow,
         presets=presets,
     )
-    plans, failed = planned(request)
+    plans, failed = planned(request, host)
     failed = {**refused, **failed}
     advice = what_to_write(plans, given.overrides, checked)
     if given.picture is not None and plans:
@@ -73,8 +86,28 @@ def run(arguments: Sequence[str]) -> int:
     return 0 if any(plan.fits for plan in plans) else 1
 
 
-def planned(request: Request) -> tuple[list[Plan], dict[str, SoloError]]:
+def measure(*, as_json: bool) -> int:
+    """Measure the device that is here, and say what came of it and where that is kept.
+
+    Raises:
+        CapabilityError: it can't be measured now, or the readings can't be kept.
+    """
+    from lightning_solo.planner.calibrate import calibrate
+
+    device, readings, path = calibrate()
+    if as_json:
+        print(json.dumps({"device": device.label, **asdict(readings), "file": str(path)}, indent=2))
+    else:
+        print_readings(device, readings, path)
+    return 0
+
+
+def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict[str, SoloError]]:
     """Return the plans, the one to try first in front, and why the other presets have none.
+
+    Args:
+        request: for the process that plans.
+        host_memory: bytes that the host has; None where that isn't known.
 
     Raises:
         PresetError: the configuration says it of all of them, such as a module without data.
@@ -84,7 +117,8 @@ def planned(request: Request) -> tuple[list[Plan], dict[str, SoloError]]:
     failed: dict[str, SoloError] = {}
     progress = Progress(list(request.presets))
     with progress.shown():
-        for name, found in WORKER.answers(request, TIMEOUT_S):
+        for name, answer in WORKER.answers(request, TIMEOUT_S):
+            found = with_host_memory(answer, host_memory) if isinstance(answer, Plan) else answer
             progress.tell(name, found)
             if isinstance(found, Plan):
                 plans.append(found)

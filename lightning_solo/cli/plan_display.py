@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
@@ -15,14 +16,14 @@ from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import batch_argument, with_batch
 from lightning_solo.errors import SoloError
 from lightning_solo.planner.answer import Plan
-from lightning_solo.planner.device import CPU
+from lightning_solo.planner.calibration import Readings
+from lightning_solo.planner.device import CPU, Device
+from lightning_solo.planner.table import COLOURS, table
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.report.plan_chart import CATEGORIES, OVERHEAD, length, parts
 from lightning_solo.units import format_bytes
 
-COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 INKS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_black")
-HEADINGS = ("verdict", "peak", "needed", "host", "step", "batch", "peak in")
 WIDEST = 100  # columns of a bar with its name and figure
 FIGURE = len(" 1023.99 GiB")
 BUDGET = "|"
@@ -77,7 +78,7 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
         console.print(table(plans))
         console.print()
         console.print(bars(plans, console.width))
-        for line in [*assumptions(plans), *notes]:
+        for line in [*assumptions(plans), *notes, *shortages(plans)]:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     for name, error in failed.items():
         console.print(f"{name}: not planned: {error}", soft_wrap=True, highlight=False, markup=False)
@@ -93,29 +94,6 @@ def heading(plans: Sequence[Plan]) -> str:
         f"{first.device}, {format_bytes(first.budget_bytes)}; batches of {first.micro_batch}; needed: of the device"
         f"{context}; step: per example, against {fastest}; batch: the largest that fits\n"
     )
-
-
-def table(plans: Sequence[Plan]) -> Table:
-    """Return a row per preset."""
-    times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
-    fastest = min(times)
-    # collapsed and folded, eighty columns hold it
-    made = Table(box=None, pad_edge=False, collapse_padding=True)
-    made.add_column("preset", overflow="fold")
-    for name in HEADINGS:
-        made.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", no_wrap=True)
-    for plan in plans:
-        made.add_row(
-            plan.preset,
-            Text(plan.verdict, style=COLOURS[plan.verdict]),
-            format_bytes(plan.peak_bytes),
-            format_bytes(plan.needed_bytes),
-            format_bytes(plan.host_bytes) if plan.host_bytes else "",
-            f"{plan.seconds_per_example / fastest:.2f} x" if fastest else "",
-            "?" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
-            max(plan.phases, key=lambda phase: plan.phases[phase]).replace("_", " "),
-        )
-    return made
 
 
 def bars(plans: Sequence[Plan], width: int) -> Text:
@@ -155,6 +133,11 @@ def assumptions(plans: Sequence[Plan]) -> list[str]:
     ]
 
 
+def shortages(plans: Sequence[Plan]) -> list[str]:
+    """Return a line for each preset whose verdict is due to the host's memory."""
+    return [f"{plan.preset}: {plan.verdict}: {plan.host_shortage}" for plan in plans if plan.host_shortage]
+
+
 def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: CheckedConfig) -> str:
     """Return the command that trains with the first that fits; or the nearest, and what is missing."""
     if not plans:
@@ -166,13 +149,34 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
         return f"{first.preset} fits, {left}. {describe(preset_files()[first.preset])}\ntrain with it: {again}"
     said = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
-        f" {format_bytes(first.needed_bytes)}, {format_bytes(-first.margin_bytes)} more"
+        f" {format_bytes(first.needed_bytes)}"
+        + (f", {format_bytes(-first.margin_bytes)} more" if first.margin_bytes < 0 else "")
+        + (f", and {first.host_shortage}" if first.host_shortage else "")
     )
     smaller = max(plans, key=lambda plan: plan.largest_micro_batch or 0)
     if not smaller.largest_micro_batch:
         return said
     again = command(smaller.preset, overrides, checked, smaller.largest_micro_batch)
     return f"{said}\n{smaller.preset} fits with batches of {smaller.largest_micro_batch}; train with it: {again}"
+
+
+def print_readings(device: Device, readings: Readings, path: Path) -> None:
+    """Print what was measured on a device, beside its peaks, and where it is kept."""
+    console = Console()
+    made = Table(box=None, pad_edge=False, show_header=False)
+    for kind, speed in readings.flops.items():
+        peak = device.flops[kind]
+        if speed is not None and peak is not None:
+            made.add_row(f"{kind} product", f"{speed / 1e12:.2f} TFLOP/s", f"{speed / peak:.0%} of {peak / 1e12:g}")
+    peak = device.memory_bandwidth
+    made.add_row("copy", f"{readings.bandwidth / 1e9:.1f} GB/s", f"{readings.bandwidth / peak:.0%} of {peak / 1e9:g}")
+    if device.name != CPU:
+        made.add_row("from pinned host memory", f"{readings.host_bandwidth / 1e9:.1f} GB/s")
+        made.add_row("CUDA context", format_bytes(readings.context_bytes))
+        made.add_row("workspace", format_bytes(readings.workspace_bytes))
+    console.print(f"{device.label}, measured on {readings.date}", highlight=False, markup=False)
+    console.print(made)
+    console.print(f"kept for plans for the device that is here: {path}", soft_wrap=True, highlight=False, markup=False)
 
 
 def command(preset: str, overrides: Sequence[str], checked: CheckedConfig, micro_batch: int) -> str:

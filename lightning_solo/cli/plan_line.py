@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import composed, parsed
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, SoloError, nearest
 from lightning_solo.machine import is_installed
-from lightning_solo.planner.device import Device, device
 from lightning_solo.presets.compose import refuse_twice
+from lightning_solo.presets.devices import Device, budget_on, device
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.report.charts import PIP
-from lightning_solo.units import format_bytes, parse_bytes
+from lightning_solo.units import parse_bytes
 
 OURS = {
     "run": "a plan writes no run; drop it",
@@ -40,10 +41,12 @@ class Given:
         overrides: as for `lightning-solo train`, without the preset.
         presets: their names.
         device: None for the one that is here, which only torch can tell.
-        budget: bytes; None for all that the device has.
+        budget: bytes; None for all that the device has, where that is the one that is here.
+        host_memory: bytes; None for what is available on this host, where the plan is for this machine.
         micro_batch: None for the batch of the data.
         as_json: whether standard output is for a program.
         picture: a PNG file to write.
+        calibrate: whether the device that is here is to be measured, and nothing planned.
     """
 
     overrides: tuple[str, ...]
@@ -53,6 +56,8 @@ class Given:
     micro_batch: int | None
     as_json: bool
     picture: Path | None
+    host_memory: int | None = None
+    calibrate: bool = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,8 +65,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise PresetError(
-            f"{message}; a plan takes overrides as `lightning-solo train` does, --device, --budget, --micro-batch,"
-            " --presets, --json and --picture"
+            f"{message}; a plan takes overrides as `lightning-solo train` does, --device, --budget, --host-memory,"
+            " --micro-batch, --presets, --json and --picture; --calibrate alone"
         )
 
 
@@ -76,11 +81,18 @@ def parse(arguments: Sequence[str]) -> Given:
     parser.add_argument("overrides", nargs="*", help="as for `lightning-solo train`: model=byte_gpt_7b solo=bf16")
     parser.add_argument("--device", help="a GPU that need not be here, such as rtx-4090, or cpu (the one that is here)")
     parser.add_argument("--budget", help="how much of its memory may be taken, such as 16GiB (all of it)")
+    parser.add_argument("--host-memory", help="of a machine that isn't this one, such as 64GiB (not judged)")
     parser.add_argument("--micro-batch", metavar="N", help="examples per forward (the data's batch)")
     parser.add_argument("--presets", help="some of the presets, joined by commas (all)")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on standard output")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the peak of each preset by category")
+    parser.add_argument("--calibrate", action="store_true", help="measure the device that is here, for later plans")
     found = parser.parse_intermixed_args(list(arguments))
+    if found.calibrate and (others := [text for text in arguments if text not in ("--calibrate", "--json")]):
+        raise ConflictError(
+            f"--calibrate and {shlex.join(others)}: it measures the device that is here, and plans nothing; write"
+            " lightning-solo plan --calibrate, then plan"
+        )
     preset = None
     for override in parsed(found.overrides):
         key = override.key_or_group
@@ -102,6 +114,8 @@ def parse(arguments: Sequence[str]) -> Given:
         micro_batch=_micro_batch(found.micro_batch),
         as_json=found.json,
         picture=_picture(found.picture),
+        host_memory=_size(found.host_memory, "--host-memory"),
+        calibrate=found.calibrate,
     )
 
 
@@ -125,17 +139,17 @@ def _presets(given: str | None, option: str) -> tuple[str, ...]:
 
 
 def _budget(given: str | None, on: Device | None) -> int | None:
+    budget = _size(given, "--budget")
+    return budget if on is None else budget_on(on, budget, f"--budget {given}")
+
+
+def _size(given: str | None, option: str) -> int | None:
     if given is None:
         return None
     try:
-        budget = parse_bytes(given)
+        return parse_bytes(given)
     except ValueError as error:
-        raise PresetError(f"--budget {error}") from None
-    if on is not None and budget > on.memory_bytes:
-        raise PresetError(
-            f"--budget {given}: {on.label} has {format_bytes(on.memory_bytes)}; write less, or drop it for all of that"
-        )
-    return budget
+        raise PresetError(f"{option} {error}") from None
 
 
 def _micro_batch(given: str | None) -> int | None:

@@ -78,12 +78,15 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     checked = check_config(cfg)
     run_folder = RunFolder(folder)
     checkpoint = run_folder.open(cfg)
+    plan_checks: list[Any] = []
     if checked.solo.auto is not None:
         goes_on = checkpoint is not None and cfg.resume != "override"
-        checked = replace(checked, solo=chosen(checked, folder / AUTO_FILE, goes_on=goes_on))
+        solo, plan_checks = chosen(checked, folder / AUTO_FILE, goes_on=goes_on)
+        checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
     watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput", "every_n_steps": often}]
-    callbacks = [*(make("callback", node) for node in watch), *checkpoint_callbacks(cfg, checked, run_folder)]
+    callbacks = [*(make("callback", node) for node in watch), *plan_checks]
+    callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
 
@@ -103,18 +106,20 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
-def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> SoloConfig:
-    """Return what `auto` picks for the model and data; a run that goes on keeps what it had.
+def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> tuple[SoloConfig, list[Any]]:
+    """Return what `auto` picks for the model and data, and what checks its plan; a run that goes on keeps what it had.
 
     Raises:
         BudgetError: no preset fits.
         PlanError: the model can't be planned.
     """
-    from lightning_solo.planner.auto import candidates, choose
+    from lightning_solo.planner.answer import Plan
+    from lightning_solo.planner.auto import candidates, checks, choose
 
     before = read_json(file) if goes_on else None
     if before is not None:
-        return candidates(checked.solo, check_machine, [before["preset"]], checked.allow)[before["preset"]]
+        plan = Plan.from_dict(before)
+        return candidates(checked.solo, check_machine, [plan.preset], checked.allow)[plan.preset], checks(plan)
     _, config, plan = choose(
         checked.solo,
         partial(model_of, checked),
@@ -124,7 +129,7 @@ def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> SoloConfig:
         allow=checked.allow,
     )
     write_json(file, plan.as_dict())
-    return config
+    return config, checks(plan)
 
 
 def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:

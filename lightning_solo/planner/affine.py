@@ -39,6 +39,10 @@ class Affine:
         log = EventLog(events, low.log.labels, held)
         return Trace(log, low.phases, costs, low.steps, low.assumptions, host, low.sizes)
 
+    def gives(self, size: int, trace: Trace) -> bool:
+        """Tell whether the trace of a third micro-batch holds, event by event, what lies on the line of the two."""
+        return self.at(size).log == canonical(trace.log, trace.phases)
+
 
 def affine(low: int, at_low: Trace, high: int, at_high: Trace) -> Affine | None:
     """Return what gives every micro-batch, or ``None`` where the two sizes did not do the same in the same order."""

@@ -10,12 +10,15 @@ from typing import Any
 import lightning as L
 
 from lightning_solo.errors import PresetError, SoloError
-from lightning_solo.planner.device import Device, parse_budget, this_device
+from lightning_solo.machine import host_memory as memory_here
+from lightning_solo.planner.answer import with_host_memory
+from lightning_solo.planner.device import CPU, Device, this_device
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.fake import stripped
 from lightning_solo.planner.plan import Plan, examples, ranked
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.compose import compose
+from lightning_solo.presets.devices import budget_on, parse_budget
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
 
@@ -29,6 +32,7 @@ def plan(
     overrides: Sequence[str] = (),
     device: str | Device | None = None,
     budget: str | int | None = None,
+    host_memory: str | int | None = None,
     micro_batch: int | None = None,
     trainer: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
@@ -50,6 +54,8 @@ def plan(
         device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
             the GPU that is here, else the CPU.
         budget: of the device's memory that may be taken: ``"16GiB"``, or bytes; by default all of it.
+        host_memory: that the host has for what is kept there, likewise; by default what is available on this one,
+            where the plan is for the device that is here, or for the CPU: else it isn't judged.
         micro_batch: examples per forward; by default as many as in ``batch``.
         trainer: your own arguments of the Trainer: ``{"gradient_clip_val": 1.0}``.
         allow: prefixes of ``_target_`` that you trust.
@@ -57,7 +63,8 @@ def plan(
         tell: called with the name and the plan, or the error, of each preset as it is done.
 
     Raises:
-        PresetError: an unknown preset or device, a budget that is none, a batch without tensors, no module.
+        PresetError: an unknown preset or device, a budget that is none or more than the device has, a batch without
+            tensors, no module.
         PlanError: the module can't be planned; of several presets, none can.
     """
     if isinstance(preset, str):
@@ -74,6 +81,7 @@ def plan(
         configs,
         device=device,
         budget=budget,
+        host_memory=parse_budget(host_memory, "host_memory"),
         micro_batch=micro_batch,
         trainer=trainer,
         allow=allow,
@@ -90,6 +98,7 @@ def plan_configs(
     *,
     device: str | Device | None = None,
     budget: str | int | None = None,
+    host_memory: int | None = None,
     micro_batch: int | None = None,
     trainer: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
@@ -111,19 +120,22 @@ def plan_configs(
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise PresetError(f"micro_batch={micro_batch!r}: write a whole number of at least 1")
     on = this_device() if device is None else device if isinstance(device, Device) else device_of(device)
+    if host_memory is None and (device is None or on.name == CPU):
+        host_memory = memory_here()[1]
     request = Request(
         make=_factory(module),
         batch=batch,
         trainer=dict(trainer or {}),
         device=on,
-        budget=parse_budget(budget) or on.memory_bytes,
+        budget=budget_on(on, parse_budget(budget), f"budget={budget!r}"),
         micro_batch=micro_batch,
         allow=tuple(allow),
         presets=configs,
     )
     plans: list[Plan] = []
     errors: list[SoloError] = []
-    for name, found in WORKER.answers(request, timeout_s):
+    for name, answer in WORKER.answers(request, timeout_s):
+        found = with_host_memory(answer, host_memory) if isinstance(answer, Plan) else answer
         if tell is not None:
             tell(name, found)
         if isinstance(found, Plan):

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from rich.console import Console
-from rich.table import Table
 
+from lightning_solo.callbacks.memory_logger import MemoryLogger
 from lightning_solo.errors import BudgetError, PresetError, SoloError
+from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
 from lightning_solo.planner.ask import plan_configs
+from lightning_solo.planner.device import CPU
 from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -24,6 +27,7 @@ from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # between plan and reading, from which on it is said
+STEPS = 2  # that are compared: the states of an optimizer are there from the second on
 
 
 def choose(
@@ -55,7 +59,14 @@ def choose(
     configs = candidates(config, check, asked.get("presets"), allow)
     try:
         plans = plan_configs(
-            module, batch, configs, device=asked.get("device"), budget=asked.get("budget"), trainer=trainer, allow=allow
+            module,
+            batch,
+            configs,
+            device=asked.get("device"),
+            budget=asked.get("budget"),
+            host_memory=host_memory()[1],  # of this machine, on which the run is about to begin
+            trainer=trainer,
+            allow=allow,
         )
     finally:
         WORKER.close()  # it would keep its memory while training runs
@@ -64,22 +75,29 @@ def choose(
     console = console or Console()
     console.print(table(plans, chosen))
     if chosen is None:
-        nearest = min(plans, key=lambda plan: plan.needed_bytes)
-        most = max(plan.largest_micro_batch or 0 for plan in plans)
-        tight = next((plan for plan in plans if plan.verdict == "tight"), None)
-        advice = (
-            f"auto.accept_tight=true would take {tight.preset}, which leaves {format_bytes(tight.margin_bytes)}"
-            if tight
-            else "take a smaller model" + (f", or batches of {most}" if most else "")
-        )
-        raise BudgetError(
-            f"auto: no preset fits in {format_bytes(nearest.budget_bytes)}; the nearest, {nearest.preset}, needs"
-            f" {format_bytes(nearest.needed_bytes)}; {advice}",
-            nearest.needed_bytes,
-            nearest.budget_bytes,
-        )
+        raise none_fits(plans)
     console.print(why(chosen, plans), soft_wrap=True, highlight=False)
     return chosen.preset, configs[chosen.preset], chosen
+
+
+def none_fits(plans: Sequence[Plan]) -> BudgetError:
+    """Return the error that names the nearest of plans of which none is accepted, and what to write instead."""
+    nearest = min(plans, key=lambda plan: (plan.missing_bytes, plan.needed_bytes))
+    most = max(plan.largest_micro_batch or 0 for plan in plans)
+    tight = next((plan for plan in plans if plan.verdict == "tight"), None)
+    advice = "take a smaller model" + (f", or batches of {most}" if most else "")
+    if tight is not None:
+        takes = f", and takes {tight.host_shortage}" if tight.host_shortage else ""
+        advice = (
+            f"auto.accept_tight=true would take {tight.preset}, which leaves {format_bytes(tight.margin_bytes)}{takes}"
+        )
+    on_host = nearest.margin_bytes >= 0 and nearest.host_shortage != ""
+    return BudgetError(
+        f"auto: no preset fits in {format_bytes(nearest.budget_bytes)}; the nearest, {nearest.preset}, needs"
+        f" {' and '.join(filter(None, (format_bytes(nearest.needed_bytes), nearest.host_shortage)))}; {advice}",
+        nearest.host_needed_bytes if on_host else nearest.needed_bytes,
+        nearest.host_memory_bytes or 0 if on_host else nearest.budget_bytes,
+    )
 
 
 def candidates(
@@ -122,28 +140,6 @@ def candidates(
     return found
 
 
-def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
-    """Return what was considered, the one to try first in front."""
-    fastest = min((plan.seconds_per_example for plan in plans if plan.fits), default=None)
-    made = Table(box=None, pad_edge=False, title_justify="left", title_style="")
-    for name in ("preset", "verdict", "peak", "needs", "of", "host", "step", "largest batch"):
-        words = name in ("preset", "verdict")
-        made.add_column(name, justify="left" if words else "right", no_wrap=words)
-    for plan in plans:
-        step = "" if not fastest else f"{plan.seconds_per_example / fastest:.2f} x"
-        made.add_row(
-            f"{plan.preset} *" if plan is chosen else plan.preset,
-            plan.verdict,
-            format_bytes(plan.peak_bytes),
-            format_bytes(plan.needed_bytes),
-            format_bytes(plan.budget_bytes),
-            format_bytes(plan.host_bytes) if plan.host_bytes else "",
-            step,
-            "" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
-        )
-    return made
-
-
 def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     """Return why this one was chosen, in a sentence.
 
@@ -160,7 +156,10 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
 
 
 class PlanCheck(Callback):
-    """Compares the plan with what the first two optimizer steps took on the GPU; resets its peak counter before them.
+    """Compares the plan with what the first two optimizer steps of a fit took on the GPU, by its peak counter.
+
+    The counter is reset when training starts. Nothing is compared where there is none (a CPU), nor beside a
+    `MemoryLogger` with ``per_phase``, which resets it several times a step.
 
     Args:
         plan: of the preset that runs.
@@ -168,23 +167,38 @@ class PlanCheck(Callback):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._done = False
+        self._first: int | None = None  # global_step at the start, which is not 0 in a run that goes on
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count the peak from here."""
-        self._done = trainer.strategy.root_device.type != "cuda"
-        if not self._done:
-            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        """Count the peak and the steps from here."""
+        self._first = None
+        device = trainer.strategy.root_device
+        if read(device).peak_allocated is not None and not any(map(_resets_the_peak, trainer.callbacks)):
+            self._first = trainer.global_step
+            torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compare, once."""
-        if self._done or trainer.global_step < 2:
+        if self._first is None or trainer.global_step < self._first + STEPS:
             return
-        self._done = True
+        self._first = None
+        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
         peak = read(trainer.strategy.root_device).peak_allocated or 0
-        states = Ledger(pl_module, trainer.optimizers).live()
-        if message := difference(self.plan, peak, states):
+        if message := difference(self.plan, peak, Ledger(pl_module, optimizers).live()):
             warnings.warn(message, stacklevel=2)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Count no longer."""
+        self._first = None
+
+
+def checks(plan: Plan) -> list[Callback]:
+    """Return the callbacks that check a plan: none for a plan of a CPU, where there is no counter to compare with."""
+    return [] if plan.device == CPU else [PlanCheck(plan)]
+
+
+def _resets_the_peak(callback: Any) -> bool:
+    return isinstance(callback, MemoryLogger) and callback.per_phase
 
 
 def difference(plan: Plan, peak: int, states: Mapping[str, int]) -> str | None:

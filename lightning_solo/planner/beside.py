@@ -1,56 +1,73 @@
-"""Two functions at the same time, the second in a fork: tracing is Python, which runs on one core."""
+"""Functions at the same time, all but the first in forks: tracing is Python, which runs on one core."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from lightning_solo.errors import PlanError
 from lightning_solo.planner.parent import ended_with_its_parent
 
-First = TypeVar("First")
-Second = TypeVar("Second")
+Result = TypeVar("Result")
 
 
-def beside(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-    """Return the results of both.
+def beside(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:
+    """Return the results of all, in order; no process is left.
 
     Raises:
-        Exception: that of either, the first one's first.
-        PlanError: the second's process died, or raised what can't be sent.
+        Exception: that of one of them, the first one's first.
+        PlanError: a process of the others died, or raised what can't be sent.
     """
+    with ExitStack() as forks:
+        running = [forks.enter_context(_fork(function)) for function in others]
+        return [first(), *(wait() for wait in running)]
+
+
+@contextmanager
+def _fork(function: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Run a function in a fork, and give what waits for its result; at the end the fork is over."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        try:
-            ended_with_its_parent()
-            torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
-            with os.fdopen(writer, "wb") as pipe:
-                pipe.write(_answer(second))
-        finally:
-            os._exit(0)
+        _answer_and_exit(function, writer)
     os.close(writer)
-    try:
-        with os.fdopen(reader, "rb") as pipe:
-            here = first()
-            answer = pipe.read()
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        raise
-    finally:
+    status: int | None = None
+
+    def wait() -> Any:
+        nonlocal status
+        answer = pipe.read()
         _, status = os.waitpid(pid, 0)
-    if not answer:
-        raise PlanError(f"a process that traces ended with status {os.waitstatus_to_exitcode(status)}")
-    worked, there = pickle.loads(answer)
-    if not worked:
-        raise there
-    return here, there
+        if not answer:
+            raise PlanError(f"a process that traces ended with status {os.waitstatus_to_exitcode(status)}")
+        worked, result = pickle.loads(answer)
+        if not worked:
+            raise result
+        return result
+
+    with os.fdopen(reader, "rb") as pipe:
+        try:
+            yield wait
+        finally:
+            if status is None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _answer_and_exit(function: Callable[[], object], writer: int) -> NoReturn:
+    try:
+        ended_with_its_parent()
+        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(_answer(function))
+    finally:
+        os._exit(0)
 
 
 def _answer(function: Callable[[], object]) -> bytes:

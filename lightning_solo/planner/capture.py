@@ -15,25 +15,30 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from lightning_solo.errors import PlanError
 from lightning_solo.fitting import Sizes, sizes_of
 from lightning_solo.memory.events import EventLog
+from lightning_solo.planner.batches import mapped
 from lightning_solo.planner.fake import (
     CopiedByClone,
-    empty_parameters,
+    built_without_data,
     fake_mode,
     known_numbers,
     replaced_by_apply,
     taken_for_real,
-    to_fake,
     to_random,
     with_numbers,
 )
-from lightning_solo.planner.policy import choose_foreach, cuda_policy
+from lightning_solo.planner.policy import (
+    CudaByHand,
+    choose_foreach,
+    cpu_policy,
+    cuda_policy,
+    fill_history,
+    leave_uncompiled,
+)
 from lightning_solo.planner.stand_ins import arrays_of_zeros
 from lightning_solo.planner.tracer import Cost, Tracer
 
@@ -83,29 +88,32 @@ def capture(
         attention: as `cuda_policy`.
 
     Raises:
-        PlanError: the module makes no optimizer step, or one without gradients.
+        PlanError: the module makes no optimizer step, or one without gradients; an index of the batch is out of range;
+            an LSTM on a CPU without data.
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         mode = fake_mode() if fake else None
+        by_hand = stack.enter_context(CudaByHand(allowed=cuda))
         if mode is None:
             module = make()
             to_random(module)
         else:
-            with empty_parameters():
-                module = make()
-            to_fake(module, mode)
+            module = built_without_data(make, mode)
         tracer = Tracer(module, fake=fake, cuda=cuda)
-        if fake and any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
-            tracer.assume("recurrent layers are planned step by step: their fused kernels keep other buffers")
+        if fake:
+            _look_for_recurrent_layers(module, tracer)
         stack.enter_context(known_numbers())
         stack.enter_context(taken_for_real())
         loader = Loader(batch, mode)
         watch = _Watch(tracer)
-        trainer = _home(module).Trainer(**_trainer_arguments(arguments, watch))
+        home = _home(module)
+        trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
         if cuda:
             stack.enter_context(cuda_policy(attention))
             _copy_batches(trainer, tracer)
+        elif fake:
+            stack.enter_context(cpu_policy())
         if mode is not None:
             stack.enter_context(replaced_by_apply())
             stack.enter_context(arrays_of_zeros(tracer.assume))
@@ -114,6 +122,8 @@ def capture(
         stack.enter_context(_collected_at_steps())
         stack.enter_context(tracer)
         trainer.fit(module, loader)
+        if by_hand.used:
+            tracer.assume("what the module puts on a CUDA device by hand is put on the one that is planned for")
         if len(tracer.steps) < STEPS:
             raise PlanError(f"{type(module).__name__} made no optimizer step in {watch.batches} batches")
         if "gradients" not in tracer.log.labels:  # a step without any would be planned as one that needs nothing
@@ -129,11 +139,24 @@ def capture(
         )
 
 
+def _look_for_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
+    """Note that fused kernels of recurrent layers are not known, or refuse.
+
+    Raises:
+        PlanError: an LSTM on a CPU, where oneDNN's keeps buffers that only a run tells; the others run step by step.
+    """
+    layers = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
+    if layers and tracer.cuda:
+        tracer.assume("recurrent layers are planned step by step: cuDNN's fused kernels keep other buffers")
+    elif any(isinstance(layer, torch.nn.LSTM) and not layer.proj_size for layer in layers):
+        raise PlanError("what an LSTM's kernel keeps on a CPU is known from real steps only")
+
+
 class Loader:
     """Gives the same batch again and again; not a list, which Lightning takes for several loaders."""
 
     def __init__(self, batch: Any, mode: FakeTensorMode | None) -> None:
-        self.batch = batch if mode is None else tree_map_only(Tensor, partial(with_numbers, mode), batch)
+        self.batch = batch if mode is None else mapped(batch, partial(with_numbers, mode))
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -151,10 +174,13 @@ class _Watch(Callback):
         self.batches = self.stepped = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self.tracer.cuda:
-            for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers:
+            leave_uncompiled(optimizer)
+            if self.tracer.cuda:
                 choose_foreach(optimizer)
-        gc.collect()
+            if fill_history(optimizer):
+                self.tracer.assume("LBFGS remembers as many directions as it ever will")
+        gc.collect(1)
         self.tracer.start(trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -187,7 +213,8 @@ class _Watch(Callback):
 
 def _home(module: Any) -> Any:
     """Return the package whose Trainer takes a module: its classes are not those of the other one."""
-    return L if isinstance(module, L.LightningModule) else importlib.import_module("pytorch_lightning")
+    here = isinstance(module, L.LightningModule)
+    return importlib.import_module("lightning.pytorch" if here else "pytorch_lightning")
 
 
 def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[str, Any]:
@@ -200,7 +227,6 @@ def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[st
         "max_steps": 1000,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
-        "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -214,7 +240,7 @@ def _copy_batches(trainer: L.Trainer, tracer: Tracer) -> None:
     move = strategy.batch_to_device
 
     def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return tree_map_only(Tensor, torch.clone, move(batch, *args, **kwargs))
+        return mapped(move(batch, *args, **kwargs), torch.clone)
 
     strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
 
@@ -223,13 +249,11 @@ def _copy_batches(trainer: L.Trainer, tracer: Tracer) -> None:
 def _collected_at_steps() -> Iterator[None]:
     """Collect cycles at the end of each micro-batch, and nowhere else: when Python does it depends on all else."""
     enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()  # what was there before is not looked at each time
+    gc.collect()  # what is left is old: the generations that are collected from here on are without it
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         if enabled:
             gc.enable()
 

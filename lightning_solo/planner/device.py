@@ -1,39 +1,17 @@
-"""The devices that can be planned for without having them: memory, speeds, and what CUDA takes for itself.
-
-The figures are in ``conf/library/solo/device/<name>.yaml``, each with where it comes from; a user's own devices, or
-better figures for one of ours, are found in ``./conf/solo/device/<name>.yaml``.
-"""
+"""The device that is here, by torch and by what was measured on it; and what a plan takes for granted of a device."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from lightning_solo.planner.calibration import calibrated, kept
+from lightning_solo.presets.devices import CPU as CPU
+from lightning_solo.presets.devices import Device as Device
+from lightning_solo.presets.devices import device as device
+from lightning_solo.presets.devices import devices as devices
+from lightning_solo.presets.devices import file_name, find
+from lightning_solo.units import format_bytes
 
-from lightning_solo.errors import PresetError, nearest
-from lightning_solo.machine import host_memory
-from lightning_solo.presets.files import conf_folder, user_conf_folder
-from lightning_solo.units import MiB, parse_bytes
-
-CPU = "cpu"
-KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
-EXAMPLES: dict[str, object] = {  # every field of a file, and what one looks like
-    "label": "NVIDIA GeForce RTX 4090",
-    "memory_bytes": 25253904384,
-    "memory_bandwidth": 1.008e12,
-    "host_bandwidth": 2.5e10,
-    "flops": "{bf16: 165.2e12, fp16: 165.2e12, tf32: 82.6e12, fp32: 82.6e12, fp64: 1.29e12}",
-    "context_bytes": 503316480,
-    "workspace_bytes": 8519680,
-    "source": "https://www.nvidia.com/...",
-}
 CAPABILITIES = {  # of our own files; what a device that isn't in the table resembles
     "t4": (7, 5),
     "a100_40gb": (8, 0),
@@ -47,60 +25,10 @@ CAPABILITIES = {  # of our own files; what a device that isn't in the table rese
     "h200": (9, 0),
     "rtx_5090": (12, 0),
 }
-MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words without which a name is still understood
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a plan asks of a device.
-
-    Attributes:
-        name: of its file, ``cpu``, or made of the label where there is no file.
-        label: as ``torch.cuda.get_device_name`` has it.
-        memory_bytes: as ``torch.cuda.get_device_properties(0).total_memory`` has it, less than what is printed on it.
-        memory_bandwidth: bytes per second, at most.
-        host_bandwidth: bytes per second to the host or from it, as they can be had.
-        flops: floating-point operations per second, at most and dense, of bf16, fp16, tf32, fp32 and fp64; None where
-            the device has no such arithmetic.
-        context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
-        workspace_bytes: cuBLAS' workspace, inside it.
-        source: where the figures are from.
-    """
-
-    name: str
-    label: str
-    memory_bytes: int
-    memory_bandwidth: float
-    host_bandwidth: float
-    flops: Mapping[str, float | None]
-    context_bytes: int
-    workspace_bytes: int
-    source: str
-
-
-def devices() -> list[str]:
-    """Return the names of the devices that can be planned for; `cpu` is this machine's."""
-    return [*_files(), *([] if CPU in _files() else [CPU])]
-
-
-def device(name: str) -> Device:
-    """Return a device by the name of its file or by that of the GPU: ``rtx-4090``, ``NVIDIA GeForce RTX 4090``.
-
-    Raises:
-        PresetError: there is none of that name; or its file can't be read, or lacks a field.
-    """
-    if isinstance(name, str) and (found := _find(name)) is not None:
-        return found
-    there, meant = devices(), _file_name(str(name))
-    close = nearest(meant, [it for it in there if it.startswith(meant)] or there)  # of an a100, not the h100
-    raise PresetError(
-        f"device={name!r}: no device of that name{close}there are {', '.join(there)}. "
-        f"For another one write conf/solo/device/<name>.yaml with {', '.join(EXAMPLES)}"
-    )
 
 
 def this_device() -> Device:
-    """Return the CUDA device here with its measured memory, or ``cpu`` where there is none.
+    """Return the CUDA device here with its memory by the driver, or ``cpu`` where there is none; as calibrated.
 
     One that is not in the table has the speeds of the nearest that is: of the highest compute capability that isn't
     above its own, the one closest in memory; ``source`` says so.
@@ -108,87 +36,28 @@ def this_device() -> Device:
     Raises:
         PresetError: a file of a device can't be read, or lacks a field.
     """
+    on = _by_the_table()
+    measured = kept(on)
+    return on if measured is None else calibrated(on, measured)
+
+
+def _by_the_table() -> Device:
     import torch
 
     if not torch.cuda.is_available():
         return device(CPU)
     here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if (found := _find(here.name)) is not None:
+    if (found := find(here.name)) is not None:
         return replace(found, memory_bytes=here.total_memory)
     near = _nearest_by_capability((here.major, here.minor), here.total_memory)
     return replace(
         near,
-        name=_file_name(here.name),
+        name=file_name(here.name),
         label=here.name,
         memory_bytes=here.total_memory,
         source=f"not in the table: memory from the driver, everything else as of {near.label}, the nearest to compute "
-        f"capability {here.major}.{here.minor}; conf/solo/device/{_file_name(here.name)}.yaml would be used instead",
+        f"capability {here.major}.{here.minor}; conf/solo/device/{file_name(here.name)}.yaml would be used instead",
     )
-
-
-def parse_budget(given: str | int | float | None) -> int | None:
-    """Return the bytes that a budget stands for; None stands for none.
-
-    >>> parse_budget("16GiB"), parse_budget(17179869184), parse_budget(None)
-    (17179869184, 17179869184, None)
-
-    Raises:
-        PresetError: it is no size such as ``16GiB``, nor a number of bytes of at least 1 MiB.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str):
-        try:
-            return parse_bytes(given)
-        except ValueError as error:
-            raise PresetError(f"budget={error}") from error
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < MiB:
-        raise PresetError(
-            f"budget={given!r}: must be a size with its unit, such as '16GiB', or a number of bytes such as 17179869184"
-        )
-    return int(given)
-
-
-def _files() -> dict[str, Path]:
-    """Return the file of every device by name; a user's own goes first."""
-    folders = [conf_folder() / "library" / "solo" / "device", (user_conf_folder() or Path()) / "solo" / "device"]
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
-def _words(name: str) -> list[str]:
-    return [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in MAKERS]
-
-
-def _file_name(name: str) -> str:
-    """Return the name that a file for this device would have.
-
-    >>> _file_name("NVIDIA GeForce RTX 4090"), _file_name("rtx-4090")
-    ('rtx_4090', 'rtx_4090')
-    """
-    return "_".join(_words(name))
-
-
-def _key(name: str) -> str:
-    return "".join(_words(name))
-
-
-def _find(name: str) -> Device | None:
-    files, key = _files(), _key(name)
-    if not key:
-        return None
-    for stem, path in files.items():
-        if _key(stem) == key:
-            return _read(stem, path)
-    if key == CPU:
-        return _cpu()
-    return next((found for found in (_read(*file) for file in files.items()) if _key(found.label) == key), None)
-
-
-def _cpu() -> Device:
-    """Return this machine's CPU; the speeds are guesses at a few cores of a desktop, alike for every precision."""
-    flops = {"bf16": 4e11, "fp16": 4e11, "tf32": None, "fp32": 4e11, "fp64": 2e11}
-    source = "memory of this host; the speeds are guesses, good for the order of presets only"
-    return Device(CPU, "CPU", host_memory()[0], 4e10, 4e10, flops, 0, 0, source)
 
 
 def _nearest_by_capability(capability: tuple[int, int], memory_bytes: int) -> Device:
@@ -198,71 +67,21 @@ def _nearest_by_capability(capability: tuple[int, int], memory_bytes: int) -> De
     return min(alike, key=lambda it: abs(it.memory_bytes - memory_bytes))
 
 
-def _read(name: str, path: Path) -> Device:
-    """Return a file's device, each field checked."""
-    where = f"device {name!r}: {path}"
-    try:
-        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise PresetError(f"{where} can't be read: {error}") from error
-    if not isinstance(given, dict) or not given:
-        raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(EXAMPLES)}")
-    _check_names(given, tuple(EXAMPLES), where, "a device has")
-    flops = given["flops"]
-    if not isinstance(flops, dict):
-        raise PresetError(f"{where}: flops={flops!r}: must be a mapping such as {EXAMPLES['flops']}")
-    _check_names(flops, KINDS, where, "flops are those of", "flops.")
-    return Device(
-        name=name,
-        label=_text(given, "label", where),
-        memory_bytes=_bytes(given, "memory_bytes", where, least=1),
-        memory_bandwidth=_speed(given, "memory_bandwidth", where),
-        host_bandwidth=_speed(given, "host_bandwidth", where),
-        flops={
-            kind: None if flops[kind] is None and kind != "fp32" else _speed(flops, kind, where, "flops.")
-            for kind in KINDS
-        },
-        context_bytes=_bytes(given, "context_bytes", where),
-        workspace_bytes=_bytes(given, "workspace_bytes", where),
-        source=_text(given, "source", where),
-    )
+def assumed(on: Device, precision: str) -> list[str]:
+    """Return what a plan takes for granted of a device, in words.
 
-
-def _check_names(given: Mapping[Any, Any], fields: tuple[str, ...], where: str, what: str, prefix: str = "") -> None:
-    for field, value in given.items():
-        if field not in fields:
-            raise PresetError(
-                f"{where}: {prefix}{field}={value!r}: no such field{nearest(str(field), fields)}"
-                f"{what} {', '.join(fields)}"
-            )
-    for field in fields:
-        if field not in given:
-            example = EXAMPLES.get(field, "null, or a number such as 82.6e12")
-            raise PresetError(f"{where}: no {prefix}{field}; write {field}: {example}")
-
-
-def _text(given: Mapping[Any, Any], field: str, where: str) -> str:
-    value = given[field]
-    if not isinstance(value, str) or not value.strip():
-        raise PresetError(f"{where}: {field}={value!r}: must be a text such as {EXAMPLES[field]}")
-    return value
-
-
-def _bytes(given: Mapping[Any, Any], field: str, where: str, least: int = 0) -> int:
-    value = given[field]
-    if type(value) is not int or value < least:
-        raise PresetError(
-            f"{where}: {field}={value!r}: must be an integer of at least {least}, in bytes, such as {EXAMPLES[field]}"
+    Args:
+        on: the device.
+        precision: of the run, by Lightning's name.
+    """
+    said = ["on a CPU kernels' own buffers and the allocator's gaps are not counted"]
+    if on.name != CPU:
+        said = [f"{format_bytes(on.context_bytes)} of CUDA context; cuDNN's workspaces not known"]
+    if on.calibrated is not None:
+        constants = "speeds" if on.name == CPU else "speeds, CUDA context and workspace"
+        said.append(f"{constants} of this {on.label}, calibrated on {on.calibrated}")
+    if precision.startswith("bf16") and on.flops["bf16"] is None:
+        said.append(
+            f"{on.label} has no bf16 arithmetic: emulated, slow, and a run is refused there; fp16 it has (preset fp16)"
         )
-    return value
-
-
-def _speed(given: Mapping[Any, Any], field: str, where: str, prefix: str = "") -> float:
-    value = given[field]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        example = EXAMPLES.get(field, "82.6e12")
-        unit = "operations" if prefix else "bytes"
-        raise PresetError(
-            f"{where}: {prefix}{field}={value!r}: must be a number above 0, in {unit} per second, such as {example}"
-        )
-    return float(value)
+    return said

@@ -12,13 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which no operator computes; one without a rule for fake tensors fails instead of running."""
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    mode.fake_tensor_converter = _Converter(copy_data=False, export=False)
+    return mode
+
+
+class _Converter(FakeTensorConverter):
+    """Lets real tensors that meet fake ones keep their numbers: a table that a module has as an attribute, say."""
+
+    def from_real_tensor(
+        self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, *args: Any, **kwargs: Any
+    ) -> FakeTensor:
+        few = type(t) is Tensor and not t.requires_grad and t.device.type == "cpu" and t.numel() <= KNOWN
+        return super().from_real_tensor(fake_mode, t, make_constant or few, *args, **kwargs)
 
 
 KNOWN = 2**20
@@ -69,7 +82,7 @@ def empty_parameters() -> Iterator[None]:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and not isinstance(param, UninitializedParameter):
             there = made.get(id(param))
             if there is None or there[0]() is not param:  # ids are used again: compare the object too
                 there = made[id(param)] = weakref.ref(param), on_meta(param)
@@ -109,14 +122,33 @@ def stripped(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def built_without_data(make: Callable[[], Any], mode: FakeTensorMode) -> Any:
+    """Return a module of fake parameters.
+
+    A constructor that computes with its weights, such as one that learns a width from a forward, can't do so on the
+    meta device, but on fake tensors; one that reads numbers of them can on neither.
+    """
+    try:
+        with empty_parameters():
+            module = make()
+    except Exception as error:
+        try:
+            with mode:
+                module = make()
+        except Exception:
+            raise error from None
+    to_fake(module, mode)
+    return module
+
+
 def to_fake(module: nn.Module, mode: FakeTensorMode) -> None:
     """Turn parameters and buffers into fake tensors on the CPU, in place."""
 
     def fake(tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    refill(module, fake)
+    with mode:
+        refill(module, fake)
 
 
 def to_random(module: nn.Module) -> None:

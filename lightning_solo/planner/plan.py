@@ -8,23 +8,24 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-from lightning_solo.errors import PlanError, PresetError, SoloError
+from lightning_solo.errors import PlanError, SoloError
 from lightning_solo.fitting import TRUE_PRECISIONS
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.affine import Affine, affine
 from lightning_solo.planner.allocator import peak_allocated, smallest_capacity, survives
+from lightning_solo.planner.answer import TIGHT, verdict_of
 from lightning_solo.planner.answer import Plan as Plan
 from lightning_solo.planner.answer import ranked as ranked
+from lightning_solo.planner.batches import examples as examples
+from lightning_solo.planner.batches import first_batch
+from lightning_solo.planner.batches import sized as sized
 from lightning_solo.planner.beside import beside
 from lightning_solo.planner.capture import Trace, capture
-from lightning_solo.planner.device import Device
+from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.fake import empty_parameters
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.seconds import step_seconds
@@ -33,8 +34,8 @@ from lightning_solo.planner.zero_offload import layout_for, offload_seconds, wit
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.units import format_bytes
 
-LOW, HIGH = 2, 3  # micro-batches that are traced; 1 has special cases in torch
-TIGHT = 0.05  # of the need: libraries that take memory unseen (cuDNN, sorting), and the context, are estimates
+SMALL = (2, 3, 4)  # micro-batches that are traced beside the given one; 1 has special cases in torch
+UNLIKE = "two micro-batches did not do the same: only the one given is planned"
 MOST = 2**20  # micro-batch beyond which none is looked for
 
 
@@ -62,7 +63,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         if self.batch is None:
-            self.batch = _own_batch(self.make)
+            self.batch = first_batch(self.make)
         elif callable(self.batch):
             self.batch = self.batch()
         self._examples = examples(self.batch)
@@ -81,13 +82,11 @@ class Planner:
         """
         arranged = arrange(config, self.trainer, self.allow)
         traced = self._trace(arranged)
-        assumptions = [*traced.trace.assumptions, *arranged.assumptions]
-        if self._cuda:
-            assumptions.append(
-                f"{format_bytes(self.device.context_bytes)} of CUDA context; cuDNN's workspaces not known"
-            )
-        else:
-            assumptions.append("on a CPU kernels' own buffers and the allocator's gaps are not counted")
+        assumptions = [
+            *traced.trace.assumptions,
+            *arranged.assumptions,
+            *assumed(self.device, arranged.precision),
+        ]
 
         def at(size: int) -> Trace:
             trace = traced.at(size)
@@ -110,7 +109,7 @@ class Planner:
             phases=_phase_peaks(trace),
             needed_bytes=needed,
             budget_bytes=self.budget,
-            verdict=_verdict(needed, self.budget),
+            verdict=verdict_of(needed, self.budget),
             host_bytes=trace.host_bytes,
             seconds_per_step=seconds,
             flops=flops,
@@ -201,7 +200,7 @@ class Planner:
             try:
                 if not fake:
                     self._check_real_steps()
-                traced = self._both(arranged, fake=fake, attention=attention)
+                traced = self._sizes(arranged, fake=fake, attention=attention)
             except Exception as error:
                 first = first or error
                 continue
@@ -211,7 +210,9 @@ class Planner:
         assert first is not None
         raise PlanError(f"{_reason(first)}; {self._floor(arranged)}") from first
 
-    def _both(self, arranged: Arrangement, *, fake: bool, attention: str) -> _Traced:
+    def _sizes(self, arranged: Arrangement, *, fake: bool, attention: str) -> _Traced:
+        """Trace the given micro-batch and small ones, and draw a line through two of them where one can be drawn."""
+
         def one(size: int) -> Trace:
             return capture(
                 self.make,
@@ -222,20 +223,8 @@ class Planner:
                 attention=attention,
             )
 
-        how = "fake tensors" if fake else "real steps on the CPU"
-        at_low, at_high = beside(lambda: one(LOW), lambda: one(HIGH)) if fake else (one(LOW), one(HIGH))
-        both = affine(LOW, at_low, HIGH, at_high)
-        if both is not None and (self.micro_batch in (LOW, HIGH) or not fake):
-            return _Traced(at_low, both, how)
         assert self.micro_batch is not None
-        trace = one(self.micro_batch)
-        if both is not None and both.at(self.micro_batch).log.peak() == trace.log.peak():
-            return _Traced(trace, both, how)
-        if both is None:
-            trace.assumptions.append("two micro-batches did not do the same: only the one given is planned")
-        else:  # scores of each example against each, say
-            trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
-        return _Traced(trace, None, how)
+        return (_without_data if fake else _by_real_steps)(one, self.micro_batch)
 
     def _check_real_steps(self) -> None:
         floor = self._states()
@@ -243,7 +232,10 @@ class Planner:
             raise PlanError(f"real steps on the CPU need {format_bytes(2 * floor)} of host memory and more")
 
     def _states(self) -> int:
-        with empty_parameters():
+        try:
+            with empty_parameters():
+                module = self.make()
+        except Exception:  # a constructor that computes with its weights
             module = self.make()
         # fp32 weight 4 + gradient 4 + two states of AdamW 8
         return sum(16 * p.numel() if p.requires_grad else 4 * p.numel() for p in module.parameters())
@@ -260,62 +252,42 @@ class Planner:
 
 @dataclass
 class _Traced:
+    size: int
     trace: Trace
     affine: Affine | None
     how: str
 
     def at(self, size: int) -> Trace:
-        return self.trace if self.affine is None else self.affine.at(size)
+        return self.trace if self.affine is None or size == self.size else self.affine.at(size)
 
 
-def _own_batch(make: Callable[[], Any]) -> Any:
-    """Return the first batch of a module's own ``train_dataloader``.
-
-    Raises:
-        PresetError: it has none.
-    """
-    with empty_parameters():
-        module = make()
-    try:
-        module.prepare_data()
-        module.setup("fit")
-        return next(iter(module.train_dataloader()))
-    except Exception as error:
-        raise PresetError(
-            f"batch: none given, and {type(module).__name__}.train_dataloader() gives none"
-            f" ({type(error).__name__}: {error}); write plan(module, batch), such as"
-            " batch=next(iter(datamodule.train_dataloader()))"
-        ) from error
+def _without_data(one: Callable[[int], Trace], given: int) -> _Traced:
+    """Return the trace of the given micro-batch, and the line through two sizes if it meets a third."""
+    small = [size for size in SMALL if size != given]
+    sizes = [given, *small[:2]] if given > 1 else [given, *small]  # what is special about 1 is on no line
+    traces = dict(zip(sizes, beside(*(partial(one, size) for size in sizes)), strict=True))
+    first, second, third = sizes[-3:]
+    low, high = sorted((first, second))
+    line = affine(low, traces[low], high, traces[high])
+    trace = traces[given]
+    if line is None:
+        trace.assumptions.append(UNLIKE)
+    elif not line.gives(third, traces[third]):  # scores of each example against each, say
+        trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
+        line = None
+    return _Traced(given, trace, line, "fake tensors")
 
 
-def examples(batch: Any) -> int:
-    """Return how many examples a batch has: the length that most of its tensors begin with.
-
-    Raises:
-        PresetError: there is no tensor in it.
-    """
-    lengths = [int(t.shape[0]) for t in _tensors(batch) if t.dim()]
-    if not lengths:
-        raise PresetError(
-            f"batch={type(batch).__name__}: no tensor with a first dimension in it; give one micro-batch as"
-            " training_step takes it, such as next(iter(dataloader))"
-        )
-    return max(set(lengths), key=lengths.count)
-
-
-def sized(batch: Any, examples: int, size: int) -> Any:
-    """Return the batch with another number of examples: the same ones again and again."""
-
-    def resize(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != examples:
-            return tensor
-        return tensor[torch.arange(size) % examples]
-
-    return tree_map_only(Tensor, resize, batch)
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+def _by_real_steps(one: Callable[[int], Trace], given: int) -> _Traced:
+    """Return the line through two small micro-batches, as real steps take time and memory; else the given one."""
+    low, high, _ = SMALL
+    trace = one(low)
+    line = affine(low, trace, high, one(high))
+    if line is not None:
+        return _Traced(low, trace, line, "real steps on the CPU")
+    trace = one(given)
+    trace.assumptions.append(UNLIKE)
+    return _Traced(given, trace, None, "real steps on the CPU")
 
 
 def _phase_peaks(trace: Trace) -> dict[str, int]:
@@ -324,12 +296,6 @@ def _phase_peaks(trace: Trace) -> dict[str, int]:
     for (first, _, name), last in zip(trace.phases, ends, strict=True):
         peaks[name] = max(peaks[name], trace.log.peak(first, last)[0])
     return peaks
-
-
-def _verdict(needed: int, budget: int) -> str:
-    if needed > budget:
-        return "does not fit"
-    return "tight" if needed * (1 + TIGHT) > budget else "fits"
 
 
 def _reason(error: BaseException) -> str:

@@ -5,15 +5,21 @@ Lists after ``ATen/autocast_mode.h`` of torch 2.13; kernels after ``transformers
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+
+from lightning_solo.optim.adamw_update import CHUNK
+from lightning_solo.optim.compact_adamw import CompactAdamW
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -58,11 +64,104 @@ def cuda_policy(attention: str = "fused") -> Iterator[None]:
         else:
             library.impl("scaled_dot_product_attention", math_attention, "AutogradCPU", allow_override=True)
         library.impl("dropout", dropout, "AutogradCPU", allow_override=True)
-        for name in ("_fused_sgd_", "_fused_adagrad_"):  # they change in place, and have no rule for fake tensors
-            library.impl(name, lambda *args, **kwargs: None, "Meta", allow_override=True)
+        _let_fused_optimizers_be(library)
+        with _autocast_by_hand(), _capturable(), _chunks_of_cuda():
+            yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def cpu_policy() -> Iterator[None]:
+    """Run fake tensors by the CPU's rules: where torch has none, it is told them for the time being."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        _let_fused_optimizers_be(library)
         yield
     finally:
         library._destroy()
+
+
+def _let_fused_optimizers_be(library: Any) -> None:
+    for name in ("_fused_sgd_", "_fused_adagrad_"):  # they change in place, and have no rule for fake tensors
+        library.impl(name, lambda *args, **kwargs: None, "Meta", allow_override=True)
+
+
+@contextmanager
+def _autocast_by_hand() -> Iterator[None]:
+    """Let ``torch.autocast("cuda")`` in a module cast on the CPU: without CUDA torch would switch it off."""
+    original = torch.autocast.__init__
+
+    def init(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(context, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _capturable() -> Iterator[None]:
+    """Let optimizers be ``capturable`` on the CPU, which they refuse because it can't replay a graph."""
+    name = "_get_capturable_supported_devices"
+    found = [module for key, module in sys.modules.items() if key.startswith("torch.optim.") and hasattr(module, name)]
+    originals = [getattr(module, name) for module in found]
+    for module, original in zip(found, originals, strict=True):
+        setattr(module, name, partial(_with_cpu, original))
+    try:
+        yield
+    finally:
+        for module, original in zip(found, originals, strict=True):
+            setattr(module, name, original)
+
+
+def _with_cpu(original: Callable[..., list[str]], *args: Any, **kwargs: Any) -> list[str]:
+    return [*original(*args, **kwargs), "cpu"]
+
+
+class CudaByHand(TorchFunctionMode):
+    """Puts on the CPU what a module puts on a CUDA device by hand: to a trace both are one.
+
+    Args:
+        allowed: whether there is such a device; not for a plan for the CPU.
+
+    Attributes:
+        used: whether anything was put there.
+
+    Raises:
+        RuntimeError: it isn't allowed; not an error of ours, so that the module's line is named.
+    """
+
+    def __init__(self, *, allowed: bool) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.used = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            self._use()
+            return args[0]
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            self._use()
+            kwargs = {**kwargs, "device": "cpu"}
+        elif func is Tensor.to and any(map(_is_cuda, args)):
+            self._use()
+            args = tuple("cpu" if _is_cuda(given) else given for given in args)
+        return func(*args, **kwargs)
+
+    def _use(self) -> None:
+        if not self.allowed:
+            raise RuntimeError("a tensor is put on a CUDA device by hand, and the plan is for the CPU")
+        self.used = True
+
+
+def _is_cuda(device: Any) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
 
 
 def _overloads(names: tuple[str, ...]) -> Iterator[Any]:
@@ -170,9 +269,52 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
     return out
 
 
+@contextmanager
+def _chunks_of_cuda() -> Iterator[None]:
+    """Let compact states be unpacked in pieces as large as on a GPU."""
+    own = CHUNK["cpu"]
+    CHUNK["cpu"] = CHUNK["cuda"]
+    try:
+        yield
+    finally:
+        CHUNK["cpu"] = own
+
+
+def leave_uncompiled(optimizer: Optimizer) -> None:
+    """Let a step be run operator by operator, where torch.compile would be called from within it."""
+    if isinstance(optimizer, CompactAdamW):
+        optimizer.fused = False
+
+
 def choose_foreach(optimizer: Optimizer) -> None:
     """Let an optimizer update its parameters all at once, as it would on CUDA where nobody chose."""
     for group in optimizer.param_groups:
         other = group.get("fused") or group.get("differentiable")
         if "foreach" in group and group["foreach"] is None and not other:
             group["foreach"] = True
+
+
+def fill_history(optimizer: Optimizer) -> bool:
+    """Let LBFGS remember as many directions as it will after some steps; return whether it is that optimizer.
+
+    How many it has after a step depends on the loss; on tensors without data it would never have one.
+    """
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    group = optimizer.param_groups[0]
+    flat = [torch.cat([p.detach().flatten() for p in group["params"]]) for _ in range(2 * group["history_size"] + 2)]
+    size = group["history_size"]
+    one = flat[0].new_ones(())
+    optimizer.state[group["params"][0]].update(
+        func_evals=1,
+        n_iter=1,
+        d=flat[-1],
+        prev_flat_grad=flat[-2],
+        t=group["lr"],
+        old_dirs=flat[:size],
+        old_stps=flat[size:-2],
+        ro=[one.clone() for _ in range(size)],
+        H_diag=one,
+        prev_loss=1.0,
+    )
+    return True

@@ -67,14 +67,21 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
 
     def arguments() -> dict[str, Any]:
         callbacks = [make("callback", node, allow=allow, option=f"callback.{key}") for key, node in nodes]
+        attached = {}
+        if strategy is not None and strategy["name"] != "zero_offload":
+            attached["strategy"] = make("strategy", strategy, allow=allow)
         return {
             **{key: value for key, value in given.items() if key in KEPT},
+            **attached,
             "precision": precision,
             "accumulate_grad_batches": min(accumulation, WINDOW),
             "callbacks": callbacks,
         }
 
-    return Arrangement(arguments, asked, accumulation, strategy, assumptions)
+    by_layout = strategy if strategy is not None and strategy["name"] == "zero_offload" else None
+    if strategy is not None and by_layout is None:
+        assumptions.append("the optimizer's compiled step is planned with the buffers of the one that isn't compiled")
+    return Arrangement(arguments, asked, accumulation, by_layout, assumptions)
 
 
 KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
@@ -113,5 +120,9 @@ def _by_layout(precision: str) -> str:
     return {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(precision, precision)
 
 
-STRATEGIES: dict[str, Callable[[str], str]] = {"zero_offload": _by_layout}
+def _as_given(precision: str) -> str:
+    return precision
+
+
+STRATEGIES: dict[str, Callable[[str], str]] = {"compact": _as_given, "zero_offload": _by_layout}
 """Name of a strategy -> the precision in which forward and backward are traced."""

@@ -64,15 +64,29 @@ def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minl
     """As many bins as asked for, or as there are elements."""
     if not minlength:
         assume("bincount has as many bins as there are elements")
-    dtype = torch.int64 if weights is None else torch.float64
+    dtype = torch.int64
+    if weights is not None:  # summed up in fp32 or fp64
+        dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
     return tensor.new_zeros(minlength or tensor.numel(), dtype=dtype)
 
 
-def unique(assume: Assume, tensor: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def unique(
+    assume: Assume, tensor: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """All elements differ."""
     assume("unique finds no element twice")
-    indices = tensor.new_zeros(tensor.shape, dtype=torch.int64)
-    return tensor.new_empty(tensor.numel()), indices, indices.new_zeros(tensor.numel())
+    inverse = tensor.new_zeros(tensor.shape if return_inverse else 0, dtype=torch.int64)
+    counts = tensor.new_zeros(tensor.numel() if return_counts else 0, dtype=torch.int64)
+    return tensor.new_empty(tensor.numel()), inverse, counts
+
+
+def unique_consecutive(
+    assume: Assume, tensor: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """All neighbours differ."""
+    if dim is not None:
+        return unique_dim(assume, tensor, dim)
+    return unique(assume, tensor, True, return_inverse, return_counts)
 
 
 def unique_dim(assume: Assume, tensor: Tensor, dim: int, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,18 +142,14 @@ def ctc_loss_backward(assume: Assume, grad: Tensor, log_probs: Tensor, *rest: An
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: item,
-    aten.item.default: item,
-    aten.is_nonzero.default: item,
     aten.nonzero.default: nonzero,
     aten.masked_select.default: masked_select,
     aten.index.Tensor: index,
     aten.index_put_.default: index_put,
-    aten._index_put_impl_.default: index_put,
     aten.bincount.default: bincount,
     aten._unique2.default: unique,
-    aten._unique.default: unique,
     aten.unique_dim.default: unique_dim,
-    aten.unique_consecutive.default: unique,
+    aten.unique_consecutive.default: unique_consecutive,
     aten.equal.default: equal,
     aten.repeat_interleave.Tensor: repeat_interleave,
     aten._grouped_mm.default: grouped_mm,

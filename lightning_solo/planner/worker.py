@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -49,6 +50,11 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._said: Any = None
         self._lock = threading.Lock()  # one request at a time has the pipes
+
+    def start(self) -> None:
+        """Let the process begin to import what it needs, before there is a request; it ends with this one."""
+        with self._lock:
+            self._running()
 
     def answers(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
         """Yield (name, plan or exception) of each preset as it is done.
@@ -143,10 +149,13 @@ def serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a module prints is not an answer
     ended_with_its_parent()
+    gc.disable()  # of what imports make nothing is garbage, and looking for it takes a third of their time
     import torch
 
     import lightning_solo.planner.plan  # noqa: F401 - torch and Lightning, once
 
+    gc.freeze()  # nor is it looked at later
+    gc.enable()
     torch.set_num_threads(1)  # OpenMP's threads would not be there after a fork
 
     while (payload := _frame(requests)) is not None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
 
 from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.devices import budget_on, device, parse_budget
 from lightning_solo.presets.registry import refuse_foreign_targets, target_of
 from lightning_solo.presets.signature import check_arguments, parameters
-from lightning_solo.units import parse_bytes
 
 PRECISIONS = {
     "32-true": "32-true",
@@ -115,11 +115,9 @@ def _auto(given: object) -> dict[str, Any] | None:
         if not isinstance(value, AUTO[name]) or (isinstance(value, bool) and name != "accept_tight"):
             write = {"device": "rtx-4090", "budget": "16GiB", "accept_tight": "true", "presets": "[bf16,checkpointing]"}
             raise PresetError(f"auto.{name}={value!r}: write auto.{name}={write[name]}")
-    if isinstance(given.get("budget"), str):
-        try:
-            parse_bytes(given["budget"])
-        except ValueError as error:
-            raise PresetError(f"auto.budget={error}") from None
+    budget = parse_budget(given.get("budget"), "auto.budget")
+    if given.get("device") is not None:
+        budget_on(device(given["device"], "auto.device"), budget, f"auto.budget={given.get('budget')}")
     return {str(name): value for name, value in given.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sysconfig
 import zlib
 from functools import cache
@@ -24,8 +25,11 @@ def library_files() -> list[tuple[str, Path]]:
         FileNotFoundError: This Python comes without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    relative = [path.relative_to(root) for path in root.rglob("*.py")]
-    files = sorted((path.as_posix(), root / path) for path in relative if LEFT_OUT.isdisjoint(path.parts))
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]  # not walked either: most files are there
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = sorted((path.relative_to(root).as_posix(), path) for path in found)
     if not files:
         raise FileNotFoundError(f"no *.py in {root}: this Python has no sources of its standard library to learn from")
     return files

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import user_cache
 
 
 def cache_folder() -> Path:
@@ -57,9 +58,8 @@ def _places() -> tuple[Path, tuple[str, ...]]:
     """Return the folder that the user or the system gives, and what is ours below it."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given).absolute(), (_key(),)
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache"
-    if not root.is_absolute():  # no HOME, and no entry in the password file: ordinary in containers
+    root = user_cache()
+    if root is None:
         raise CapabilityError(
             "this user has no home folder to keep DeepSpeed's extensions in; write"
             " TORCH_EXTENSIONS_DIR=<a folder of yours> before the command"

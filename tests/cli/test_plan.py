@@ -21,8 +21,11 @@ from lightning_solo.cli import main
 from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.errors import SoloError
-from lightning_solo.planner.answer import Plan
+from lightning_solo.planner import calibrate
+from lightning_solo.planner.answer import HOST_NOT_JUDGED, Plan
 from lightning_solo.planner.ask import plan
+from lightning_solo.planner.calibration import Readings, calibrated
+from lightning_solo.planner.device import device
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture
@@ -227,6 +230,45 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.timeout(200)
+def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*CARD, "solo=zero_offload", "model.depth=2"]
+    out, _ = called(capsys, *asked, "--host-memory", "1MiB", code=1)
+    assert re.search(r"^zero_offload +does not fit ", out, re.MULTILINE)
+    said = r"(\S+ MiB on the host, which has 1\.00 MiB)"
+    assert re.search(rf"^zero_offload: does not fit: {said}$", out, re.MULTILINE)
+    assert re.search(rf"^none fits in 23\.52 GiB; the nearest, zero_offload, needs \S+ MiB, and {said}$", out, re.M)
+    out, _ = called(capsys, *asked)
+    assert f"assumed: {HOST_NOT_JUDGED}" in out.splitlines()
+    assert re.search(r"^zero_offload +fits ", out, re.MULTILINE)
+
+
+@pytest.mark.timeout(200)
+def test_a_budget_above_the_memory_of_the_device_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = called(capsys, "solo=baseline", "--budget", "1024TiB", code=2)
+    assert re.search(r"--budget 1048576\.00 GiB: .* has \d.*; write less, or drop it for all of that", err)
+
+
+def test_calibrating_says_what_was_read_and_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = Readings("2026-11-22", {"fp16": 3.25e13, "bf16": None}, 1.6e11, 5e9, 200 * 2**20, 16 * 2**20)
+    monkeypatch.setattr(calibrate, "calibrate", lambda: (calibrated(device("t4"), readings), readings, Path("it.json")))
+    out, _ = called(capsys, "--calibrate")
+    assert [" ".join(line.split()) for line in out.splitlines()] == [
+        "Tesla T4, measured on 2026-11-22",
+        "fp16 product 32.50 TFLOP/s 50% of 65",
+        "copy 160.0 GB/s 50% of 320",
+        "from pinned host memory 5.0 GB/s",
+        "CUDA context 200.00 MiB",
+        "workspace 16.00 MiB",
+        "kept for plans for the device that is here: it.json",
+    ]
+    out, _ = called(capsys, "--calibrate", "--json")
+    told = json.loads(out)
+    assert (told["device"], told["file"], told["context_bytes"]) == ("Tesla T4", "it.json", 200 * 2**20)
+
+
 # --- the pictures ---
 
 
@@ -299,6 +341,8 @@ BAD = {
     "--presets=bf61": "--presets bf61: no preset 'bf61'; did you mean 'bf16'? there are accumulation, baseline",
     "--presets=": "--presets : no preset ''",
     "--presets=auto": "--presets auto: auto trains with what a plan picks",
+    "--host-memory=64": "--host-memory '64': write a number above 0",
+    "--calibrate --device=t4 solo=bf16": "--calibrate and --device=t4 solo=bf16: it measures the device that is here",
     "solo=bf61": "solo=bf61: no preset 'bf61'; did you mean 'bf16'?",
     "solo=bf16 --presets=fp16": "solo=bf16 and --presets fp16: keep one",
     "solo=bf16,fp16": "'solo=bf16,fp16' names several values; a plan is of one module: write --presets a,b",

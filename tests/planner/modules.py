@@ -31,15 +31,15 @@ class Classifier(L.LightningModule):
 
 
 class Recurrent(nn.Module):
-    """An LSTM's last state, classified."""
+    """The last state of an LSTM or a GRU, classified."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(16, 24, num_layers=2, batch_first=True)
+        self.layers = kind(16, 24, num_layers=2, batch_first=True)
         self.head = nn.Linear(24, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+        return self.head(self.layers(x)[0][:, -1])
 
 
 class WithMetrics(Classifier):
@@ -107,6 +107,10 @@ def recurrent() -> Classifier:
     return Classifier(Recurrent())
 
 
+def gated() -> Classifier:
+    return Classifier(Recurrent(nn.GRU))
+
+
 class Encoder(nn.Module):
     """Two layers of torch's own transformer, pooled."""
 
@@ -156,6 +160,7 @@ MODULES: dict[str, tuple[Callable[[], L.LightningModule], Callable[..., Any]]] =
     "dense": (dense, vectors),
     "convolutional": (convolutional, images),
     "recurrent": (recurrent, sequences),
+    "gated": (gated, sequences),
     "attending": (attending, sequences),
     "tied": (tied, vectors),
     "with_metrics": (with_metrics, vectors),

@@ -21,7 +21,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
-from lightning_solo.units import GiB
+from lightning_solo.units import GiB, MiB
 from tests.planner.modules import Classifier, attending, convolutional, images, sequences, vectors
 
 
@@ -40,14 +40,14 @@ MODULES: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
 }
 
 
-def trace(name: str, size: int, precision: str = "32-true", *, checkpointing: bool = False) -> Trace:
+def trace(name: str, size: int, precision: str = "32-true", *, checkpointing: bool = False, cuda: bool = True) -> Trace:
     make, batch = MODULES[name]
     callbacks = [ActivationCheckpointing(verify_recomputation=False)] if checkpointing else []
-    return capture(make, batch(size), {"precision": precision, "callbacks": callbacks})
+    return capture(make, batch(size), {"precision": precision, "callbacks": callbacks}, cuda=cuda)
 
 
-def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False) -> Affine:
-    low, high = (trace(name, size, precision, checkpointing=checkpointing) for size in (2, 3))
+def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False, cuda: bool = True) -> Affine:
+    low, high = (trace(name, size, precision, checkpointing=checkpointing, cuda=cuda) for size in (2, 3))
     both = affine(2, low, 3, high)
     assert both is not None
     return both
@@ -206,13 +206,44 @@ class Contrastive(Classifier):
         return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
 
 
-def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone() -> None:
-    def make() -> Contrastive:
-        return Contrastive(torch.nn.Linear(16, 8))
+def contrastive() -> Contrastive:
+    return Contrastive(torch.nn.Linear(16, 8))
 
-    batch = vectors(64)
-    plan = Planner(make, batch, {}, device("cpu"), GiB).plan("baseline", compose("baseline"))
-    direct = capture(make, batch, {"precision": "32-true"}, cuda=False)
-    assert plan.peak_bytes == direct.log.peak()[0] > 4 * 64 * 64 * 2
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64])
+def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size: int) -> None:
+    batch = vectors(size)
+    plan = Planner(contrastive, batch, {}, device("cpu"), GiB).plan("baseline", compose("baseline"))
+    direct = capture(contrastive, batch, {"precision": "32-true"}, cuda=False)
+    assert plan.peak_bytes == direct.log.peak()[0]
+    assert size < 64 or plan.peak_bytes > 4 * 64 * 64 * 2
     assert plan.largest_micro_batch is None
     assert any("isn't linear in the batch" in text for text in plan.assumptions)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
+def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
+    planner = Planner(byte_gpt, text(size), {}, device("cpu"), 4 * MiB)
+    plan = planner.plan("baseline", compose("baseline"))
+    direct = capture(byte_gpt, text(size), {"precision": "32-true"}, cuda=False)
+    assert plan.peak_bytes == direct.log.peak()[0]
+    assert plan.largest_micro_batch == largest_of_byte_gpt()
+
+
+@cache
+def largest_of_byte_gpt() -> int:
+    """Return the largest micro-batch, one after the other."""
+    room, size = int(4 * MiB / 1.05), 1
+    both = of_two("byte_gpt", cuda=False)
+    while both.at(size + 1).log.peak()[0] <= room:
+        size += 1
+    return size
+
+
+def test_a_third_trace_is_on_the_line_or_not() -> None:
+    for make, batch, expected in ((byte_gpt, text, True), (contrastive, vectors, False)):
+        low, high, third = (capture(make, batch(size), {}) for size in (2, 9, 3))
+        line = affine(2, low, 9, high)
+        assert line is not None
+        assert line.gives(9, high)
+        assert line.gives(3, third) is expected

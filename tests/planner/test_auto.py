@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +15,14 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_solo.attach import trainer_kwargs
+from lightning_solo.attach import show, trainer_kwargs
 from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_solo.callbacks.memory_logger import MemoryLogger
 from lightning_solo.errors import BudgetError, CapabilityError, PlanError, PresetError
+from lightning_solo.memory.reading import Reading
 from lightning_solo.planner import auto
-from lightning_solo.planner.answer import Plan, ranked
-from lightning_solo.planner.auto import candidates, choose, difference
+from lightning_solo.planner.answer import Plan, ranked, with_host_memory
+from lightning_solo.planner.auto import PlanCheck, candidates, checks, choose, difference, none_fits
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.reference.byte_gpt import ByteGPT
@@ -103,6 +108,29 @@ def test_where_none_fits_the_nearest_is_named(answers: Any) -> None:
     assert "baseline" in said.getvalue(), "the table is shown all the same"
 
 
+def test_where_the_hosts_memory_lacks_it_is_the_host_that_is_named() -> None:
+    short = with_host_memory(planned("zero_offload", host_bytes=9 * GiB, device="t4"), 8 * GiB)
+    error = none_fits([short, planned("bf16", "does not fit", needed=32 * GiB)])
+    assert (
+        "the nearest, zero_offload, needs 1.00 GiB and 9.00 GiB on the host, which has 8.00 GiB; take a smaller model"
+    ) in str(error)
+    assert (error.needed, error.available) == (9 * GiB, 8 * GiB)
+
+
+def test_the_host_is_this_one_wherever_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def plans(*args: Any, **given: Any) -> list[Plan]:
+        asked.update(given)
+        return [planned("bf16")]
+
+    monkeypatch.setattr(auto, "plan_configs", plans)
+    monkeypatch.setattr(auto, "host_memory", lambda: (9, 7))
+    config = compose("auto", ["auto.presets=[bf16]", "auto.device=rtx-4090"])
+    choose(config, None, None, check=lambda config: None, console=Console(file=io.StringIO()))
+    assert (asked["host_memory"], asked["device"]) == (7, "rtx-4090")
+
+
 # --- among which ---
 
 
@@ -164,6 +192,46 @@ def test_values_that_cannot_be_are_refused_before_anything_is_planned(override: 
         trainer_kwargs("auto", [override], module=ByteGPT(), batch=torch.zeros(2, 9, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["auto.device=rtx-4091"], r"auto\.device='rtx-4091': no device of that name; did you mean 'rtx_4090'\?"),
+        (["auto.budget=16 gigs"], r"auto\.budget='16 gigs': write a number above 0"),
+        (["auto.budget=16"], r"auto\.budget=16: must be a size with its unit"),
+        (
+            ["auto.device=rtx-4090", "auto.budget=64GiB"],
+            r"auto\.budget=64GiB: NVIDIA GeForce RTX 4090 has 23\.52 GiB; write less, or drop it for all of that",
+        ),
+    ],
+)
+def test_device_and_budget_are_refused_where_the_preset_is_composed(overrides: list[str], says: str) -> None:
+    with pytest.raises(PresetError, match=says):
+        compose("auto", overrides)
+
+
+def test_that_is_before_torch_is_imported() -> None:
+    code = (
+        "import sys\nfrom lightning_solo.errors import PresetError\n"
+        "from lightning_solo.presets.compose import compose\n"
+        "try: compose('auto', ['auto.device=rtx-4091'])\n"
+        "except PresetError: assert not {'torch', 'lightning'} & set(sys.modules)\n"
+        "else: raise AssertionError('not refused')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_as_people_write_them_stay_what_they_are() -> None:
+    assert "device: RTX 4090" in show("auto", ["auto.device=RTX 4090"])
+
+
+def test_a_budget_above_this_devices_memory_is_refused() -> None:
+    with pytest.raises(PresetError, match=r"auto\.budget=1024TiB: CPU has .*; write less, or drop it for all of that"):
+        trainer_kwargs("auto", ["auto.device=cpu", "auto.budget=1024TiB"], module=byte_gpt(), batch=text())
+    here = ["auto.budget=1024TiB", "auto.presets=[baseline]"]
+    with pytest.raises(PresetError, match=r"budget='1024TiB': .* has .*; write less, or drop it for all of that"):
+        trainer_kwargs("auto", here, module=byte_gpt(), batch=text())
+
+
 def test_without_a_module_it_says_how() -> None:
     with pytest.raises(PresetError, match=r'write trainer_kwargs\("auto", module=module, batch=batch\)'):
         trainer_kwargs("auto")
@@ -222,3 +290,112 @@ def test_a_difference_is_said_above_a_tenth(peak: float, said: bool) -> None:
         assert "planned a peak of 1.00 GiB for checkpointing" in message
         assert "planned: weights 512.00 MiB, activations 512.00 MiB" in message
         assert "read: weights 100.00 MiB, gradients 200.00 MiB, activations and temporaries" in message
+
+
+class Counter:
+    """A GPU's peak counter that this machine pretends to have: it reads what it is told to, and counts its resets."""
+
+    def __init__(self, peak: int) -> None:
+        self.peak, self.resets = peak, 0
+
+    def read(self, device: torch.device) -> Reading:
+        return Reading(peak_allocated=self.peak)
+
+    def reset(self, device: torch.device) -> None:
+        self.resets += 1
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    found = Counter(peak=2 * GiB)
+    monkeypatch.setattr(auto, "read", found.read)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", found.reset)
+    return found
+
+
+class Steps(L.Callback):
+    """Notes after which batch of the fit the plan was found wrong; fails at a batch, if told to."""
+
+    def __init__(self, said: list[warnings.WarningMessage], fails_at: int | None = None) -> None:
+        self.said, self.fails_at, self.after = said, fails_at, []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(sum("auto planned a peak" in str(one.message) for one in self.said))
+        if batch_idx == self.fails_at:
+            raise KeyError("somebody's own")
+
+
+def fitted(make_trainer: Any, check: PlanCheck, *others: Any, fails_at: int | None = None, **given: Any) -> list[int]:
+    """Return how often it was said that the plan is wrong, after each batch."""
+    checkpoint = given.pop("ckpt_path", None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        steps = Steps(said, fails_at)
+        trainer = make_trainer(L.pytorch, **{"max_steps": 4, "callbacks": [*others, check, steps], **given})
+        try:
+            trainer.fit(byte_gpt(), DataLoader([text(4)] * 8, batch_size=None), ckpt_path=checkpoint, weights_only=True)
+        except KeyError:
+            assert fails_at is not None
+        if "save" in str(trainer.default_root_dir):
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
+    return steps.after
+
+
+def test_a_plan_is_compared_once_after_two_steps(make_trainer: Any, counter: Counter) -> None:
+    assert fitted(make_trainer, PlanCheck(planned("bf16"))) == [0, 1, 1, 1]
+    assert counter.resets == 1
+    assert fitted(make_trainer, PlanCheck(planned("bf16", peak_bytes=2 * GiB))) == [0, 0, 0, 0]
+
+
+def test_steps_are_those_of_the_optimizer(make_trainer: Any, counter: Counter) -> None:
+    after = fitted(make_trainer, PlanCheck(planned("bf16")), accumulate_grad_batches=2)
+    assert after == [0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_in_a_run_that_goes_on_they_count_from_its_start(make_trainer: Any, counter: Counter, tmp_path: Any) -> None:
+    folder = tmp_path / "save"
+    fitted(make_trainer, PlanCheck(planned("bf16")), max_steps=3, default_root_dir=str(folder))
+    on = {"max_steps": 6, "max_epochs": 2, "ckpt_path": str(folder / "it.ckpt")}
+    assert fitted(make_trainer, PlanCheck(planned("bf16")), **on) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_beside_a_logger_that_resets_the_counter_nothing_is_compared(
+    make_trainer: Any, counter: Counter, order: int
+) -> None:
+    logger, check = MemoryLogger(per_phase=True, table=False), PlanCheck(planned("bf16"))
+    trainer_order = [logger, check][:: 1 if order else -1]
+    after = fitted(make_trainer, check, callbacks=[*trainer_order, steps := Steps([])])
+    assert (after, steps.after) == ([], [0, 0, 0, 0])
+    assert counter.resets == 0
+    assert fitted(make_trainer, check, MemoryLogger(table=False)) == [0, 1, 1, 1], "without per_phase it resets nothing"
+
+
+def test_without_a_counter_nothing_is_reset_or_compared(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    assert fitted(make_trainer, PlanCheck(planned("bf16"))) == [0, 0, 0, 0]
+    assert not resets
+
+
+def test_after_an_exception_the_next_fit_is_compared_afresh(make_trainer: Any, counter: Counter) -> None:
+    check = PlanCheck(planned("bf16"))
+    own = set(vars(check))  # Lightning hangs a `log` on it
+    before = dict(vars(check))
+    assert fitted(make_trainer, check, fails_at=0) == [0]
+    assert {name: vars(check)[name] for name in own} == before
+    assert fitted(make_trainer, check) == [0, 1, 1, 1]
+    assert {name: vars(check)[name] for name in own} == before
+
+
+def test_a_plan_for_the_cpu_has_nothing_to_compare_with() -> None:
+    assert checks(planned("bf16")) == []
+    (check,) = checks(planned("bf16", device="rtx_4090"))
+    assert isinstance(check, PlanCheck)
+
+
+def test_trainer_kwargs_has_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "plan_configs", lambda *args, **given: [planned("baseline", device="rtx_4090")])
+    made = trainer_kwargs("auto", ["precision=32-true", "auto.presets=[baseline]"], module=byte_gpt(), batch=text())
+    (check,) = (one for one in made["callbacks"] if isinstance(one, PlanCheck))
+    assert check.plan.device == "rtx_4090"

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_solo.errors import PlanError
+from lightning_solo.memory.ledger import storages_of
 from lightning_solo.planner.capture import Trace, capture
-from tests.planner.modules import MODULES
+from lightning_solo.planner.rules import arrange
+from lightning_solo.presets.compose import compose
+from tests.planner.modules import MODULES, Classifier, vectors
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -37,12 +44,132 @@ def named(choices: Any) -> list[Any]:
     return [pytest.param(*choice, id="-".join(choice)) for choice in choices]
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "extra"),
-    named(itertools.product([name for name in MODULES if name != "recurrent"], PRECISIONS, ARGUMENTS)),
-)
+# Lightning neither accumulates nor clips where optimization is by hand
+COMBINATIONS = [
+    (name, precision, extra)
+    for name, precision, extra in itertools.product(MODULES, PRECISIONS, ARGUMENTS)
+    if name != "recurrent" and (name, extra) != ("two_optimizers", "clipped_window")
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "extra"), named(COMBINATIONS))
 def test_fake_steps_hold_what_real_steps_hold(name: str, precision: str, extra: str) -> None:
     make, batch = MODULES[name]
-    if name == "two_optimizers" and extra != "plain":
-        pytest.skip("Lightning neither accumulates nor clips where optimization is by hand")
     assert_equal(*both(make, batch(), lambda: {"precision": precision, **ARGUMENTS[extra]}))
+
+
+def test_clipping_by_value() -> None:
+    arguments = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    assert_equal(*both(MODULES["attending"][0], MODULES["attending"][1](), lambda: arguments))
+
+
+# --- activation checkpointing, as the preset attaches it ---
+
+BLOCKS = {
+    "dense": "[Linear]",
+    "convolutional": "[Conv2d]",
+    "attending": "auto",
+    "tied": "[Linear]",
+    "with_metrics": "[Linear]",
+    "two_optimizers": "[Linear]",
+    "gated": "[GRU]",
+}
+
+
+def recomputing(name: str, precision: str) -> Callable[[], dict[str, Any]]:
+    """Return what makes the arguments of a Trainer with the preset `checkpointing`, arranged as for a plan."""
+    overrides = [f"precision={precision}", f"callback.activation_checkpointing.blocks={BLOCKS[name]}"]
+    return arrange(compose("checkpointing", overrides), {}).arguments
+
+
+@pytest.mark.parametrize(("name", "precision"), named(itertools.product(BLOCKS, PRECISIONS)))
+def test_recomputing_steps_hold_what_real_steps_hold(name: str, precision: str) -> None:
+    make, batch = MODULES[name]
+    assert_equal(*both(make, batch(), recomputing(name, precision)))
+
+
+def test_blocks_are_really_recomputed() -> None:
+    make, batch = MODULES["attending"]
+    plain, recomputed = (
+        capture(make, batch(), arguments, cuda=False) for arguments in ({}, recomputing("attending", "32-true")())
+    )
+    assert sum(cost.flops for cost in recomputed.costs) > 1.2 * sum(cost.flops for cost in plain.costs)
+
+
+# --- optimizers ---
+
+O = torch.optim  # noqa: E741 - a table of thirty of its classes
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": partial(O.SGD, lr=0.1),
+    "momentum": partial(O.SGD, lr=0.1, momentum=0.9),
+    "nesterov-foreach": partial(O.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
+    "momentum-fused": partial(O.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adagrad-foreach": partial(O.Adagrad, foreach=True),
+    "adagrad-fused": partial(O.Adagrad, fused=True),
+    "rmsprop": O.RMSprop,
+    "rmsprop-centered-foreach": partial(O.RMSprop, centered=True, momentum=0.9, foreach=True),
+    "adafactor": O.Adafactor,
+    "adafactor-foreach": partial(O.Adafactor, foreach=True),
+    "adam-maximize-foreach": partial(O.Adam, maximize=True, foreach=True),
+    "adam-tensor-lr": lambda parameters: O.Adam(parameters, lr=torch.tensor(1e-3)),
+    "adamw-foreach": partial(O.AdamW, foreach=True),
+    "adamw-fused": partial(O.AdamW, fused=True),
+    "adamw-amsgrad": partial(O.AdamW, amsgrad=True),
+    "adamw-amsgrad-fused": partial(O.AdamW, amsgrad=True, fused=True),
+    "adamax-foreach": partial(O.Adamax, foreach=True),
+    "nadam-foreach": partial(O.NAdam, foreach=True),
+    "radam-foreach": partial(O.RAdam, foreach=True),
+    "adadelta-foreach": partial(O.Adadelta, foreach=True),
+    "rprop-foreach": partial(O.Rprop, foreach=True),
+    "asgd": O.ASGD,
+    "muon": lambda parameters: O.Muon([p for p in parameters if p.dim() == 2]),
+}
+BY_TURNS = list(zip(OPTIMIZERS, itertools.cycle(PRECISIONS), strict=False))
+
+
+def with_optimizer(make_optimizer: Callable[[Any], Any], made: list[Any]) -> Callable[[], Classifier]:
+    """Return what makes a module, whose optimizers are added to ``made``."""
+
+    def optimizer(parameters: Any) -> Any:
+        made.append(make_optimizer(parameters))
+        return made[-1]
+
+    return lambda: Classifier(nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 5)), optimizer)
+
+
+@pytest.mark.parametrize(("name", "precision"), named(BY_TURNS))
+def test_every_optimizer_to_the_byte_and_its_states_are_those_of_a_real_run(name: str, precision: str) -> None:
+    made: list[Any] = []
+    fake, real = both(with_optimizer(OPTIMIZERS[name], made), vectors(), lambda: {"precision": precision})
+    assert_equal(fake, real)
+    held = {id(storage): storage.nbytes() for storage in storages_of(list(made[-1].state.values()))}
+    assert fake.log.breakdown(len(fake.log.events))["optimizer_states"] == sum(held.values())
+
+
+# --- what differs, and by how much ---
+
+
+def test_lbfgs_is_as_large_as_after_many_steps_and_one_vector_is_called_otherwise() -> None:
+    made: list[Any] = []
+    fake, real = both(with_optimizer(O.LBFGS, made), vectors(), lambda: {"precision": "32-true"})
+    (peak, where), (real_peak, real_where) = fake.log.peak(), real.log.peak()
+    assert peak == real_peak
+    vector = 4 * (17 * 40 + 41 * 5)
+    there, really = fake.log.breakdown(where), real.log.breakdown(real_where)
+    # at the peak a real run's newest difference is a state already, and the oldest is none any more
+    assert there["optimizer_states"] - really["optimizer_states"] == really["other"] - there["other"] == vector
+    # 100 differences of weights and of gradients, direction, gradient and newest difference; their products, a scale
+    assert there["optimizer_states"] == 203 * vector + 4 * 201
+    assert any("LBFGS remembers" in said for said in fake.assumptions)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_lstm_on_a_cpu_is_not_planned_without_data(precision: str) -> None:
+    make, batch = MODULES["recurrent"]
+    with pytest.raises(PlanError, match="an LSTM's kernel keeps on a CPU is known from real steps only"):
+        capture(make, batch(), {"precision": precision}, cuda=False)
+
+
+def test_recurrent_layers_of_a_gpu_are_planned_step_by_step_which_is_said() -> None:
+    make, batch = MODULES["recurrent"]
+    assert any("cuDNN's fused kernels" in said for said in capture(make, batch(), {}).assumptions)

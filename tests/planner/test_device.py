@@ -12,8 +12,9 @@ import torch
 
 from lightning_solo.errors import PresetError
 from lightning_solo.machine import host_memory
-from lightning_solo.planner import device as table
-from lightning_solo.planner.device import CAPABILITIES, KINDS, device, devices, parse_budget, this_device
+from lightning_solo.planner.device import CAPABILITIES, device, devices, this_device
+from lightning_solo.presets import devices as table
+from lightning_solo.presets.devices import KINDS, parse_budget
 from lightning_solo.presets.files import conf_folder, preset_files
 from lightning_solo.units import GiB
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
@@ -228,7 +228,8 @@ def test_modules_built_afterwards_have_their_numbers() -> None:
 
 def test_numbers_of_real_tensors_stay_theirs_among_fake_ones() -> None:
     told: list[str] = []
-    fake: Tensor = fake_mode().from_tensor(torch.ones(2, 3))
+    with fake_mode():
+        fake = torch.ones(2, 3)
     with arrays_of_zeros(told.append):
         assert torch.arange(3).tolist() == [0, 1, 2]
         assert torch.arange(3).numpy().tolist() == [0, 1, 2]

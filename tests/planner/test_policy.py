@@ -191,6 +191,15 @@ def test_autocast_runs_in_fp32_what_cuda_does(name: str, fake: bool) -> None:
         assert x.grad.dtype is BF16
 
 
+UNARY = ("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt")
+
+
+@pytest.mark.parametrize("name", [*UNARY, "sinh", "tan", "prod"])
+def test_each_function_of_the_lists_is_in_them(name: str) -> None:
+    with fake_mode(), cuda_policy(), torch.autocast("cpu", BF16):
+        assert getattr(torch, name)(torch.empty(3, 4, dtype=BF16)).dtype is FP32
+
+
 def test_without_the_policy_the_cpu_runs_less_in_fp32() -> None:
     with torch.autocast("cpu", BF16):
         x = torch.ones(3, 4, dtype=BF16)

@@ -21,6 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner.answer import Plan
 from lightning_solo.planner.ask import plan
+from lightning_solo.planner.device import device
+from lightning_solo.planner.worker import Request, Worker
+from lightning_solo.presets.compose import compose
+from lightning_solo.units import GiB
 from tests.planner.modules import Classifier, dense, vectors
 
 ROOT = Path(__file__).parents[2]
@@ -199,6 +203,10 @@ SCRIPT = """
 import sys
 import lightning as L, torch
 from lightning_solo.planner.ask import plan
+from lightning_solo.planner.device import device
+from lightning_solo.planner.worker import Request, Worker
+from lightning_solo.presets.compose import compose
+from lightning_solo.units import GiB
 
 class Mine(L.LightningModule):
     def __init__(self, width=24):
@@ -259,6 +267,48 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert b"KeyboardInterrupt" in said
     assert_gone(group)
+
+
+# --- started before there is a request ---
+
+
+def test_a_process_that_is_started_early_answers_and_is_closed() -> None:
+    worker = Worker()
+    try:
+        worker.start()
+        process = worker._process
+        assert process is not None
+        worker.start()
+        request = Request(dense, vectors(), {}, device("cpu"), GiB, None, (), {"baseline": compose("baseline")})
+        (answer,) = worker.answers(request, ANSWER_S)
+        assert isinstance(answer[1], Plan)
+        assert worker._process is process
+    finally:
+        worker.close()
+    assert_gone(process.pid)
+
+
+EARLY = """
+import signal
+from lightning_solo.planner.worker import WORKER
+
+WORKER.start()
+print(WORKER._process.pid, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    "then",
+    ["", "raise ValueError", "raise SystemExit(2)", "signal.raise_signal(2)", "__import__('os')._exit(0)"],
+    ids=["end", "error", "refusal", "interrupt", "kill"],
+)
+def test_a_process_that_is_started_early_ends_however_this_one_does(tmp_path: Path, then: str) -> None:
+    (tmp_path / "early.py").write_text(EARLY.format(then=then))
+    done = subprocess.run(
+        [sys.executable, "early.py"], cwd=tmp_path, capture_output=True, env=environment(), check=False
+    )
+    assert_gone(int(done.stdout))
 
 
 def test_lightning_of_either_home_is_a_module() -> None:

@@ -1,0 +1,74 @@
+"""One micro-batch: where it comes from, how many examples it has, and the same with another number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_solo.errors import PresetError
+from lightning_solo.planner.fake import empty_parameters
+
+
+def mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a batch with another tensor in the place of each; looks where Lightning does when it moves one.
+
+    That is into sequences, mappings (a tokenizer's `BatchEncoding` among them), named tuples and dataclasses.
+    """
+    return apply_to_collection(batch, Tensor, function)
+
+
+def first_batch(make: Callable[[], Any]) -> Any:
+    """Return the first batch of a module's own ``train_dataloader``; of several loaders, one of each as in a run.
+
+    Raises:
+        PresetError: it has none.
+    """
+    with empty_parameters():
+        module = make()
+    try:
+        module.prepare_data()
+        module.setup("fit")
+        loaders = module.train_dataloader()
+        if type(loaders).__name__ != "CombinedLoader":  # of either of Lightning's homes
+            loaders = CombinedLoader(loaders, "max_size_cycle")
+        batch, _, _ = next(iter(loaders))
+        return batch
+    except Exception as error:
+        raise PresetError(
+            f"batch: none given, and {type(module).__name__}.train_dataloader() gives none"
+            f" ({type(error).__name__}: {error}); write plan(module, batch), such as"
+            " batch=next(iter(datamodule.train_dataloader()))"
+        ) from error
+
+
+def examples(batch: Any) -> int:
+    """Return how many examples a batch has: the length that most of its tensors begin with.
+
+    Raises:
+        PresetError: there is no tensor in it.
+    """
+    lengths: list[int] = []
+    mapped(batch, lambda tensor: lengths.append(int(tensor.shape[0])) if tensor.dim() else None)
+    if not lengths:
+        raise PresetError(
+            f"batch={type(batch).__name__}: no tensor with a first dimension in it; give one micro-batch as"
+            " training_step takes it, such as next(iter(dataloader)); tensors are looked for in lists, mappings and"
+            " dataclasses"
+        )
+    return max(set(lengths), key=lengths.count)
+
+
+def sized(batch: Any, examples: int, size: int) -> Any:
+    """Return the batch with another number of examples: the same ones again and again."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != examples:
+            return tensor
+        return tensor[torch.arange(size) % examples]
+
+    return mapped(batch, resize)

@@ -1,0 +1,188 @@
+"""Measures the device that is here: what CUDA takes for itself, and the speeds that a copy and a product reach.
+
+A process of its own measures, so that this one's context and tensors are in no reading: it trains a small module for
+a few steps, waits until its memory has been looked at from here, then times.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from lightning_solo.errors import CapabilityError
+from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep
+from lightning_solo.planner.device import CPU, Device, this_device
+from lightning_solo.units import MiB
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+WIDTHS = {"cuda": 4096, "cpu": 1024}  # of the matrices that are multiplied: what a large layer has; a CPU is slower
+COPIED = 256 * MiB  # beyond every cache
+TRIES, SLOW_S = 5, 2.0
+
+
+def calibrate() -> tuple[Device, Readings, Path]:
+    """Measure the GPU that is here, else the CPU; return it as `this_device` will, what was read, and the file of that.
+
+    Raises:
+        CapabilityError: another program has the GPU's memory; the readings can't be kept.
+    """
+    device = this_device()
+    readings = _measured_apart(device)
+    return calibrated(device, readings), readings, keep(device, readings)
+
+
+def _measured_apart(device: Device) -> Readings:
+    """Return what another process measures; the context is what the device has less while that process is there.
+
+    Raises:
+        CapabilityError: that process failed; its last line says why.
+    """
+    cuda = device.name != CPU
+    # the folders first: this package may be found by one of them
+    code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.calibrate import answer; answer()"
+    free = torch.cuda.mem_get_info()[0] if cuda else 0  # makes this process's own context, before and after alike
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            held = _line(process.stdout, device, said)
+            context = context_of(free, torch.cuda.mem_get_info()[0], held["reserved"]) if cuda else 0
+            process.stdin.close()  # it may go on
+            speeds = _line(process.stdout, device, said)
+        finally:
+            process.kill()
+    return Readings(time.strftime("%Y-%m-%d"), context_bytes=context, workspace_bytes=held["workspace"], **speeds)
+
+
+def _line(answers: IO[str], device: Device, said: IO[str]) -> dict[str, Any]:
+    """Return the process's next answer.
+
+    Raises:
+        CapabilityError: it ended without one.
+    """
+    if text := answers.readline():
+        return dict(json.loads(text))
+    said.seek(0)
+    last = ([line for line in said.read().splitlines() if line.strip()] or ["the process said nothing"])[-1]
+    raise CapabilityError(
+        f"{device.label} could not be measured: {last}; end what else runs on it, and write again:"
+        " lightning-solo plan --calibrate"
+    )
+
+
+def answer() -> None:
+    """Measure in this process: print what is held after training, wait for the end of standard input, print speeds."""
+    device = this_device()
+    on = torch.device("cpu" if device.name == CPU else "cuda")
+    print(json.dumps(held_after_training(device, on)), flush=True)
+    sys.stdin.read()
+    print(json.dumps(speeds(device, on)), flush=True)
+
+
+def held_after_training(device: Device, on: torch.device) -> dict[str, int]:
+    """Return the bytes that are left in torch's allocator, and that it has reserved, when all tensors are gone."""
+    train_a_little(on, torch.bfloat16 if device.flops["bf16"] else torch.float16)
+    gc.collect()
+    if on.type != "cuda":
+        return {"workspace": 0, "reserved": 0}
+    torch.cuda.empty_cache()
+    return {"workspace": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+
+
+def train_a_little(on: torch.device, dtype: torch.dtype, steps: int = 3) -> list[float]:
+    """Train a small transformer for a few steps, which loads the kernels that a step has, and return its losses."""
+    width, classes = 256, 512
+    block = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+    module = nn.Sequential(nn.TransformerEncoder(block, 2, enable_nested_tensor=False), nn.Linear(width, classes)).to(
+        on
+    )
+    optimizer = torch.optim.AdamW(module.parameters())
+    inputs, targets = torch.randn(4, 128, width, device=on), torch.randint(classes, (4, 128), device=on)
+    losses = []
+    for _ in range(steps):
+        with torch.autocast(on.type, dtype):
+            loss = nn.functional.cross_entropy(module(inputs).flatten(0, 1).float(), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def speeds(device: Device, on: torch.device, width: int | None = None, copied: int = COPIED) -> dict[str, Any]:
+    """Return FLOP/s of a matrix product by kind, and bytes per second of a copy on the device and from the host.
+
+    Args:
+        device: its kinds of arithmetic are tried.
+        on: the same in torch's words.
+        width: of the matrices.
+        copied: bytes.
+    """
+    width = width or WIDTHS[on.type]
+    tried = [kind for kind in DTYPES if device.flops[kind] is not None]
+    there, target = torch.zeros(copied, dtype=torch.uint8, device=on), torch.empty(copied, dtype=torch.uint8, device=on)
+    bandwidth = 2 * copied / fastest(lambda: target.copy_(there), on)  # read and written
+    from_host = bandwidth
+    if on.type == "cuda":
+        pinned = torch.zeros(copied, dtype=torch.uint8, pin_memory=True)
+        from_host = copied / fastest(lambda: target.copy_(pinned, non_blocking=True), on)
+    flops = {kind: 2 * width**3 / product_seconds(kind, width, on) for kind in tried}
+    return {"flops": flops, "bandwidth": bandwidth, "host_bandwidth": from_host}
+
+
+def product_seconds(kind: str, width: int, on: torch.device) -> float:
+    """Return the seconds of a product of two square matrices."""
+    with _matmul_precision("high" if kind == "tf32" else "highest"):
+        a = torch.randn(width, width, device=on).to(DTYPES[kind])  # not zeros, which cost less power: a higher clock
+        return fastest(lambda: a @ a, on)
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def fastest(work: Callable[[], object], on: torch.device) -> float:
+    """Return the seconds of the fastest of a few calls, after one that warms up; of fewer where they are slow."""
+    wait = torch.cuda.synchronize if on.type == "cuda" else _nothing
+    work()
+    taken: list[float] = []
+    while len(taken) < TRIES and sum(taken) < SLOW_S:
+        wait()
+        started = time.perf_counter()
+        work()
+        wait()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def _nothing() -> None:
+    pass

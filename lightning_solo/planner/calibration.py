@@ -1,0 +1,142 @@
+"""What was measured on a device: put in the place of a table's shares and constants, and kept for the next plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import nvidia_driver, processor, user_cache
+from lightning_solo.presets.devices import CPU, KINDS, Device, file_name
+from lightning_solo.units import GiB, MiB, format_bytes
+
+CONTEXTS = (16 * MiB, 4 * GiB)  # bytes between which a CUDA context is believed
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What was measured.
+
+    Attributes:
+        date: of the day, ``2026-11-22``.
+        flops: floating-point operations per second that a matrix product reached, by kind; None of those not tried.
+        bandwidth: bytes per second that a copy read and wrote.
+        host_bandwidth: bytes per second from pinned host memory to the device.
+        context_bytes: that the process held outside torch's allocator after a few training steps.
+        workspace_bytes: that torch's allocator still held when their tensors were gone.
+    """
+
+    date: str
+    flops: Mapping[str, float | None]
+    bandwidth: float
+    host_bandwidth: float
+    context_bytes: int
+    workspace_bytes: int
+
+    def __post_init__(self) -> None:
+        speeds = [self.bandwidth, self.host_bandwidth, *(speed for speed in self.flops.values() if speed is not None)]
+        if not all(isinstance(speed, (int, float)) and math.isfinite(speed) and speed > 0 for speed in speeds):
+            raise ValueError(f"speeds of {speeds}: each must be above 0")
+        if type(self.context_bytes) is not int or type(self.workspace_bytes) is not int:
+            raise ValueError(f"{self.context_bytes} and {self.workspace_bytes} bytes: each must be an integer")
+
+
+def calibrated(device: Device, readings: Readings) -> Device:
+    """Return the device with what was measured on it; its peaks stay those of the table.
+
+    A kind of arithmetic that was not tried keeps its share of the peak.
+    """
+    reached = dict(device.flops_reached)
+    for kind in KINDS:
+        peak, speed = device.flops[kind], readings.flops.get(kind)
+        if peak is not None and speed is not None:
+            reached[kind] = speed / peak
+    return replace(
+        device,
+        host_bandwidth=readings.host_bandwidth,
+        context_bytes=readings.context_bytes,
+        workspace_bytes=readings.workspace_bytes,
+        flops_reached=reached,
+        bandwidth_reached=readings.bandwidth / device.memory_bandwidth,
+        calibrated=readings.date,
+        source=f"measured here on {readings.date}, as shares of these peaks: {device.source}",
+    )
+
+
+def context_of(free_before: int, free_after: int, reserved: int) -> int:
+    """Return the bytes of a process's CUDA context.
+
+    Args:
+        free_before: bytes of the device that were free before the process came.
+        free_after: bytes that are free now.
+        reserved: bytes that the process's torch allocator has.
+
+    Raises:
+        CapabilityError: it is no size of a context: others took or gave memory meanwhile.
+    """
+    context = free_before - free_after - reserved
+    if not CONTEXTS[0] <= context <= CONTEXTS[1]:
+        raise CapabilityError(
+            f"the CUDA context reads as {format_bytes(context)}, which can't be: another program took or gave memory"
+            " of the GPU meanwhile; end it, and write again: lightning-solo plan --calibrate"
+        )
+    return context
+
+
+def place(device: Device) -> Path | None:
+    """Return the file of a device's readings, by driver and torch version; None for a user without a home folder."""
+    import torch
+
+    cache = user_cache()
+    if cache is None:
+        return None
+    if device.name == CPU:  # a home folder may be shared among machines; threads change all speeds
+        threads = os.environ.get("OMP_NUM_THREADS") or os.cpu_count()
+        name = f"{file_name(processor())}-{threads}_threads"
+    else:
+        name = f"{file_name(device.label)}-driver_{nvidia_driver() or 'unknown'}"
+    return cache / "lightning_solo" / "devices" / f"{name}-torch_{torch.__version__}.json"
+
+
+def keep(device: Device, readings: Readings) -> Path:
+    """Write a device's readings and return the file.
+
+    Raises:
+        CapabilityError: there is no folder for it, or it can't be written.
+    """
+    path = place(device)
+    if path is None:
+        raise CapabilityError("this user has no home folder to keep readings in; write XDG_CACHE_HOME=<a folder>")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.part")
+        partial.write_text(json.dumps({"device": device.label, **asdict(readings)}, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise CapabilityError(
+            f"{path} can't be written: {error.strerror}; write XDG_CACHE_HOME=<a folder of yours> before the command"
+        ) from error
+    return path
+
+
+def kept(device: Device) -> Readings | None:
+    """Return the readings of a device, or None where there are none; warns of a file that can't be read."""
+    path = place(device)
+    if path is None or not path.is_file():
+        return None
+    try:
+        given: dict[str, Any] = json.loads(path.read_text())
+        return Readings(**{field.name: given[field.name] for field in fields(Readings)})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(
+            f"{path} can't be read ({type(error).__name__}: {error}), so the table's figures are used; write again:"
+            " lightning-solo plan --calibrate",
+            stacklevel=2,
+        )
+        return None

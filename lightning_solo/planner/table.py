@@ -1,0 +1,37 @@
+"""Plans as a table for the terminal, the one to try first in front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from lightning_solo.planner.answer import Plan
+from lightning_solo.units import format_bytes
+
+COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+HEADINGS = ("verdict", "peak", "needed", "host", "step", "batch", "peak in")
+
+
+def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
+    """Return a row per preset, with a star behind the chosen one; times are per example, against the fastest."""
+    times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
+    fastest = min(times)
+    # collapsed and folded, eighty columns hold it
+    made = Table(box=None, pad_edge=False, collapse_padding=True)
+    made.add_column("preset", overflow="fold")
+    for name in HEADINGS:
+        made.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", no_wrap=True)
+    for plan in plans:
+        made.add_row(
+            f"{plan.preset} *" if plan is chosen else plan.preset,
+            Text(plan.verdict, style=COLOURS[plan.verdict]),
+            format_bytes(plan.peak_bytes),
+            format_bytes(plan.needed_bytes),
+            format_bytes(plan.host_bytes) if plan.host_bytes else "",
+            f"{plan.seconds_per_example / fastest:.2f} x" if fastest else "",
+            "?" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
+            max(plan.phases, key=lambda phase: plan.phases[phase], default="").replace("_", " "),
+        )
+    return made

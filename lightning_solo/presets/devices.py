@@ -1,0 +1,257 @@
+"""The devices that can be planned for without having them: memory, speeds, and what CUDA takes for itself.
+
+The figures are in ``conf/library/solo/device/<name>.yaml``, each with where it comes from; a user's own devices, or
+better figures for one of ours, are found in ``./conf/solo/device/<name>.yaml``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_solo.errors import PresetError, nearest
+from lightning_solo.machine import host_memory
+from lightning_solo.presets.files import conf_folder, user_conf_folder
+from lightning_solo.units import MiB, format_bytes, parse_bytes
+
+CPU = "cpu"
+KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
+EXAMPLES: dict[str, object] = {  # every field of a file, and what one looks like
+    "label": "NVIDIA GeForce RTX 4090",
+    "memory_bytes": 25253904384,
+    "memory_bandwidth": 1.008e12,
+    "host_bandwidth": 2.5e10,
+    "flops": "{bf16: 165.2e12, fp16: 165.2e12, tf32: 82.6e12, fp32: 82.6e12, fp64: 1.29e12}",
+    "context_bytes": 503316480,
+    "workspace_bytes": 8519680,
+    "source": "https://www.nvidia.com/...",
+}
+FLOPS_REACHED, BANDWIDTH_REACHED = 0.70, 0.80  # shares of the peaks; set once, not fitted
+MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words without which a name is still understood
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan asks of a device.
+
+    Attributes:
+        name: of its file, ``cpu``, or made of the label where there is no file.
+        label: as ``torch.cuda.get_device_name`` has it.
+        memory_bytes: as ``torch.cuda.get_device_properties(0).total_memory`` has it, less than what is printed on it.
+        memory_bandwidth: bytes per second, at most.
+        host_bandwidth: bytes per second to the host or from it, as they can be had.
+        flops: floating-point operations per second, at most and dense, of bf16, fp16, tf32, fp32 and fp64; None where
+            the device has no such arithmetic.
+        context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
+        workspace_bytes: cuBLAS' workspace, inside it.
+        source: where the figures are from.
+        flops_reached: share of each of ``flops`` that a matrix product reaches.
+        bandwidth_reached: share of ``memory_bandwidth`` that a copy reaches.
+        calibrated: the day on which the shares, ``host_bandwidth`` and the constants were measured; None where not.
+    """
+
+    name: str
+    label: str
+    memory_bytes: int
+    memory_bandwidth: float
+    host_bandwidth: float
+    flops: Mapping[str, float | None]
+    context_bytes: int
+    workspace_bytes: int
+    source: str
+    flops_reached: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, FLOPS_REACHED))
+    bandwidth_reached: float = BANDWIDTH_REACHED
+    calibrated: str | None = None
+
+
+def devices() -> list[str]:
+    """Return the names of the devices that can be planned for; `cpu` is this machine's."""
+    return [*_files(), *([] if CPU in _files() else [CPU])]
+
+
+def device(name: str, option: str = "device") -> Device:
+    """Return a device by the name of its file or by that of the GPU: ``rtx-4090``, ``NVIDIA GeForce RTX 4090``.
+
+    Args:
+        name: as people write it.
+        option: what messages call it.
+
+    Raises:
+        PresetError: there is none of that name; or its file can't be read, or lacks a field.
+    """
+    if isinstance(name, str) and (found := find(name)) is not None:
+        return found
+    there, meant = devices(), file_name(str(name))
+    close = nearest(meant, [it for it in there if it.startswith(meant)] or there)  # of an a100, not the h100
+    raise PresetError(
+        f"{option}={name!r}: no device of that name{close}there are {', '.join(there)}. "
+        f"For another one write conf/solo/device/<name>.yaml with {', '.join(EXAMPLES)}"
+    )
+
+
+def parse_budget(given: str | int | float | None, option: str = "budget") -> int | None:
+    """Return the bytes that a budget stands for; None stands for none.
+
+    >>> parse_budget("16GiB"), parse_budget(17179869184), parse_budget(None)
+    (17179869184, 17179869184, None)
+
+    Args:
+        given: by the user.
+        option: what messages call it.
+
+    Raises:
+        PresetError: it is no size such as ``16GiB``, nor a number of bytes of at least 1 MiB.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str):
+        try:
+            return parse_bytes(given)
+        except ValueError as error:
+            raise PresetError(f"{option}={error}") from error
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < MiB:
+        raise PresetError(
+            f"{option}={given!r}: must be a size with its unit, such as '16GiB', or a number of bytes such as"
+            " 17179869184"
+        )
+    return int(given)
+
+
+def budget_on(on: Device, budget: int | None, given: str) -> int:
+    """Return the budget, or all of the device's memory for None.
+
+    Args:
+        on: the device.
+        budget: bytes.
+        given: the budget as it was written, ``--budget 64GiB``.
+
+    Raises:
+        PresetError: the device has less.
+    """
+    if budget is not None and budget > on.memory_bytes:
+        raise PresetError(
+            f"{given}: {on.label} has {format_bytes(on.memory_bytes)}; write less, or drop it for all of that"
+        )
+    return budget or on.memory_bytes
+
+
+def file_name(name: str) -> str:
+    """Return the name that a file for this device would have.
+
+    >>> file_name("NVIDIA GeForce RTX 4090"), file_name("rtx-4090")
+    ('rtx_4090', 'rtx_4090')
+    """
+    return "_".join(_words(name))
+
+
+def find(name: str) -> Device | None:
+    """Return the device with the name of its file or GPU, or None."""
+    files, key = _files(), _key(name)
+    if not key:
+        return None
+    for stem, path in files.items():
+        if _key(stem) == key:
+            return _read(stem, path)
+    if key == CPU:
+        return _cpu()
+    return next((found for found in (_read(*file) for file in files.items()) if _key(found.label) == key), None)
+
+
+def _files() -> dict[str, Path]:
+    """Return the file of every device by name; a user's own goes first."""
+    folders = [conf_folder() / "library" / "solo" / "device", (user_conf_folder() or Path()) / "solo" / "device"]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in MAKERS]
+
+
+def _key(name: str) -> str:
+    return "".join(_words(name))
+
+
+def _cpu() -> Device:
+    """Return this machine's CPU; the speeds are guesses at a few cores of a desktop, alike for every precision."""
+    flops = {"bf16": 4e11, "fp16": 4e11, "tf32": None, "fp32": 4e11, "fp64": 2e11}
+    source = "memory of this host; the speeds are guesses, good for the order of presets only"
+    return Device(CPU, "CPU", host_memory()[0], 4e10, 4e10, flops, 0, 0, source)
+
+
+def _read(name: str, path: Path) -> Device:
+    """Return a file's device, each field checked."""
+    where = f"device {name!r}: {path}"
+    try:
+        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise PresetError(f"{where} can't be read: {error}") from error
+    if not isinstance(given, dict) or not given:
+        raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(EXAMPLES)}")
+    _check_names(given, tuple(EXAMPLES), where, "a device has")
+    flops = given["flops"]
+    if not isinstance(flops, dict):
+        raise PresetError(f"{where}: flops={flops!r}: must be a mapping such as {EXAMPLES['flops']}")
+    _check_names(flops, KINDS, where, "flops are those of", "flops.")
+    return Device(
+        name=name,
+        label=_text(given, "label", where),
+        memory_bytes=_bytes(given, "memory_bytes", where, least=1),
+        memory_bandwidth=_speed(given, "memory_bandwidth", where),
+        host_bandwidth=_speed(given, "host_bandwidth", where),
+        flops={
+            kind: None if flops[kind] is None and kind != "fp32" else _speed(flops, kind, where, "flops.")
+            for kind in KINDS
+        },
+        context_bytes=_bytes(given, "context_bytes", where),
+        workspace_bytes=_bytes(given, "workspace_bytes", where),
+        source=_text(given, "source", where),
+    )
+
+
+def _check_names(given: Mapping[Any, Any], fields: tuple[str, ...], where: str, what: str, prefix: str = "") -> None:
+    for field, value in given.items():
+        if field not in fields:
+            raise PresetError(
+                f"{where}: {prefix}{field}={value!r}: no such field{nearest(str(field), fields)}"
+                f"{what} {', '.join(fields)}"
+            )
+    for field in fields:
+        if field not in given:
+            example = EXAMPLES.get(field, "null, or a number such as 82.6e12")
+            raise PresetError(f"{where}: no {prefix}{field}; write {field}: {example}")
+
+
+def _text(given: Mapping[Any, Any], field: str, where: str) -> str:
+    value = given[field]
+    if not isinstance(value, str) or not value.strip():
+        raise PresetError(f"{where}: {field}={value!r}: must be a text such as {EXAMPLES[field]}")
+    return value
+
+
+def _bytes(given: Mapping[Any, Any], field: str, where: str, least: int = 0) -> int:
+    value = given[field]
+    if type(value) is not int or value < least:
+        raise PresetError(
+            f"{where}: {field}={value!r}: must be an integer of at least {least}, in bytes, such as {EXAMPLES[field]}"
+        )
+    return value
+
+
+def _speed(given: Mapping[Any, Any], field: str, where: str, prefix: str = "") -> float:
+    value = given[field]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        example = EXAMPLES.get(field, "82.6e12")
+        unit = "operations" if prefix else "bytes"
+        raise PresetError(
+            f"{where}: {prefix}{field}={value!r}: must be a number above 0, in {unit} per second, such as {example}"
+        )
+    return float(value)

@@ -1,0 +1,158 @@
+"""What a plan says: the host's memory in its verdict, the order in which plans are tried, the table."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_solo.errors import PresetError
+from lightning_solo.planner import ask
+from lightning_solo.planner.answer import HOST_NOT_JUDGED, Plan, ranked, with_host_memory
+from lightning_solo.planner.ask import plan
+from lightning_solo.planner.device import assumed, device
+from lightning_solo.planner.table import table
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.units import GiB
+
+
+def planned(**given: Any) -> Plan:
+    return Plan(
+        **{
+            "preset": "zero_offload",
+            "device": "rtx_4090",
+            "micro_batch": 4,
+            "peak_bytes": GiB,
+            "breakdown": {"weights": GiB},
+            "phases": {"forward": 2, "optimizer_step": 3},
+            "needed_bytes": 2 * GiB,
+            "budget_bytes": 20 * GiB,
+            "verdict": "fits",
+            "host_bytes": 10 * GiB,
+            "seconds_per_step": 1.0,
+            "flops": 1,
+            "bytes_moved": 1,
+            "largest_micro_batch": 3,
+            **given,
+        }
+    )
+
+
+# --- host memory ---
+
+
+@pytest.mark.parametrize(
+    ("on", "gib", "verdict", "largest"),
+    [
+        ("rtx_4090", 11, "fits", 3),
+        ("rtx_4090", 10.2, "tight", 3),  # 10 x 1.05 are more
+        ("rtx_4090", 9, "does not fit", 0),
+        ("cpu", 13, "fits", 3),  # 10 and the 2 "on the device" are in one memory
+        ("cpu", 11, "does not fit", 0),
+    ],
+)
+def test_a_host_that_has_too_little_is_in_the_verdict(on: str, gib: float, verdict: str, largest: int) -> None:
+    found = with_host_memory(planned(device=on), int(gib * GiB))
+    assert (found.verdict, found.largest_micro_batch, found.fits) == (verdict, largest, verdict != "does not fit")
+    assert bool(found.host_shortage) == (verdict != "fits")
+    assert found.missing_bytes == (max(found.host_needed_bytes - int(gib * GiB), 0))
+    assert found.as_dict()["host_shortage"] == found.host_shortage
+
+
+def test_a_shortage_in_words() -> None:
+    found = with_host_memory(planned(), 9 * GiB)
+    assert found.host_shortage == "10.00 GiB on the host, which has 9.00 GiB"
+
+
+def test_the_worse_of_two_verdicts_stays() -> None:
+    assert with_host_memory(planned(verdict="tight"), 100 * GiB).verdict == "tight"
+    assert with_host_memory(planned(verdict="does not fit"), int(10.2 * GiB)).verdict == "does not fit"
+
+
+def test_nothing_on_the_host_is_not_judged_and_an_unknown_host_is_said() -> None:
+    assert with_host_memory(planned(host_bytes=0), 1) == planned(host_bytes=0)
+    found = with_host_memory(planned(), None)
+    assert (found.verdict, found.host_shortage, found.assumptions) == ("fits", "", (HOST_NOT_JUDGED,))
+
+
+def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
+    on_host = with_host_memory(planned(preset="host"), 9 * GiB)  # lacks 1
+    on_device = planned(preset="device", verdict="does not fit", needed_bytes=20 * GiB + 1, host_bytes=0)
+    far = planned(preset="far", verdict="does not fit", needed_bytes=30 * GiB, host_bytes=0)
+    assert [one.preset for one in ranked([far, on_host, on_device])] == ["device", "host", "far"]
+
+
+def byte_gpt() -> ByteGPT:
+    return ByteGPT(width=16, depth=2, heads=2, context=64)
+
+
+BATCH = torch.zeros(4, 65, dtype=torch.uint8)
+
+
+def test_a_plan_compares_with_the_host_memory_that_is_given() -> None:
+    found = plan(byte_gpt, BATCH, presets=["zero_offload", "bf16"], device="rtx-4090", host_memory="1KiB")
+    assert isinstance(found, list)
+    by_name = {one.preset: one for one in found}
+    assert (by_name["bf16"].verdict, by_name["zero_offload"].verdict) == ("fits", "does not fit")
+    assert by_name["zero_offload"].host_memory_bytes == 1024
+    other = plan(byte_gpt, BATCH, preset="zero_offload", device="rtx-4090")
+    assert isinstance(other, Plan)
+    assert other.verdict == "fits"
+    assert HOST_NOT_JUDGED in other.assumptions
+
+
+def test_for_this_machine_it_is_compared_without_being_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "memory_here", lambda: (64 * GiB, 1024))
+    on_cpu: dict[str, Any] = {"preset": "zero_offload", "device": "cpu", "overrides": ["strategy.allow_cpu=true"]}
+    found = plan(byte_gpt, BATCH, **on_cpu)
+    assert isinstance(found, Plan)
+    assert (found.verdict, found.host_memory_bytes) == ("does not fit", 1024), "what is available, not all there is"
+
+
+@pytest.mark.parametrize(("given", "says"), [("16 gigs", "host_memory='16 gigs': write"), (16, "host_memory=16: must")])
+def test_a_host_memory_that_is_none(given: Any, says: str) -> None:
+    with pytest.raises(PresetError, match=says):
+        plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", host_memory=given)
+
+
+def test_a_budget_above_the_devices_memory_is_refused() -> None:
+    with pytest.raises(
+        PresetError, match=r"budget='64GiB': NVIDIA GeForce RTX 4090 has 23.52 GiB; write less, or drop"
+    ):
+        plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", budget="64GiB")
+
+
+# --- arithmetic that a device has not ---
+
+
+def test_bf16_on_a_device_without_it_is_said() -> None:
+    said = "Tesla T4 has no bf16 arithmetic: emulated, slow, and a run is refused there; fp16 it has (preset fp16)"
+    assert said in assumed(device("t4"), "bf16-mixed")
+    assert said in assumed(device("t4"), "bf16-true")
+    assert said not in assumed(device("t4"), "16-mixed")
+    assert not any("bf16" in text for text in assumed(device("l4"), "bf16-mixed"))
+    found = plan(byte_gpt, BATCH, presets=["bf16", "fp16"], device="t4")
+    assert isinstance(found, list)
+    assert {one.preset for one in found if said in one.assumptions} == {"bf16"}
+
+
+# --- written and read, and shown ---
+
+
+def test_a_plan_is_read_back_as_it_was_written() -> None:
+    whole = with_host_memory(planned(assumptions=("a", "b")), 9 * GiB)
+    assert Plan.from_dict(json.loads(json.dumps(whole.as_dict()))) == whole
+
+
+def test_the_table_has_a_star_behind_the_chosen_one() -> None:
+    first, second = planned(), planned(preset="bf16", host_bytes=0, largest_micro_batch=None, seconds_per_step=2.0)
+    said = io.StringIO()
+    Console(file=said, width=100).print(table([first, second], second))
+    heading, *rows = (line.split() for line in said.getvalue().splitlines())
+    assert heading == ["preset", "verdict", "peak", "needed", "host", "step", "batch", "peak", "in"]
+    assert " ".join(rows[0]) == "zero_offload fits 1.00 GiB 2.00 GiB 10.00 GiB 1.00 x 3 optimizer step"
+    assert " ".join(rows[1]) == "bf16 * fits 1.00 GiB 2.00 GiB 2.00 x ? optimizer step"

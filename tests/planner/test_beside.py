@@ -1,0 +1,92 @@
+"""Functions at the same time: their results or their errors in order, and no process that is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_solo.errors import PlanError
+from lightning_solo.planner.beside import beside
+
+
+def children() -> set[str]:
+    """Return the processes that this one has started and not waited for."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() == before
+
+
+def raises(error: BaseException) -> Any:
+    raise error
+
+
+def waits() -> Any:
+    while True:
+        signal.pause()
+
+
+def test_results_are_in_order_and_each_in_a_process_of_its_own() -> None:
+    here, *there = beside(os.getpid, os.getpid, os.getpid)
+    assert here == os.getpid()
+    assert len({here, *there}) == 3
+
+
+def test_one_alone_needs_no_process() -> None:
+    assert beside(os.getpid) == [os.getpid()]
+
+
+def test_an_answer_may_be_larger_than_a_pipe() -> None:
+    large = bytes(2**20)
+    assert beside(lambda: large, lambda: large, lambda: large) == [large] * 3
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("first"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_what_the_first_raises_ends_the_others(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        beside(partial(raises, error), waits, waits)
+
+
+def test_what_another_raises_is_raised_here_and_ends_the_rest() -> None:
+    with pytest.raises(ZeroDivisionError, match="second"):
+        beside(lambda: 1, partial(raises, ZeroDivisionError("second")), waits)
+
+
+class UnsendableError(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
+def test_an_error_that_cannot_be_sent_is_told() -> None:
+    with pytest.raises(PlanError, match="UnsendableError: 3"):
+        beside(lambda: 1, partial(raises, UnsendableError(3)))
+
+
+@pytest.mark.parametrize(
+    ("dies", "status"), [(lambda: os.kill(os.getpid(), 9), -9), (partial(os._exit, 3), 3)], ids=["kill", "exit"]
+)
+def test_one_that_dies_is_told(dies: Callable[[], Any], status: int) -> None:
+    with pytest.raises(PlanError, match=f"ended with status {status}$"):
+        beside(lambda: 1, dies)
+
+
+def test_they_run_at_the_same_time(tmp_path: Path) -> None:
+    def meets(name: str, other: str) -> str:
+        (tmp_path / name).touch()
+        end = time.monotonic() + 60
+        while not (tmp_path / other).exists():
+            assert time.monotonic() < end
+        return name
+
+    assert beside(partial(meets, "a", "b"), partial(meets, "b", "c"), partial(meets, "c", "a")) == ["a", "b", "c"]
