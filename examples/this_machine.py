@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 
-PACKAGES = ("torch", "lightning", "deepspeed")
+PACKAGES = ("torch", "lightning", "deepspeed", "torchao")
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,8 @@ SoloError
 ├── CapabilityError   (RuntimeError)  this machine lacks CUDA, bf16, a compiler or a package
 ├── BudgetError       (RuntimeError)  device or host memory does not suffice
 ├── CheckpointError   (RuntimeError)  no valid checkpoint, or a run that is not the one it continues
-└── PlanError         (RuntimeError)  a module whose training can't be predicted: why, and the least it needs
+├── PlanError         (RuntimeError)  a module whose training can't be predicted: why, and the least it needs
+└── GradientError     (RuntimeError)  a gradient that no step should take: infinite, NaN, sparse, or twice the same
 ```
 """
 
@@ -58,6 +59,10 @@ class CheckpointError(SoloError, RuntimeError):
 
 class PlanError(SoloError, RuntimeError):
     """A module whose training can't be predicted; the message says why, and the least that it needs."""
+
+
+class GradientError(SoloError, RuntimeError):
+    """A gradient that no step should take; the message names the parameter, and says what has been touched."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ import torch
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
@@ -101,6 +102,9 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
         # weight, gradient and two states per trained parameter; the weight of a frozen one
         states = element * (4 * sum(sizes.trainable) + sum(sizes.frozen)) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
+    if config.strategy.get("name") == "compact":
+        states = round(compact_bytes(config.strategy) * sum(sizes.trainable)) + 2 * sum(sizes.frozen)
+        return _with_margin(states if cuda else 0, 0 if cuda else states)
     precision = config.precision or "32-true"
     if config.strategy.get("name") != "zero_offload" or precision not in WEIGHT_BYTES or not sizes.trainable:
         return None
@@ -109,6 +113,19 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
     )
     layout = zero_layout([sizes.trainable], settings, frozen=sizes.frozen, buffer_bytes=sizes.buffer_bytes)
     return _with_margin(layout.device_bytes, layout.host_bytes) if cuda else _with_margin(0, layout.one_memory_bytes)
+
+
+def compact_bytes(node: dict[str, Any]) -> float:
+    """Return the bytes per trained parameter under the strategy ``compact``, one micro-batch per step.
+
+    >>> compact_bytes({"master_bits": 24, "moment_bits": 8, "release_gradients": True})  # 2 + 1 + 2 x (1 + 1 / 32)
+    5.0625
+    """
+    correction = {32: 2, 24: 1}.get(node.get("master_bits", 24), 0)
+    moment = {32: 4.0, 8: 1.0, 4: 0.5}[node.get("moment_bits", 8)]
+    scales = 0 if moment == 4 else 8 / BLOCK
+    gradient = 0 if node.get("release_gradients", True) else 2
+    return 2 + correction + 2 * moment + scales + gradient
 
 
 def zero_settings(node: dict[str, Any], precision: str, accumulation: int, largest: int, *, cuda: bool) -> ZeroSettings:

@@ -18,7 +18,8 @@ LEVELS = {
     "presets": 1,
     "memory": 1,
     "nn": 1,
-    "zero": 1,
+    "optim": 1,
+    "zero": 1.5,  # an engine of its own, which steps optimizers
     "callbacks": 2,
     "strategies": 2,
     "planner": 4,

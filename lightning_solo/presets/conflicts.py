@@ -80,6 +80,23 @@ def _double_precision_under_deepspeed(config: SoloConfig) -> str | None:
     return None
 
 
+def compact_precision(master_bits: object, precision: str) -> str | None:
+    """Return why the strategy ``compact`` can't have a precision, and what to write; None where it can."""
+    if precision in ("bf16-true", "bf16-mixed") or (precision == "32-true" and master_bits == 32):
+        return None
+    remedy = "write precision=bf16-true"
+    if precision == "32-true":
+        remedy += ", or strategy.master_bits=32, which keeps fp32 weights"
+    return f"strategy=compact, master_bits={master_bits!r}, and precision={precision}: {remedy}"
+
+
+def _compact_and_precision(config: SoloConfig) -> str | None:
+    strategy = config.strategy or {}
+    if strategy.get("name") != "compact" or config.precision is None:
+        return None
+    return compact_precision(strategy.get("master_bits", 24), config.precision)
+
+
 def _zenflow_and_accumulation(config: SoloConfig) -> str | None:
     factor = config.accumulate_grad_batches
     varies = has_callback(config, "accumulation_schedule")
@@ -121,6 +138,7 @@ def _one_callback_twice(config: SoloConfig) -> str | None:
 RULES: tuple[Callable[[SoloConfig], str | None], ...] = (
     _schedule_and_fixed_factor,
     _double_precision_under_deepspeed,
+    _compact_and_precision,
     _zenflow_and_accumulation,
     _zenflow_and_its_directory,
     _snapshot_and_peaks_per_phase,

@@ -21,6 +21,7 @@ NAMES: dict[str, dict[str, str]] = {
         "throughput": "lightning_solo.callbacks.throughput:Throughput",
     },
     "strategy": {
+        "compact": "lightning_solo.strategies.compact:CompactStrategy",
         "zero_offload": "lightning_solo.strategies.zero_offload:ZeroOffloadStrategy",
     },
     "model": {

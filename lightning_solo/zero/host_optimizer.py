@@ -18,15 +18,13 @@ import importlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, nearest
+from lightning_solo.optim.replacement import replace_optimizer
 from lightning_solo.zero.extension import load_extension, what_is_missing
 from lightning_solo.zero.flat import require_flat
 
@@ -215,40 +213,4 @@ def _take_over(host: HostOptimizer, schedulers: Iterable[Any]) -> None:
     for parameter, state in old.state.items():
         new.state[parameter] = from_original_state(host, state)
     old.state.clear()  # Adagrad's is there from the start: as many bytes as the parameters, on their device
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(new, name, getattr(old, name))
-    if hasattr(old.step, "_wrapped_by_lr_sched"):
-        note_steps(new)
-    for scheduler in schedulers:
-        _bind(scheduler, old, new)
-
-
-def note_steps(optimizer: Optimizer, step: Any = None) -> None:
-    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order.
-
-    Args:
-        optimizer: whose step is replaced.
-        step: a function of its class; None for ``step``.
-    """
-    step = step or type(optimizer).step
-    reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
-
-    @wraps(step)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        found: Any = reference()
-        found._opt_called = True
-        return step(found, *args, **kwargs)
-
-    vars(noted)["_wrapped_by_lr_sched"] = True
-    vars(optimizer)["step"] = noted
-
-
-def _bind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:
-    """Point a scheduler, and those that it holds, from one optimizer to another."""
-    if getattr(scheduler, "optimizer", None) is not old:
-        return
-    scheduler.optimizer = new
-    for value in list(vars(scheduler).values()):
-        for inner in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(inner, (Tensor, Optimizer)):
-                _bind(inner, old, new)
+    replace_optimizer(old, new, schedulers)

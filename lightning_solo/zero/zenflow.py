@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
-from lightning_solo.zero.host_optimizer import note_steps
+from lightning_solo.optim.replacement import note_steps
 from lightning_solo.zero.refusals import is_deepspeeds_adamw
 from lightning_solo.zero.states import as_shaped
 

@@ -1,0 +1,213 @@
+"""One step of AdamW or Adam of a parameter whose master weights and moments are kept compactly, chunk by chunk.
+
+A chunk is unpacked to fp32, stepped with the operators of torch's own AdamW in their order, and packed again, so that
+never more than one chunk exists in fp32. On fp32 weights and moments it is torch's AdamW, bit for bit; compiled, a few
+loops read and write each number, within rounding of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_solo.optim import compressed_moments as moments
+from lightning_solo.optim.compressed_moments import BLOCK
+from lightning_solo.optim.random_numbers import seed_of, uniform
+from lightning_solo.optim.split_weights import join, round_stochastically, split
+
+CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""Elements stepped at once: on the CPU what its caches hold, on a GPU what fills it."""
+
+Update = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Of one parameter's step, as torch's AdamW and Adam name them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+
+
+def step_parameter(
+    weight: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    by: Hyperparameters,
+    *,
+    scale: float = 1.0,
+    index: int = 0,
+    update: Update | None = None,
+) -> None:
+    """Step a parameter and its state in place, and count the step.
+
+    Args:
+        weight: fp32 or bf16, dense in memory in any order of its dimensions.
+        grad: of any floating type, of the weight's shape.
+        state: ``step``; ``exp_avg`` and ``exp_avg_sq``, fp32 or codes with an ``exp_avg_scale`` and
+            ``exp_avg_sq_scale``; the ``correction`` of a bf16 weight, which without one is rounded stochastically.
+        by: the step's hyper-parameters.
+        scale: factor of the gradient, as clipping by norm has it.
+        index: of the parameter among those of its optimizer; random numbers depend on it and on the step.
+        update: `update_blocks`, or what torch.compile made of it.
+    """
+    state["step"].add_(1)
+    bits = moments.BITS[state["exp_avg"].dtype]
+    others: dict[str, Any] = {**_scalars(by, int(state["step"].item()), index), "scale": scale}
+    if bits == 4:
+        others["book"], others["book_sq"] = moments.codebooks(weight.device)
+    flat = {"weight": in_memory_order(weight), "grad": in_memory_order(grad, weight)}
+    flat |= {name: value for name, value in state.items() if name != "step"}
+    widths = {name: _width(name, bits) for name in flat}
+
+    def rows(name: str, first: int, last: int) -> Any:
+        part = flat[name][first * widths[name] : last * widths[name]]
+        return part.view(-1, widths[name]) if widths[name] > 1 else part
+
+    whole = weight.numel() // BLOCK
+    size = CHUNK.get(weight.device.type, CHUNK["cuda"]) // BLOCK
+    for first in range(0, whole, size):
+        last = min(first + size, whole)
+        step = update_blocks if update is None or last - first == 1 else update  # 1 would be compiled for itself
+        step(**{name: rows(name, first, last) for name in flat}, first_row=first, **others)
+    if weight.numel() % BLOCK:
+        rest = {name: value[whole * widths[name] :] for name, value in flat.items()}
+        zero = {"exp_avg": 0x77} if bits == 4 else {}  # two codes of 0, where 0x00 is twice the least number
+        block = {n: F.pad(value, (0, widths[n] - value.numel()), value=zero.get(n, 0)) for n, value in rest.items()}
+        in_row: dict[str, Any] = {n: value.view(1, -1) if widths[n] > 1 else value for n, value in block.items()}
+        update_blocks(**in_row, first_row=whole, **others)
+        for name, value in rest.items():
+            value.copy_(block[name][: value.numel()])
+
+
+def update_blocks(
+    *,
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    correction: Tensor | None = None,
+    exp_avg_scale: Tensor | None = None,
+    exp_avg_sq_scale: Tensor | None = None,
+    book: Tensor | None = None,
+    book_sq: Tensor | None = None,
+    first_row: int,
+    scale: float,
+    shrink: float,
+    pull: float,
+    first: float,
+    keep: float,
+    second: float,
+    correction2: float,
+    eps: float,
+    rate: float,
+    seed: int,
+    seed_of_weights: int,
+) -> None:
+    """Step blocks of a parameter in place: the operators of `torch.optim.adam._single_tensor_adam`, in their order.
+
+    Args:
+        weight: (blocks, 128); so are the gradient, the correction, and moments in fp32 or 8 bits.
+        grad: as the weight.
+        exp_avg: (blocks, 64) in 4 bits.
+        exp_avg_sq: as ``exp_avg``.
+        correction: of a bf16 weight.
+        exp_avg_scale: (blocks,).
+        exp_avg_sq_scale: (blocks,).
+        book: values of the codes of ``exp_avg`` in 4 bits.
+        book_sq: values of the codes of ``exp_avg_sq`` in 4 bits.
+        first_row: which block of the parameter is the first.
+        scale: factor of the gradient.
+        shrink: 1 - lr * weight decay, of AdamW.
+        pull: weight decay of Adam, which adds it to the gradient.
+        first: 1 - beta1.
+        keep: beta2.
+        second: 1 - beta2.
+        correction2: root of AdamW's second bias correction.
+        eps: of AdamW.
+        rate: lr over the first bias correction.
+        seed: of the second moment's rounding.
+        seed_of_weights: of the weights' rounding, where they have no correction.
+    """
+    rows, is_split = weight.shape[0], weight.dtype != torch.float32
+    m, v = exp_avg, exp_avg_sq
+    master = weight
+    if is_split:
+        master = weight.to(torch.float32) if correction is None else join(weight, correction)
+    if exp_avg_scale is not None and exp_avg_sq_scale is not None:
+        m = moments.dequantize_first(exp_avg, exp_avg_scale, book)
+        v = moments.dequantize_second(exp_avg_sq, exp_avg_sq_scale, book_sq)
+    grad = grad.to(torch.float32) * scale
+    if shrink != 1:
+        master.mul_(shrink)
+    if pull:
+        grad = grad.add(master, alpha=pull)
+    m.lerp_(grad, first)
+    v.mul_(keep).addcmul_(grad, grad, value=second)
+    root = v.sqrt().div_(correction2).add_(eps)
+    master.add_((m * -rate).div_(root))  # addcdiv_, whose factor a compiler takes for a constant
+    if is_split and correction is None:
+        weight.copy_(round_stochastically(master, uniform(rows, BLOCK, first_row, seed_of_weights, weight.device)))
+    elif is_split and correction is not None:
+        for stored, made in zip((weight, correction), split(master, 8 * correction.itemsize + 16), strict=True):
+            stored.copy_(made)
+    if exp_avg_scale is not None and exp_avg_sq_scale is not None:
+        random = uniform(rows, BLOCK, first_row, seed, weight.device) if book_sq is None else None
+        new = (*moments.quantize_first(m, book), *moments.quantize_second(v, book_sq, random))
+        for stored, made in zip((exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), new, strict=True):
+            stored.copy_(made)
+
+
+def _scalars(by: Hyperparameters, step: int, index: int) -> dict[str, float | int]:
+    beta1, beta2 = by.betas
+    return {
+        "shrink": 1 - by.lr * by.weight_decay if by.decoupled_weight_decay else 1.0,
+        "pull": 0.0 if by.decoupled_weight_decay else by.weight_decay,
+        "first": 1 - beta1,
+        "keep": beta2,
+        "second": 1 - beta2,
+        "correction2": (1 - beta2**step) ** 0.5,
+        "eps": by.eps,
+        "rate": by.lr / (1 - beta1**step),
+        "seed": seed_of(step, index),
+        "seed_of_weights": seed_of(step, index, purpose=1),
+    }
+
+
+def _width(name: str, bits: int) -> int:
+    """Return how many elements of a tensor belong to a block."""
+    if name.endswith("_scale"):
+        return 1
+    return BLOCK // 2 if bits == 4 and name.startswith("exp_avg") else BLOCK
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor's elements fill its part of memory once each, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and tensor.numel():
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return a dense tensor as a flat one: a view of it, in the order of its memory.
+
+    Args:
+        tensor: whose view is wanted.
+        like: the tensor whose order is wanted; a tensor of another order is copied into it.
+    """
+    like = tensor if like is None else like
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))

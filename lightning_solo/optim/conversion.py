@@ -1,0 +1,65 @@
+"""The user's AdamW or Adam as a `CompactAdamW`: same groups, same states, hooks and schedulers go over to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.errors import ConflictError
+from lightning_solo.optim.compact_adamw import UNSUPPORTED, CompactAdamW
+from lightning_solo.optim.replacement import replace_optimizer
+
+
+def compacted(
+    optimizer: Optimizer,
+    schedulers: Iterable[Any] = (),
+    *,
+    master_bits: int | str,
+    moment_bits: int,
+    corrections: Mapping[Tensor, Tensor] | None = None,
+) -> CompactAdamW:
+    """Return a `CompactAdamW` that shares the groups of a user's optimizer; schedulers then act on it.
+
+    Args:
+        optimizer: torch's AdamW or Adam, or a CompactAdamW, which is returned as it is.
+        schedulers: of the optimizer.
+        master_bits: as `CompactAdamW`.
+        moment_bits: as `CompactAdamW`.
+        corrections: of parameters that have been split.
+
+    Raises:
+        ConflictError: another optimizer, or a choice of AdamW's that has no compact form.
+    """
+    if isinstance(optimizer, CompactAdamW):
+        return optimizer
+    kind = type(optimizer)
+    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+        raise ConflictError(
+            f"strategy=compact converts torch's AdamW and Adam; {kind.__module__}.{kind.__name__} computes something"
+            " else. Return torch.optim.AdamW from configure_optimizers, or lightning_solo.optim.CompactAdamW itself;"
+            " to only release gradients, write strategy.master_bits=32 strategy.moment_bits=32 precision=32-true"
+        )
+    for group in optimizer.param_groups:
+        for name in UNSUPPORTED:
+            if group.get(name):
+                raise ConflictError(f"strategy=compact and {kind.__name__}({name}=True): no compact form; drop {name}")
+    made = CompactAdamW(
+        optimizer.param_groups,
+        lr=optimizer.defaults["lr"],
+        betas=optimizer.defaults["betas"],
+        eps=optimizer.defaults["eps"],
+        weight_decay=optimizer.defaults["weight_decay"],
+        decoupled_weight_decay=kind is torch.optim.AdamW,
+        master_bits=master_bits,
+        moment_bits=moment_bits,
+        corrections=corrections,
+    )
+    if optimizer.state:
+        made.load_state_dict(optimizer.state_dict())
+        optimizer.state.clear()
+    replace_optimizer(optimizer, made, schedulers)
+    return made

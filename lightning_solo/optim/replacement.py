@@ -1,0 +1,58 @@
+"""One optimizer in the place of another: hooks and learning-rate schedulers go over to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] = ()) -> None:
+    """Move the hooks of an optimizer's step, and the schedulers that act on it, to another one.
+
+    Args:
+        old: the one that was configured.
+        new: the one that steps.
+        schedulers: those of ``old``; those inside of SequentialLR and the like are found.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(new, name, getattr(old, name))
+    if hasattr(old.step, "_wrapped_by_lr_sched"):
+        note_steps(new)
+    for scheduler in schedulers:
+        _bind(scheduler, old, new)
+
+
+def note_steps(optimizer: Optimizer, step: Any = None) -> None:
+    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order.
+
+    Args:
+        optimizer: whose step is replaced.
+        step: a function of its class; None for ``step``.
+    """
+    step = step or type(optimizer).step
+    reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
+
+    @wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found: Any = reference()
+        found._opt_called = True
+        return step(found, *args, **kwargs)
+
+    vars(noted)["_wrapped_by_lr_sched"] = True
+    vars(optimizer)["step"] = noted
+
+
+def _bind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:
+    """Point a scheduler, and those that it holds, from one optimizer to another."""
+    if getattr(scheduler, "optimizer", None) is not old:
+        return
+    scheduler.optimizer = new
+    for value in list(vars(scheduler).values()):
+        for inner in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(inner, (Tensor, Optimizer)):
+                _bind(inner, old, new)

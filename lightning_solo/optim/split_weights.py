@@ -1,0 +1,63 @@
+"""fp32 master weights in two parts: a bf16 weight, which the module computes with, and a correction apart from it.
+
+An fp32 number is cut below its 16 upper bits. The nearest bf16 is the weight; what that is off, counted in the units
+of the lower bits, is the correction: 16 bits of it give the fp32 number back bit for bit, 8 bits give its upper 24.
+2 + 2 = 4 bytes per parameter instead of 2 + 4 for a bf16 weight beside an fp32 master, or 2 + 1 = 3.
+
+Which bf16 a tie goes to:
+
+- 32 bits: away from zero. Rounded to even, 65,537 fp32 numbers would share a bf16 whose last bit is 0, and 16 bits
+  tell only 65,536 apart: the correction of a tie that was rounded down would be +32,768.
+- 24 bits: to even, as ``master.to(torch.bfloat16)`` does; the correction ends at +-127 units of 2**-8, so that what was
+  split and joined is split the same way again. A number within half a unit of a tie is kept to within one unit.
+
+Split as in FlashOptim (arXiv 2602.23349), section 3; stochastic rounding as in arXiv 2010.06192.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASTER_BITS = (32, 24)
+CORRECTIONS = {32: torch.int16, 24: torch.int8}
+"""Bits of the master weight -> type of the correction."""
+
+_QUIET_NAN = 0x7FC00000
+_UPPER = -0x10000  # of 32 bits, the 16 that bf16 has
+
+
+def split(master: Tensor, bits: int = 32) -> tuple[Tensor, Tensor]:
+    """Return (bf16 weight, correction) of fp32 numbers, each of the same shape.
+
+    Args:
+        master: fp32, of any shape. A NaN stays one; its payload is not kept.
+        bits: of the master that are kept: 32 (correction int16) or 24 (int8).
+    """
+    raw = torch.where(master == master, master.view(torch.int32), _QUIET_NAN)
+    if bits == 32:
+        upper = (raw + 0x8000) & _UPPER
+        return upper.view(torch.float32).to(torch.bfloat16), (raw - upper).to(torch.int16)
+    # master.to(bfloat16) in integers: compiled, torch takes a number that goes to bf16 and back for the number itself
+    upper = (raw + 0x7FFF + ((raw >> 16) & 1)) & _UPPER
+    units = (raw - upper + 0x80) >> 8
+    return upper.view(torch.float32).to(torch.bfloat16), units.clamp(-127, 127).to(torch.int8)
+
+
+def join(weight: Tensor, correction: Tensor) -> Tensor:
+    """Return the fp32 numbers that were split, or their upper 24 bits followed by zeros."""
+    unit = 8 if correction.dtype == torch.int8 else 0
+    raw = weight.to(torch.float32).view(torch.int32) + (correction.to(torch.int32) << unit)
+    return raw.view(torch.float32)
+
+
+def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
+    """Return bf16 numbers: up or down, with a probability by the distance, so that the mean is the fp32 number.
+
+    Args:
+        master: fp32, of any shape; NaN and infinities stay what they are.
+        uniform: fp32 of the same shape, in [0, 1).
+    """
+    raw = master.view(torch.int32) + (uniform * 0x10000).to(torch.int32)
+    rounded = (raw & _UPPER).view(torch.float32)
+    return torch.where(master.isfinite(), rounded, master).to(torch.bfloat16)

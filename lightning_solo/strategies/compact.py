@@ -1,0 +1,314 @@
+"""Model states of 5 bytes per parameter instead of 16: split master weights, 8-bit moments, gradients released.
+
+Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) all but 5.06: bf16 weight 2, correction
+            1, moments 1 + 1, scales 0.0625; with ``master_bits="16-stochastic"`` and ``moment_bits=4`` all but 3.06
+Costs:      unpacking and packing in the step. With accumulation the gradients' sum is kept, 4 bytes per parameter; with
+            clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``
+Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, bit for bit, accumulation and clipping
+            included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by about 3 %
+Conflicts:  optimizers other than torch's AdamW and Adam; fp16; release with manual optimization, and with hooks that
+            read ``.grad`` after backward
+Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.errors import BudgetError, ConflictError, PresetError
+from lightning_solo.machine import host_memory
+from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.optim.compact_adamw import MASTER_BITS, CompactAdamW, join_parameters, split_parameters, state_sizes
+from lightning_solo.optim.compressed_moments import MOMENT_BITS
+from lightning_solo.optim.conversion import compacted
+from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
+from lightning_solo.presets.conflicts import compact_precision
+from lightning_solo.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import SingleDeviceStrategy as Base
+else:
+    Base = object
+
+BF16 = ("bf16-true", "bf16-mixed")
+CHECKPOINT_WEIGHTS = ("bf16", "fp32")
+
+
+class CompactStrategy(Base):
+    """Train on one device with compact model states, whatever AdamW or Adam ``configure_optimizers`` returns.
+
+    ``CompactStrategy(...)`` is for the Trainer of ``lightning``; :func:`compact_class` gives that of
+    ``pytorch_lightning``.
+
+    Args:
+        master_bits: Of the weights that are stepped: 32, 24, or "16-stochastic" for bf16 rounded stochastically.
+        moment_bits: Of each of Adam's moments: 32, 8, or 4, which needs torchao.
+        release_gradients: Use and free each gradient in backward.
+        gradient_buffer: Where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
+        checkpoint_weights: What a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
+            or "fp32" master weights.
+
+    Raises:
+        PresetError: a value that is none of those allowed.
+    """
+
+    home: str
+    parallel_devices: Any = None  # Lightning sets it to what it chose, where there is such an attribute
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CompactStrategy:
+        """Make a strategy for the Trainer of ``lightning``; another home's class makes its own."""
+        made: CompactStrategy = object.__new__(compact_class() if cls is CompactStrategy else cls)
+        return made
+
+    def __init__(
+        self,
+        master_bits: int | str = 24,
+        moment_bits: int = 8,
+        release_gradients: bool = True,
+        gradient_buffer: str = "device",
+        checkpoint_weights: str = "bf16",
+    ) -> None:
+        allowed = {
+            "master_bits": (master_bits, MASTER_BITS),
+            "moment_bits": (moment_bits, MOMENT_BITS),
+            "gradient_buffer": (gradient_buffer, BUFFERS),
+            "checkpoint_weights": (checkpoint_weights, CHECKPOINT_WEIGHTS),
+        }
+        for name, (given, choices) in allowed.items():
+            if given not in choices:
+                raise PresetError(f"strategy.{name}={given!r}: write {', '.join(map(repr, choices))}")
+        super().__init__()
+        self.master_bits = master_bits
+        self.moment_bits = moment_bits
+        self.release_gradients = release_gradients
+        self.gradient_buffer = gradient_buffer
+        self.checkpoint_weights = checkpoint_weights
+        self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
+        self.loss_factor = 1.0  # and by this lets a short window count by what it holds
+        self._release: GradientRelease | None = None
+        self._corrections: dict[Tensor, Tensor] = {}
+
+    def __repr__(self) -> str:
+        names = ("master_bits", "moment_bits", "release_gradients", "gradient_buffer", "checkpoint_weights")
+        return f"CompactStrategy({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that the Trainer chose."""
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+
+    # --- set-up ---
+
+    def setup(self, trainer: Any) -> None:
+        """Split the weights, one by one, before Lightning's own conversion would drop their lower bits.
+
+        Raises:
+            ConflictError: a precision, an optimizer or a loop that this strategy can't serve; names what to write.
+            BudgetError: the device has less memory than the states need; before they are allocated.
+        """
+        self._leave()
+        precision = str(self.precision_plugin.precision)
+        if message := compact_precision(self.master_bits, precision):
+            raise ConflictError(message)
+        module = self._module
+        if self.release_gradients and not module.automatic_optimization:
+            raise ConflictError(
+                "strategy.release_gradients with manual optimization: two backward calls may come before a step;"
+                " write strategy.release_gradients=false"
+            )
+        if not trainer.training or precision not in BF16:
+            super().setup(trainer)
+            return
+        whole = [p for p in module.parameters() if p.requires_grad and p.dtype == torch.float32]
+        self._corrections = corrections = split_parameters(whole, self.master_bits)
+        try:
+            super().setup(trainer)
+        except BaseException:
+            join_parameters(whole, corrections)
+            raise
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Convert the optimizers, and have gradients released."""
+        super().setup_optimizers(trainer)
+        self._require_room()
+        corrections = {p: lower.to(p.device) for p, lower in self._corrections.items()}
+        self._corrections = {}
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self.optimizers = [self._converted(optimizer, schedulers, corrections) for optimizer in self.optimizers]
+        if self.release_gradients:
+            self._start_release(trainer)
+        self._say()
+
+    def _converted(self, optimizer: Optimizer, schedulers: list[Any], corrections: Mapping[Tensor, Tensor]) -> Any:
+        _name_parameters(optimizer, self._module)
+        plain = self.master_bits == 32 and self.moment_bits == 32 and not corrections
+        if plain:  # nothing to compress: any optimizer will do, as far as gradients can be released to it
+            return optimizer
+        return compacted(
+            optimizer,
+            schedulers,
+            master_bits=self.master_bits,
+            moment_bits=self.moment_bits,
+            corrections=corrections,
+        )
+
+    def _start_release(self, trainer: Any) -> None:
+        if len(self.optimizers) != 1:
+            raise ConflictError(
+                f"strategy.release_gradients with {len(self.optimizers)} optimizers: write one, or"
+                " strategy.release_gradients=false"
+            )
+        overridden = importlib.import_module(f"{self.home}.utilities.model_helpers").is_overridden
+        by_hand = overridden("configure_gradient_clipping", self._module)
+        value = trainer.gradient_clip_val or None
+        by_value = _is_value(trainer.gradient_clip_algorithm)
+        several = trainer.accumulate_grad_batches > 1 or self.accumulation_varies
+        self._release = GradientRelease(
+            self.optimizers[0],
+            accumulation=2 if several else 1,
+            max_norm=math.inf if by_hand or (value and not by_value) else None,
+            max_value=float(value) if value and by_value and not by_hand else None,
+            buffer=self.gradient_buffer,
+        )
+        self.precision_plugin.clip_gradients = self.clip_gradients  # type: ignore[method-assign]
+
+    def teardown(self) -> None:
+        """Take the hooks off the module."""
+        try:
+            super().teardown()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release.remove()
+            vars(self.precision_plugin).pop("clip_gradients", None)
+        self._corrections = {}
+
+    # --- the step ---
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; a short window's loss counts by what the window holds."""
+        loss = closure_loss if self.loss_factor == 1 else closure_loss * self.loss_factor
+        made: Tensor = super().backward(loss, optimizer, *args, **kwargs)
+        return made
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip in the step that follows; what ``LightningModule.clip_gradients`` ends in.
+
+        Raises:
+            ConflictError: gradients have been used already.
+        """
+        release = self._release
+        assert release is not None  # put in place of Lightning's with it
+        if not clip_val or clip_val <= 0:
+            return
+        name = "max_value" if _is_value(gradient_clip_algorithm) else "max_norm"
+        if release.immediate and getattr(release, name) != clip_val:
+            raise ConflictError(
+                f"self.clip_gradients(..., {clip_val}): gradients are released in backward; write"
+                f" Trainer(gradient_clip_val={clip_val}), or override configure_gradient_clipping and call it there"
+            )
+        setattr(release, name, float(clip_val))
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; with released gradients the closure's backward has done it, or what was kept is stepped here."""
+        release = self._release
+        if release is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # there is no .grad: it only runs closure
+        release.step()
+        if not release.immediate and release.max_norm is not None:
+            release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
+        return result
+
+    # --- checkpoints ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict: as it is in bf16, or with fp32 master weights."""
+        state: dict[str, Any] = self._module.state_dict()
+        if self.checkpoint_weights == "bf16":
+            return state
+        own = [optimizer for optimizer in self.optimizers if isinstance(optimizer, CompactAdamW)]
+        held = {p: optimizer for optimizer in own for group in optimizer.param_groups for p in group["params"]}
+        for name, p in self._module.named_parameters(remove_duplicate=False):
+            if name in state and p in held:
+                state[name] = held[p].master_weight(p)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's states; beside fp32 weights without corrections, which those hold."""
+        made: dict[str, Any] = optimizer.state_dict()
+        if self.checkpoint_weights == "fp32":
+            for key, state in made["state"].items():
+                made["state"][key] = {name: value for name, value in state.items() if name != "correction"}
+        return made
+
+    # --- what it needs, and says ---
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None  # Lightning connects it before it calls anything here
+        return self.lightning_module
+
+    def _require_room(self) -> None:
+        parameters = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        needed = sum(sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in parameters)
+        needed -= sum(lower.nbytes for lower in self._corrections.values())
+        on_device = self.root_device.type == "cuda"
+        there = free_device_bytes(self._module) if on_device else host_memory()[1]
+        if needed > there:
+            raise BudgetError(
+                f"strategy=compact: optimizer states of {format_bytes(needed)} in {format_bytes(there)} that are free"
+                f" on {'the device' if on_device else 'the host'}; write strategy.moment_bits=4"
+                " strategy.master_bits=16-stochastic, or take a smaller model",
+                needed,
+                there,
+            )
+
+    def _say(self) -> None:
+        rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, CompactAdamW):
+                rank_zero_info(f"compact: {optimizer.summary()}")
+        if self._release is None:
+            words = "kept until the step, as they come"
+        elif self._release.immediate:
+            words = "released in backward, one by one"
+        else:
+            words = f"kept on the {self.gradient_buffer} until the step, {self._release.bytes_per_parameter} bytes each"
+        rank_zero_info(f"compact: gradients {words}")
+
+
+def _name_parameters(optimizer: Optimizer, module: torch.nn.Module) -> None:
+    """Have the groups name their parameters, for messages and checkpoints, where each is one of the module's."""
+    names = {p: name for name, p in module.named_parameters()}
+    if all(p in names for group in optimizer.param_groups for p in group["params"]):
+        for group in optimizer.param_groups:
+            group.setdefault("param_names", [names[p] for p in group["params"]])
+
+
+def _is_value(algorithm: Any) -> bool:
+    """Tell whether it is by value that gradients are clipped: Lightning's word for it, or a string."""
+    return str(getattr(algorithm, "value", algorithm)) == "value"
+
+
+@cache
+def compact_class(lightning: str | None = None) -> type:
+    """Return ``CompactStrategy`` for the Trainer of ``lightning.pytorch`` or of ``pytorch_lightning``."""
+    if lightning is None:
+        other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+        lightning = "pytorch_lightning" if other else "lightning.pytorch"
+    base = importlib.import_module(f"{lightning}.strategies").SingleDeviceStrategy
+    attributes = {"__doc__": CompactStrategy.__doc__, "__module__": __name__, "home": lightning}
+    return type("CompactStrategy", (CompactStrategy, base), attributes)

@@ -1,0 +1,402 @@
+"""CompactStrategy acts, trains as AdamW does, holds the bytes it claims, and its files need nothing of ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_solo as solo
+from lightning_solo.errors import BudgetError, ConflictError, GradientError, PresetError
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.optim.compact_adamw import CompactAdamW, state_sizes
+from lightning_solo.strategies import compact
+from lightning_solo.strategies.compact import CompactStrategy, compact_class
+from tests.modules import Stack, loader, regression
+
+Make = Callable[..., Any]
+WIDTH = 64  # blocks of two matrices of 64 x 256 = 16,384 elements, which are compressed, and small vectors
+
+
+def net(blocks: int = 2) -> Stack:
+    torch.manual_seed(1)
+    return Stack(blocks=blocks, width=WIDTH)
+
+
+def batches(count: int = 10, batch_size: int = 8) -> Any:
+    return loader(batches=count, batch_size=batch_size, width=WIDTH)
+
+
+def fit(
+    home: ModuleType, make_trainer: Make, strategy: Any, module: Any = None, data: Any = None, **kwargs: Any
+) -> Any:
+    """Return the Trainer after the fit of a regression."""
+    trainer = make_trainer(home, **({"strategy": strategy} if strategy is not None else {}), **kwargs)
+    trainer.fit(module or regression(home, net()), data or batches())
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.lightning_module.named_parameters()}
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+# --- acted ---
+
+
+def test_acted_on_weights_states_and_gradients(home: ModuleType, make_trainer: Make) -> None:
+    seen = []
+
+    class Watch(home.Callback):  # type: ignore[name-defined,misc]
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(sum(p.grad is not None for p in pl_module.parameters()))
+
+    before = net().state_dict()
+    trainer = fit(home, make_trainer, compact_class(home.__name__)(), precision="bf16-true", callbacks=[Watch()])
+    (optimizer,) = trainer.optimizers
+    assert type(optimizer) is CompactAdamW
+    assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.bfloat16}
+    large = trainer.lightning_module.net.blocks[0].up.weight
+    kinds = {name: value.dtype for name, value in optimizer.state[large].items()}
+    assert kinds["exp_avg"] == kinds["correction"] == torch.int8
+    assert kinds["exp_avg_sq"] == torch.uint8
+    assert seen == [0] * 10  # used and freed before backward returned
+    assert not torch.equal(large.float(), before["blocks.0.up.weight"].bfloat16().float())
+
+
+def test_acted_where_accumulation_and_clipping_keep_gradients(home: ModuleType, make_trainer: Make) -> None:
+    strategy = compact_class(home.__name__)()
+    kept = []
+
+    class Watch(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            kept.append({value.dtype for value in trainer.strategy._release._kept.values()})
+
+    fit(home, make_trainer, strategy, precision="bf16-true", accumulate_grad_batches=4, callbacks=[Watch()])
+    assert kept[:4] == [{torch.float32}] * 3 + [set()]  # in a precision that doesn't saturate; none behind the step
+
+
+def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    import lightning.pytorch as home
+
+    with caplog.at_level("INFO"):
+        fit(home, make_trainer, CompactStrategy(), precision="bf16-true", gradient_clip_val=1.0)
+    assert "compact: 5." in caplog.text
+    assert "net.blocks.0.norm.weight" in caplog.text  # small: its moments are in fp32
+    assert "gradients kept on the device until the step, 2 bytes each" in caplog.text
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 4},  # ten batches: the last window has two
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("buffer", ["device", "host"])
+def test_parity_with_plain_lightning_in_fp32(make_trainer: Make, arguments: dict[str, Any], buffer: str) -> None:
+    import lightning.pytorch as home
+
+    plain = fit(home, make_trainer, None, max_epochs=2, **arguments)
+    strategy = CompactStrategy(master_bits=32, moment_bits=32, gradient_buffer=buffer)
+    ours = fit(home, make_trainer, strategy, max_epochs=2, **arguments)
+    assert_same(weights(ours), weights(plain))
+    assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
+    if "gradient_clip_val" in arguments:  # it did clip
+        unclipped = fit(home, make_trainer, None, max_epochs=2)
+        assert not torch.equal(weights(ours)["net.head.weight"], weights(unclipped)["net.head.weight"])
+
+
+def test_parity_of_split_weights_with_an_fp32_master_by_hand(make_trainer: Make) -> None:
+    """fp32 masters, rounded to bf16 for each forward, stepped by torch's AdamW: the same bits after 20 steps."""
+    import lightning.pytorch as home
+
+    ours = fit(home, make_trainer, CompactStrategy(32, 32), precision="bf16-true", max_epochs=2)
+    module = net()
+    masters = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, foreach=False)
+    module.to(torch.bfloat16)
+    for _ in range(2):
+        for x, y in batches():
+            for name, p in module.named_parameters():
+                raw = masters[name].view(torch.int32)  # to nearest, ties away from zero
+                p.data = ((raw + 0x8000) & -0x10000).view(torch.float32).to(torch.bfloat16)
+            module.zero_grad()
+            nn.functional.mse_loss(module(x.bfloat16()).float(), y.bfloat16().float()).backward()
+            for name, p in module.named_parameters():
+                assert p.grad is not None
+                masters[name].grad = p.grad.float()
+            optimizer.step()
+    own = ours.optimizers[0]
+    for name, p in ours.lightning_module.named_parameters():
+        assert torch.equal(own.master_weight(p), masters[name.removeprefix("net.")]), name
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_parity_of_compressed_states_in_the_loss(make_trainer: Make, release: bool) -> None:
+    import lightning.pytorch as home
+
+    data = batches(40)
+
+    def last_loss(strategy: Any, precision: str) -> float:
+        module = regression(home, net(), lr=1e-3)
+        trainer = fit(home, make_trainer, strategy, module, data, precision=precision, max_epochs=3)
+        trainer.validate(module, data, verbose=False)
+        return float(trainer.callback_metrics["validation/loss"])
+
+    plain = last_loss(None, "32-true")
+    ours = last_loss(CompactStrategy(release_gradients=release), "bf16-true")
+    assert ours == pytest.approx(plain, rel=0.05)  # bf16's forward is most of it
+    assert plain < 0.6 * WIDTH  # from WIDTH, the variance of a sum of so many normal numbers
+
+
+def test_schedulers_act_on_the_converted_optimizer(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, net())
+    optimizer = torch.optim.AdamW(
+        [{"params": module.net.blocks.parameters(), "weight_decay": 0.1}, {"params": module.net.head.parameters()}],
+        lr=0.1,
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+    trainer = fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true")
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 11)
+    assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.01]
+
+
+def test_two_optimizers_by_hand(home: ModuleType, make_trainer: Make) -> None:
+    class TwoByHand(home.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.one, self.two = net(1), net(1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for part, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.mse_loss(part(batch[0]).float(), batch[1].float()))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.one, self.two)]
+
+    with pytest.raises(ConflictError, match="release_gradients=false"):
+        fit(home, make_trainer, compact_class(home.__name__)(), TwoByHand(), precision="bf16-true")
+    strategy = compact_class(home.__name__)(release_gradients=False)
+    trainer = fit(home, make_trainer, strategy, TwoByHand(), precision="bf16-true")
+    assert [type(optimizer) for optimizer in trainer.optimizers] == [CompactAdamW, CompactAdamW]
+    assert not torch.equal(trainer.lightning_module.two.head.weight.float(), net(1).head.weight.bfloat16().float())
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize(
+    ("master_bits", "moment_bits"), [(24, 8), (32, 8), (32, 32), ("16-stochastic", 8), ("16-stochastic", 4)]
+)
+def test_memory_of_weights_and_states(make_trainer: Make, master_bits: Any, moment_bits: int) -> None:
+    import lightning.pytorch as home
+
+    if moment_bits == 4:
+        pytest.importorskip("torchao", reason="4-bit codes are torchao's")
+    trainer = fit(home, make_trainer, CompactStrategy(master_bits, moment_bits), precision="bf16-true")
+    parameters = list(trainer.lightning_module.parameters())
+    live = Ledger(trainer.lightning_module, trainer.optimizers).live()
+    assert live["weights"] == sum(2 * p.numel() for p in parameters)
+    states = sum(sum(state_sizes(p, master_bits, moment_bits).values()) for p in parameters)
+    assert live["optimizer_states"] == states + 4 * len(parameters)  # and a count of steps each
+    assert live["gradients"] == 0
+
+
+def test_memory_in_backward_is_one_gradient_not_all(make_trainer: Make) -> None:
+    """Four blocks of 2 x 16,384 elements: of 132,801 gradients plain training has all, release one."""
+    import lightning.pytorch as home
+
+    def gradients_at_peak(strategy: Any) -> int:
+        peaks = []
+
+        class Watch(home.Callback):
+            def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+                self.ledger = Ledger(pl_module, trainer.optimizers)
+                self.ledger.__enter__()
+
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                self.ledger.__exit__(None, None, None)
+                peaks.append(self.ledger.peak().breakdown["gradients"])
+
+        fit(home, make_trainer, strategy, regression(home, net(4)), max_steps=2, callbacks=[Watch()])
+        return max(peaks)
+
+    assert gradients_at_peak(CompactStrategy(32, 32, release_gradients=False)) == 4 * 132801
+    # one gradient of 16,384 elements, it times its factor, the root of its second moment, its update: 4 + 4 + 4 + 4
+    assert 16 * 16384 <= gradients_at_peak(CompactStrategy(32, 32)) <= 16 * 16384 + 4 * 256
+
+
+# --- trace ---
+
+
+def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
+    class Broken(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise KeyError("mine")
+
+    for callbacks in ([], [Broken()]):
+        module = regression(home, net())
+        keys = list(module.state_dict())
+        trainer = make_trainer(
+            home, strategy=compact_class(home.__name__)(), precision="bf16-true", callbacks=callbacks
+        )
+        try:
+            trainer.fit(module, batches())
+        except KeyError:
+            assert callbacks
+        assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+        assert "clip_gradients" not in vars(trainer.precision_plugin)
+        assert list(module.state_dict()) == keys
+        nn.functional.mse_loss(module.net(torch.ones(2, WIDTH).bfloat16()), torch.ones(2, 1).bfloat16()).backward()
+        assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize("master_bits", [24, "16-stochastic"])
+def test_trace_a_resumed_run_is_the_undisturbed_one(
+    home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: Any
+) -> None:
+    make = compact_class(home.__name__)
+
+    def run(**kwargs: Any) -> Any:
+        path = kwargs.pop("ckpt_path", None)
+        trainer = make_trainer(
+            home, strategy=make(master_bits, checkpoint_weights=kind), precision="bf16-true", **kwargs
+        )
+        trainer.fit(regression(home, net()), batches(), **({"ckpt_path": path} if path else {}))
+        return trainer
+
+    whole = run(max_epochs=3)
+    half = run(max_epochs=2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert_same(weights(resumed), weights(whole))
+    (left,), (right,) = resumed.optimizers, whole.optimizers
+    for p, q in zip(resumed.lightning_module.parameters(), whole.lightning_module.parameters(), strict=True):
+        assert torch.equal(left.master_weight(p), right.master_weight(q))
+        assert all(torch.equal(value, right.state[q][name]) for name, value in left.state[p].items())
+
+
+def test_trace_a_file_loads_where_the_library_is_not(make_trainer: Make, tmp_path: Path) -> None:
+    import lightning.pytorch as home
+
+    trainer = fit(home, make_trainer, CompactStrategy(checkpoint_weights="fp32"), precision="bf16-true")
+    trainer.save_checkpoint(tmp_path / "ours.ckpt", weights_only=False)
+    program = f"""
+import sys
+sys.modules["lightning_solo"] = None
+import torch
+file = torch.load({str(tmp_path / "ours.ckpt")!r}, weights_only=True)
+module = torch.nn.Linear({WIDTH}, 1)
+head = {{key: value for key, value in file["state_dict"].items() if key.startswith("net.head.")}}
+module.load_state_dict({{key.removeprefix("net.head."): value for key, value in head.items()}})
+assert module.weight.dtype == file["state_dict"]["net.head.weight"].dtype == torch.float32
+print(module.weight.sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    own = trainer.optimizers[0].master_weight(trainer.lightning_module.net.head.weight)
+    assert float(done.stdout) == pytest.approx(own.sum().item(), rel=1e-6)
+
+
+def test_trace_a_plain_file_is_gone_on_with(make_trainer: Make, tmp_path: Path) -> None:
+    """fp32 weights and AdamW's moments of a plain run are split and compressed."""
+    import lightning.pytorch as home
+
+    plain = fit(home, make_trainer, None)
+    plain.save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    trainer = make_trainer(home, strategy=CompactStrategy(), precision="bf16-true", max_steps=10)  # none to come
+    trainer.fit(regression(home, net()), batches(), ckpt_path=tmp_path / "plain.ckpt")
+    own = trainer.optimizers[0]
+    for p, q in zip(trainer.lightning_module.parameters(), plain.lightning_module.parameters(), strict=True):
+        torch.testing.assert_close(own.master_weight(p), q.detach(), rtol=2**-15, atol=0)
+        assert own.state[p]["step"] == 10
+
+
+def test_trace_sizes_of_files(make_trainer: Make, tmp_path: Path) -> None:
+    import lightning.pytorch as home
+
+    sizes = {}
+    for name, strategy, precision in (
+        ("plain", None, "32-true"),
+        ("bf16", CompactStrategy(), "bf16-true"),
+        ("fp32", CompactStrategy(checkpoint_weights="fp32"), "bf16-true"),
+    ):
+        module = regression(home, Stack(blocks=2, width=256))  # 4 x 262,144 elements; 0.4 % are not compressed
+        trainer = fit(home, make_trainer, strategy, module, loader(2, width=256), precision=precision)
+        trainer.save_checkpoint(tmp_path / name, weights_only=False)
+        sizes[name] = (tmp_path / name).stat().st_size
+    assert sizes["bf16"] <= 0.45 * sizes["plain"]  # (2 + 3.06) / 12
+    assert sizes["fp32"] <= 0.55 * sizes["plain"]  # (4 + 2.06) / 12
+
+
+# --- refusals ---
+
+
+def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch as home
+
+    with pytest.raises(PresetError, match="master_bits=16: write 32, 24, '16-stochastic'"):
+        CompactStrategy(master_bits=16)
+    with pytest.raises(ConflictError, match=r"precision=32-true: write precision=bf16-true, or strategy\.master_bits"):
+        fit(home, make_trainer, CompactStrategy())
+    sgd = regression(home, net())
+    sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
+    with pytest.raises(ConflictError, match="SGD computes something else"):
+        fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
+    released = fit(home, make_trainer, CompactStrategy(32, 32), sgd)  # nothing is compressed: any that can be released
+    assert type(released.optimizers[0]) is torch.optim.SGD
+    odd = regression(home, net())
+    odd.configure_optimizers = lambda: torch.optim.AdamW(odd.parameters(), amsgrad=True)
+    with pytest.raises(ConflictError, match="drop amsgrad"):
+        fit(home, make_trainer, CompactStrategy(), odd, precision="bf16-true")
+    monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
+    with pytest.raises(BudgetError, match="optimizer states of"):
+        fit(home, make_trainer, CompactStrategy(), precision="bf16-true")
+
+
+def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, net())
+    module.step = lambda batch: (module.net(batch[0]) * float("nan")).float().mean()
+    with pytest.raises(GradientError, match=r"net\..*is not finite; no weight has been touched"):
+        fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true", gradient_clip_val=1.0)
+    before = {name: p.bfloat16() for name, p in regression(home, net()).named_parameters()}
+    assert_same(dict(module.named_parameters()), before)
+
+
+@pytest.mark.parametrize("preset", ["compact", "compact_checkpointing"])
+def test_presets_train(home: ModuleType, make_trainer: Make, preset: str) -> None:
+    arguments = solo.trainer_kwargs(preset, lightning=home.__name__)
+    trainer = make_trainer(home, **arguments, max_steps=3)
+    trainer.fit(regression(home, net()), batches())
+    assert type(trainer.optimizers[0]) is CompactAdamW
+    assert trainer.global_step == 3
