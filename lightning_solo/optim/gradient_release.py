@@ -173,6 +173,7 @@ class GradientRelease:
 
     def _use(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self._used:
+            self._used.clear()
             raise GradientError(
                 f"{self._name(parameter)} got a second gradient in one window, and has been stepped with the first;"
                 " write accumulation=2 for several backward calls, or use_reentrant=False for activation checkpointing"
@@ -182,9 +183,7 @@ class GradientRelease:
             self._used[parameter] = greatest
             if not greatest.is_cuda:  # there it would wait for the device, at each parameter
                 self._require_finite(parameter, greatest)
-        if self.max_value is not None:
-            gradient.clamp_(-self.max_value, self.max_value)
-        self._step_one(parameter, gradient, 1.0)
+        self._step_one(parameter, self._bounded(gradient), 1.0)
 
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
         kept = self._kept.get(parameter)
@@ -199,8 +198,6 @@ class GradientRelease:
     def _step_kept(self, kept: dict[Tensor, Tensor]) -> Tensor:
         if self.max_value is not None:
             self._require_finite_kept(kept, float("inf"))  # before infinity is made a number
-            for gradient in kept.values():
-                gradient.clamp_(-self.max_value, self.max_value)
         total = self._require_finite_kept(kept, 2)
         if bool(total.isfinite().logical_not()):
             raise GradientError("the norm of all gradients is too large for fp32; no weight has been touched")
@@ -208,14 +205,21 @@ class GradientRelease:
         for parameter in list(kept):
             gradient = kept.pop(parameter)
             self._kept.pop(parameter)
-            self._step_one(parameter, gradient.to(parameter.device), scale)
+            self._step_one(parameter, self._bounded(gradient).to(parameter.device), scale)
         return total
 
+    def _bounded(self, gradient: Tensor) -> Tensor:
+        if self.max_value is None:
+            return gradient
+        # a bound is seldom a bf16; what is in fp32 is this object's own
+        return gradient.to(_at_least_fp32(gradient.dtype)).clamp_(-self.max_value, self.max_value)
+
     def _require_finite_kept(self, kept: dict[Tensor, Tensor], order: float) -> Tensor:
-        norms = [
-            torch.linalg.vector_norm(g if g.numel() else g.new_zeros(1), order, dtype=_at_least_fp32(g.dtype))
-            for g in kept.values()
-        ]
+        norms = []
+        for gradient in kept.values():
+            one = self._bounded(gradient) if order == 2 else gradient
+            one = one if one.numel() else one.new_zeros(1)
+            norms.append(torch.linalg.vector_norm(one, order, dtype=_at_least_fp32(one.dtype)))
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         if bool(total.isfinite().logical_not()):
             for parameter, gradient in kept.items():  # the norm of finite ones may be too large for fp32
@@ -227,6 +231,7 @@ class GradientRelease:
         if not bool(measure.isfinite().logical_not()):
             return
         touched = f"{len(self._used) - 1} parameters before it have been stepped" if self._used else ""
+        self._used.clear()
         raise GradientError(
             f"the gradient of {self._name(parameter)} is not finite; {touched or 'no weight has been touched'}"
         )

@@ -199,6 +199,8 @@ class CompactStrategy(Base):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward; a short window's loss counts by what the window holds."""
+        if self._release is not None:
+            self._release.watch()  # what has been unfrozen meanwhile, too
         loss = closure_loss if self.loss_factor == 1 else closure_loss * self.loss_factor
         made: Tensor = super().backward(loss, optimizer, *args, **kwargs)
         return made

@@ -1,0 +1,456 @@
+"""Release is exact, and frees: any graph of linear layers, any window, any clip, against plain torch and the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_solo.errors import ConflictError, GradientError, PresetError
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update
+from lightning_solo.optim.compact_adamw import split_parameters
+from lightning_solo.optim.gradient_release import ONE_BY_ONE
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A net, and how it is trained."""
+
+    widths: list[int] = field(default_factory=lambda: [3, 5, 2])
+    tied: bool = False
+    unused: bool = False
+    now_and_then: bool = False
+    groups: int = 1
+    windows: list[int] = field(default_factory=lambda: [1, 1, 1])
+    max_norm: float | None = None
+    max_value: float | None = None
+    buffer: str = "device"
+
+    @property
+    def accumulation(self) -> int:
+        return max(self.windows)
+
+    def release(self, optimizer: torch.optim.Optimizer) -> GradientRelease:
+        return GradientRelease(
+            optimizer,
+            accumulation=self.accumulation,
+            max_norm=self.max_norm,
+            max_value=self.max_value,
+            buffer=self.buffer,
+        )
+
+    def net(self) -> Net:
+        torch.manual_seed(sum(self.widths))
+        return Net(self)
+
+    def batches(self) -> Iterator[list[tuple[Tensor, bool]]]:
+        """Yield windows of (micro-batch, whether the layer that is used now and then is)."""
+        generator = torch.Generator().manual_seed(7)
+        for window in self.windows:
+            yield [(torch.randn(4, self.widths[0], generator=generator), i % 2 == 1) for i in range(window)]
+
+
+class Net(nn.Module):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(graph.widths, graph.widths[1:], strict=False))
+        first: dict[Any, nn.Parameter] = {}
+        for layer in self.layers if graph.tied else []:
+            layer.weight = first.setdefault(layer.weight.shape, layer.weight)
+        self.unused = nn.Linear(2, 2) if graph.unused else None
+        self.sometimes = nn.Linear(graph.widths[-1], 1) if graph.now_and_then else None
+
+    def loss(self, x: Tensor, sometimes: bool) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * 2
+        loss = x.square().mean() * 3
+        return loss + self.sometimes(x).square().mean() if self.sometimes is not None and sometimes else loss
+
+
+def groups_of(parameters: list[Any], count: int) -> list[dict[str, Any]]:
+    made = [{"params": parameters[i::count], "lr": 0.02 / (1 + i), "weight_decay": 0.1 * i} for i in range(count)]
+    return [group for group in made if group["params"]]
+
+
+windows = st.integers(1, 16).flatmap(
+    lambda k: st.tuples(st.just(k), st.just(k), st.integers(1, k)).map(list)  # the last is a short one
+)
+graphs = st.builds(
+    Graph,
+    widths=st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    tied=st.booleans(),
+    unused=st.booleans(),
+    now_and_then=st.booleans(),
+    groups=st.integers(1, 3),
+    windows=windows | st.just([1, 1, 1]),
+    max_norm=st.none() | st.sampled_from([1e-3, 0.5, 100.0]),
+    max_value=st.none() | st.sampled_from([1e-3, 0.05, 10.0]),
+    buffer=st.sampled_from(["device", "host"]),
+)
+
+
+def clip(graph: Graph, parameters: list[Tensor]) -> Tensor:
+    """Clip as Lightning and torch do, by value before by norm; return the norm."""
+    if graph.max_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, graph.max_value, foreach=False)
+    bound = float("inf") if graph.max_norm is None else graph.max_norm
+    every = [p for p in parameters if p.grad is not None]
+    return torch.nn.utils.clip_grad_norm_(every, bound, foreach=False)
+
+
+# --- exact ---
+
+
+@settings(max_examples=60)
+@given(graphs, st.booleans())
+def test_on_fp32_it_is_plain_adamw_and_clip(graph: Graph, compact: bool):
+    plain, ours = graph.net(), graph.net()
+    theirs = torch.optim.AdamW(groups_of(list(plain.parameters()), graph.groups), foreach=False)
+    groups = groups_of(list(ours.parameters()), graph.groups)
+    optimizer: Any = (
+        CompactAdamW(groups, master_bits=32, moment_bits=32) if compact else torch.optim.AdamW(groups, foreach=False)
+    )
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (theirs, optimizer)]
+    in_order = [p for group in theirs.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in ours.parameters()]
+    with graph.release(optimizer) as release:
+        for window in graph.batches():
+            theirs.zero_grad()
+            for x, sometimes in window:
+                (plain.loss(x, sometimes) / len(window)).backward()
+                (ours.loss(x, sometimes) / len(window)).backward()
+                assert all(p.grad is None for p in ours.parameters())
+            norm = clip(graph, in_order)
+            theirs.step()
+            got = release.step()
+            assert (got is None) if release.immediate else torch.equal(got, norm)  # type: ignore[arg-type]
+            for scheduler in schedulers:
+                scheduler.step()
+    assert release.immediate == (graph.accumulation == 1 and graph.max_norm is None)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert any(not torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
+
+
+def nearest(master: Tensor) -> Tensor:
+    """Return the bf16 numbers nearest to fp32 ones, half away from zero, by integers."""
+    bits = master.numpy().view(np.uint32).astype(np.int64)
+    return torch.from_numpy((((bits + 0x8000) >> 16) << 16).astype(np.uint32).view(np.float32))
+
+
+@settings(max_examples=30)
+@given(graphs)
+def test_split_weights_are_a_master_kept_by_hand(graph: Graph):
+    by_hand, ours = graph.net(), graph.net()
+    masters = [nn.Parameter(p.detach().clone()) for p in by_hand.parameters()]
+    reference = torch.optim.AdamW(groups_of(masters, graph.groups), foreach=False)
+    in_order = [p for group in reference.param_groups for p in group["params"]]
+    by_hand.bfloat16()
+    parameters = list(ours.parameters())
+    corrections = split_parameters(parameters, 32)
+    optimizer = CompactAdamW(
+        groups_of(parameters, graph.groups), master_bits=32, moment_bits=32, corrections=corrections
+    )
+    with graph.release(optimizer) as release:
+        for window in graph.batches():
+            for master in masters:
+                master.grad = None
+            for x, sometimes in window:
+                for p, master in zip(by_hand.parameters(), masters, strict=True):
+                    p.data.copy_(nearest(master.detach()))
+                    p.grad = None
+                (by_hand.loss(x.bfloat16(), sometimes) / len(window)).backward()
+                for p, master in zip(by_hand.parameters(), masters, strict=True):
+                    if p.grad is not None:  # summed in fp32
+                        master.grad = p.grad.float() if master.grad is None else master.grad + p.grad.float()
+                (ours.loss(x.bfloat16(), sometimes) / len(window)).backward()
+            clip(graph, in_order)
+            reference.step()
+            release.step()
+    for p, master in zip(parameters, masters, strict=True):
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(optimizer.master_weight(p), master.detach())
+
+
+OTHERS = sorted(set(ONE_BY_ONE) - {"Adam", "AdamW"})
+
+
+@pytest.mark.parametrize("windows", [[1, 1, 1], [3, 3, 2]], ids=["immediate", "kept"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_of_torch(name: str, windows: list[int]):
+    graph = Graph([3, 5, 5, 2], windows=windows, max_norm=None if windows == [1, 1, 1] else 0.1)
+    plain, ours = graph.net(), graph.net()
+    kind = getattr(torch.optim, name)
+    kwargs = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    theirs, optimizer = kind(plain.parameters(), **kwargs), kind(ours.parameters(), **kwargs)
+    with graph.release(optimizer) as release:
+        for window in graph.batches():
+            theirs.zero_grad()
+            for x, sometimes in window:
+                (plain.loss(x, sometimes) / len(window)).backward()
+                (ours.loss(x, sometimes) / len(window)).backward()
+            clip(graph, list(plain.parameters()))
+            theirs.step()
+            release.step()
+    for p, q, was in zip(ours.parameters(), plain.parameters(), graph.net().parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, was)
+
+
+def test_sums_in_fp32_where_bf16_stops_growing():
+    p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    release = GradientRelease(torch.optim.SGD([p], lr=0.0), accumulation=1000)
+    for _ in range(1000):
+        p.sum().backward()
+    assert release.step() == 1000  # in bf16 256 + 1 is 256
+
+
+# --- freed ---
+
+DEPTH, WIDTH, CHUNK = 12, 128, 1024
+LAYER = WIDTH * WIDTH
+PARAMETERS = DEPTH * LAYER
+
+
+@pytest.mark.parametrize("norm", [None, 1.0], ids=["no norm", "norm"])
+@pytest.mark.parametrize("value", [None, 0.01], ids=["no value", "value"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_peak_is_a_formula(
+    accumulation: int, value: float | None, norm: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(adamw_update, "CHUNK", {"cpu": CHUNK, "cuda": CHUNK})
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
+    optimizer = CompactAdamW(module.parameters())
+    release = GradientRelease(optimizer, accumulation=accumulation, max_norm=norm, max_value=value)
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+
+    def window() -> None:
+        for _ in range(accumulation):
+            module(x).square().mean().backward()
+        release.step()
+
+    window()  # the states exist
+    with Ledger(module, [optimizer]) as ledger:
+        ledger.reset_peak()
+        window()
+        peak = ledger.peak_bytes
+        assert ledger.live()["gradients"] == 0
+    # weight 2 + correction 1 + exp_avg 1 + exp_avg_sq 1 + two scales of 4 bytes in 128, and a step count a tensor
+    states = PARAMETERS * (2 + 1 + 1 + 1) + PARAMETERS // 128 * 2 * 4 + 4 * DEPTH
+    # nothing in between: one gradient at a time; by norm alone all in bf16; over several micro-batches a sum in fp32
+    buffer = 0 if accumulation == 1 and norm is None else PARAMETERS * (2 if accumulation == 1 else 4)
+    # beside a whole buffer the next gradient comes in bf16, unless it is itself what is kept
+    one = 0 if accumulation == 1 and norm is not None else 2 * LAYER
+    one += 4 * LAYER if value is not None and accumulation == 1 else 0  # clamped in fp32
+    assert buffer == PARAMETERS * release.bytes_per_parameter
+    # of a chunk at most 24 copies in 4 bytes while it is unpacked; of 4 x 128 activations two of each layer, and a few
+    least, extra = states + buffer + one, 24 * 4 * CHUNK + (2 * DEPTH + 8) * 2 * 4 * WIDTH
+    assert least <= peak <= least + extra
+    assert extra < 2 * PARAMETERS * 0.4  # so that a second buffer, even in bf16, would show
+    release.remove()
+
+
+def test_without_release_all_gradients_are_there_at_once():
+    """What the formula above would look like if it did nothing."""
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(DEPTH)])
+    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    peaks = []
+    for released in (False, True):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        release = GradientRelease(optimizer) if released else None
+        with Ledger(module, [optimizer]) as ledger:
+            module(x).square().mean().backward()
+            peaks.append(ledger.peak_bytes)
+        if release is not None:
+            release.remove()
+        module.zero_grad()
+    # all 12 gradients, and all but the one that lives and its copy, which torch's optimizers get
+    assert peaks[0] - peaks[1] >= 2 * LAYER * (DEPTH - 3)
+
+
+# --- no trace ---
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_removed_it_leaves_plain_training(norm: float | None):
+    net = Graph().net()
+    optimizer = CompactAdamW(net.parameters(), master_bits=32)
+    release = GradientRelease(optimizer, max_norm=norm)
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in net.parameters())
+    net.loss(torch.ones(1, 3), False).backward()
+    release.remove()
+    release.remove()
+    assert all(not p._post_accumulate_grad_hooks for p in net.parameters())
+    assert not release._kept
+    net.loss(torch.ones(1, 3), False).backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_a_parameter_unfrozen_later_is_refused_until_it_is_watched():
+    net = Graph().net()
+    net.layers[0].requires_grad_(False)
+    release = GradientRelease(CompactAdamW(net.parameters(), master_bits=32), max_norm=1.0)
+    net.layers[0].requires_grad_(True)
+    before = [p.detach().clone() for p in net.parameters()]
+    net.loss(torch.ones(1, 3), False).backward()
+    with pytest.raises(GradientError, match=r"parameter 0 was unfrozen .* call watch\(\) before backward"):
+        release.step()
+    assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    net.zero_grad()
+    release.watch()
+    net.loss(torch.ones(1, 3), False).backward()
+    release.step()
+    assert all(not torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+
+
+# --- bad input ---
+
+
+def poison(net: Net, bad: float) -> Callable[[], None]:
+    """Make the gradient of the first layer's weight not finite."""
+    handle = net.layers[0].weight.register_hook(lambda grad: torch.full_like(grad, bad))
+    return handle.remove  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [None, 0.1])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_kept_gradients_that_are_not_finite_touch_nothing(accumulation: int, value: float | None, bad: float):
+    net = Graph().net()
+    optimizer = CompactAdamW(net.named_parameters())
+    release = GradientRelease(optimizer, accumulation=accumulation, max_norm=1.0, max_value=value)
+
+    def run() -> None:
+        for _ in range(accumulation):
+            net.loss(torch.ones(1, 3, dtype=torch.bfloat16), False).backward()
+
+    run()
+    release.step()
+    before = [p.detach().clone() for p in net.parameters()]
+    states = [t.clone() for state in optimizer.state.values() for t in state.values()]
+    cure = poison(net, bad)
+    run()
+    with pytest.raises(GradientError, match=r"layers\.0\.weight is not finite; no weight has been touched"):
+        release.step()
+    assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    now = [t for state in optimizer.state.values() for t in state.values()]
+    assert all(torch.equal(t, was) for t, was in zip(now, states, strict=True))
+    cure()
+    assert release.step() is None  # what was kept is dropped
+    run()
+    assert release.step() is not None
+    assert any(not torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+
+
+def test_finite_gradients_whose_norm_is_too_large():
+    net = Graph().net()
+    release = GradientRelease(torch.optim.SGD(net.parameters()), max_norm=1.0)
+    poison(net, 1e30)
+    net.loss(torch.ones(1, 3), False).backward()
+    with pytest.raises(GradientError, match="too large for fp32; no weight has been touched"):
+        release.step()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [None, 0.1])
+def test_in_backward_the_message_says_what_has_been_touched(value: float | None, bad: float):
+    net = Graph().net()
+    GradientRelease(CompactAdamW(net.named_parameters(), master_bits=32), max_value=value)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    poison(net, bad)
+    with pytest.raises(GradientError, match=r"layers\.0\.weight is not finite; (\d) parameters before it") as raised:
+        net.loss(torch.ones(1, 3), False).backward()
+    touched = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
+    assert f"; {len(touched)} parameters before it have been stepped" in str(raised.value)
+    assert "layers.0.weight" not in touched
+    assert touched >= {"layers.1.weight", "layers.1.bias"}
+
+
+def test_a_second_gradient_in_one_window():
+    net = Graph([3, 3]).net()
+    release = GradientRelease(CompactAdamW(net.named_parameters(), master_bits=32))
+    net.loss(torch.ones(1, 3), False).backward()
+    with pytest.raises(GradientError, match=r"layers\.0\.\w+ got a second gradient .* write accumulation=2"):
+        net.loss(torch.ones(1, 3), False).backward()
+    release.step()
+    net.loss(torch.ones(1, 3), False).backward()  # another window
+
+
+def test_a_reentrant_checkpoint_of_a_tied_layer():
+    layer = nn.Linear(3, 3)
+    optimizer = CompactAdamW(layer.parameters(), master_bits=32)
+
+    def loss() -> Tensor:
+        x = torch.ones(1, 3, requires_grad=True)
+        x = checkpoint(layer, x, use_reentrant=True)
+        return checkpoint(layer, x, use_reentrant=True).sum()
+
+    release = GradientRelease(optimizer)
+    with pytest.raises(GradientError, match="use_reentrant=False for activation checkpointing"):
+        loss().backward()
+    release.remove()
+    loss().backward()
+    expected = layer.weight.grad
+    assert expected is not None
+    layer.zero_grad()
+    release = GradientRelease(optimizer, accumulation=2)  # as the message says: their sum is kept
+    loss().backward()
+    assert torch.equal(release._kept[layer.weight], expected)
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(5, 2, sparse=True)
+    GradientRelease(torch.optim.SGD(embedding.parameters()))
+    with pytest.raises(GradientError, match=r"parameter 0 is sparse; write nn\.Embedding\(\.\.\., sparse=False\)"):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+class AdamW(torch.optim.AdamW):
+    """A subclass of the same name, whose step may be anything."""
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_unknown_optimizers_are_refused_by_name(kind: Any):
+    net = Graph().net()
+    with pytest.raises(ConflictError, match=f"release_gradients with {kind.__name__}: .* write release_gradients=fal"):
+        GradientRelease(kind(net.parameters()))
+    assert all(not p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"accumulation": 0}, "accumulation=0: write a whole number of at least 1"),
+        ({"accumulation": 1.0}, "accumulation=1.0"),
+        ({"accumulation": True}, "accumulation=True"),
+        ({"max_norm": 0.0}, "max_norm=0.0: write a number above 0, or None"),
+        ({"max_norm": float("nan")}, "max_norm=nan"),
+        ({"max_value": -1.0}, "max_value=-1.0"),
+        ({"buffer": "disk"}, "buffer='disk': write 'device' or 'host'"),
+    ],
+)
+def test_values_that_are_not_allowed(arguments: dict[str, Any], words: str):
+    net = Graph().net()
+    with pytest.raises(PresetError, match=words):
+        GradientRelease(torch.optim.SGD(net.parameters()), **arguments)
+
+
+def test_empty_parameters_and_windows():
+    empty, full = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))
+    for arguments in ({}, {"max_norm": 0.5, "max_value": 10.0}):
+        release = GradientRelease(CompactAdamW([empty, full], master_bits=32), **arguments)  # type: ignore[arg-type]
+        assert release.step() is None
+        (empty.sum() + full.sum()).backward()
+        norm = release.step()
+        assert norm is None or norm == 2**0.5
+        release.remove()
