@@ -49,6 +49,7 @@ TECHNIQUES = {
         Technique("bf16", ("solo.precision=bf16-mixed",)),
         Technique("checkpointing", ("+solo/callback=activation_checkpointing",), exact=True),
         Technique("accumulation", ("+solo/callback=accumulation_schedule",)),
+        Technique("compact", ("+solo/strategy=compact", "solo.precision=bf16-mixed")),
         Technique("zero_offload", ("+solo/strategy=zero_offload",)),
     )
 }
@@ -105,7 +106,7 @@ def overrides_of(
         if text.startswith(_CALLBACK):
             callbacks += [name.strip() for name in text.removeprefix(_CALLBACK).strip("[]").split(",")]
     listed = [f"{_CALLBACK}[{','.join(callbacks)}]"] if callbacks else []
-    fields = [text for text in own if not text.startswith(_CALLBACK)]
+    fields = list(dict.fromkeys(text for text in own if not text.startswith(_CALLBACK)))
     _refuse_twice(fields, techniques)
     before = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
     behind = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]
