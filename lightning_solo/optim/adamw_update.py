@@ -146,8 +146,7 @@ def update_blocks(
         m = moments.dequantize_first(exp_avg, exp_avg_scale, book)
         v = moments.dequantize_second(exp_avg_sq, exp_avg_sq_scale, book_sq)
     grad = grad.to(torch.float32) * scale
-    if shrink != 1:
-        master.mul_(shrink)
+    master.mul_(shrink)
     if pull:
         grad = grad.add(master, alpha=pull)
     m.lerp_(grad, first)

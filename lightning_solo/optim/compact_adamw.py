@@ -44,7 +44,7 @@ FUSED_FROM = 2**24
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
-_OWN = ("master_bits", "moment_bits", "fused", "_places", "_given", "_numel")
+_OWN = ("master_bits", "moment_bits", "fused", "_index", "_sizes", "_numbers", "_given", "_splits", "_numel")
 
 
 class CompactAdamW(Optimizer):
@@ -65,7 +65,8 @@ class CompactAdamW(Optimizer):
         moment_bits: 32, 8 or 4, which needs torchao. Of parameters below 4,096 elements they stay in fp32: see
             `uncompressed`.
         decoupled_weight_decay: False for Adam, whose weight decay is a part of the gradient.
-        corrections: of bf16 parameters that were split, as `split_parameters` returns them.
+        corrections: of bf16 parameters that were split, as `split_parameters` returns them; where it is given, fp32
+            parameters stay what they are.
         fused: compile the step; None: where it can be, from 16 million elements on.
 
     Raises:
@@ -94,8 +95,11 @@ class CompactAdamW(Optimizer):
     ) -> None:
         _check(lr, betas, eps, weight_decay, master_bits, moment_bits)
         self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
-        self._places: dict[Tensor, tuple[int, int]] = {}  # number of the group, number of the parameter
+        self._index: dict[Tensor, int] = {}  # number of each parameter
+        self._sizes: list[int] = []  # of the groups when `_numbers` was made
+        self._numbers: dict[Tensor, int] = {}  # of each parameter's group
         self._given = dict(corrections or {})  # of parameters that are yet to be added
+        self._splits = corrections is None
         self._numel = 0
         defaults = {
             "lr": lr,
@@ -112,15 +116,15 @@ class CompactAdamW(Optimizer):
         """Add a group, whose parameters are made bf16 where ``master_bits`` says so."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for name, p in zip(names_of(group, len(self._places)), group["params"], strict=True):
+        for name, p in zip(names_of(group, len(self._index)), group["params"], strict=True):
             if p.dtype not in (torch.float32, torch.bfloat16) or p.is_sparse:
                 kind = "sparse" if p.is_sparse else str(p.dtype).removeprefix("torch.")
                 raise PresetError(f"CompactAdamW: {name} is {kind}; parameters are float32 or bfloat16")
             if not is_dense(p):
                 raise PresetError(f"CompactAdamW: {name} has gaps in memory, or overlaps itself; write {name}.clone()")
-            self._places[p] = len(self.param_groups) - 1, len(self._places)
+            self._index[p] = len(self._index)
             self._numel += p.numel()
-            if p.dtype == torch.float32 and self.master_bits != 32:
+            if p.dtype == torch.float32 and self.master_bits != 32 and self._splits:
                 self._given |= split_parameters([p], self.master_bits)
             if p in self._given:
                 self.state[p]["correction"] = self._checked(name, p, self._given.pop(p))
@@ -161,8 +165,7 @@ class CompactAdamW(Optimizer):
         """Step one parameter with a gradient of its shape, of any floating type, times a factor."""
         if parameter.numel() == 0:
             return
-        number, index = self._places[parameter]
-        group = self.param_groups[number]
+        group = self._group_of(parameter)
         by = Hyperparameters(
             lr=float(group["lr"]),
             betas=tuple(group["betas"]),
@@ -171,7 +174,18 @@ class CompactAdamW(Optimizer):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
         state = self._state_of(parameter)
-        step_parameter(parameter.data, gradient, state, by, scale=scale, index=index, update=self._update())
+        update = self._update() if parameter.numel() >= moments.LEAST else None  # each kind is compiled for itself
+        # detached, not .data: a weight that somebody else's backward still needs is then known to have changed
+        step_parameter(
+            parameter.detach(), gradient, state, by, scale=scale, index=self._index[parameter], update=update
+        )
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != self._sizes:  # groups come and go, as under BaseFinetuning
+            self._sizes = sizes
+            self._numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        return self.param_groups[self._numbers[parameter]]
 
     def require_finite(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Check gradients, at the price of one wait for the device.
@@ -186,7 +200,8 @@ class CompactAdamW(Optimizer):
                     f"the gradient of {name_in(self, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
                     " this parameter to torch.optim.SparseAdam"
                 )
-        greatest = torch._foreach_norm([g for _, g in pairs if g.numel()], float("inf")) if pairs else []
+        full = [g for _, g in pairs if g.numel()]
+        greatest = torch._foreach_norm(full, float("inf")) if full else []
         if not greatest or not bool(torch.stack([g.float() for g in greatest]).isfinite().logical_not().any()):
             return
         first = next(p for p, g in pairs if not bool(g.isfinite().all()))
@@ -195,7 +210,7 @@ class CompactAdamW(Optimizer):
     def _update(self) -> Update | None:
         wanted = self.fused
         if wanted is None:
-            wanted = self._numel >= FUSED_FROM and can_compile(next(iter(self._places)).device)
+            wanted = self._numel >= FUSED_FROM and can_compile(next(iter(self._index)).device)
         return _compiled() if wanted else None
 
     # --- states ---
@@ -209,15 +224,15 @@ class CompactAdamW(Optimizer):
     @property
     def bytes_per_parameter(self) -> float:
         """Weights and optimizer states over the number of parameters, without gradients."""
-        total = sum(p.nbytes + sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in self._places)
-        return total / max(1, sum(p.numel() for p in self._places))
+        total = sum(p.nbytes + sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in self._index)
+        return total / max(1, sum(p.numel() for p in self._index))
 
     @property
     def uncompressed(self) -> dict[str, int]:
         """Names of the parameters whose moments stay in fp32, for they are small, with the bytes of those."""
         if self.moment_bits == 32:
             return {}
-        return {name_in(self, p): 8 * p.numel() for p in self._places if p.numel() < moments.LEAST}
+        return {name_in(self, p): 8 * p.numel() for p in self._index if p.numel() < moments.LEAST}
 
     def summary(self) -> str:
         """Return what the states take, and what was left uncompressed, in a line."""
@@ -237,6 +252,16 @@ class CompactAdamW(Optimizer):
         made = torch.empty_like(parameter, dtype=torch.float32)
         in_memory_order(made).copy_(join(in_memory_order(parameter.detach()), correction))
         return made
+
+    @torch.no_grad()
+    def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
+        """Set a bf16 parameter and its correction from an fp32 master weight; nothing where it isn't split."""
+        state = self.state.get(parameter, {})
+        if "correction" in state:
+            flat = in_memory_order(master.to(parameter.device), parameter.detach())
+            upper, lower = split(flat, 8 * state["correction"].itemsize + 16)
+            in_memory_order(parameter.detach()).copy_(upper)
+            state["correction"].copy_(lower)
 
     # --- checkpoints ---
 
@@ -323,7 +348,7 @@ def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, T
     for p in parameters:
         master = p.detach().to(torch.float32)
         if p in corrections:
-            in_memory_order(master).copy_(join(in_memory_order(p.detach()), corrections[p]))
+            in_memory_order(master).copy_(join(in_memory_order(p.detach()), corrections[p].to(p.device)))
         p.data = master
 
 
@@ -362,7 +387,14 @@ def can_compile(device: torch.device) -> bool:
 
 @functools.cache
 def _compiled() -> Update:
-    return cast(Update, torch.compile(update_blocks, dynamic=True, fullgraph=True))
+    compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
+
+    def update(**arguments: Any) -> None:
+        # one for each kind of weight, gradient and state that this process has; torch allows 8, then fails
+        with torch._dynamo.config.patch(recompile_limit=64):
+            compiled(**arguments)
+
+    return update
 
 
 # --- conversion from and to torch's AdamW ---

@@ -42,17 +42,6 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def moment_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of one moment of a parameter.
-
-    >>> moment_bytes(8192, 8)  # 8192 codes + 64 scales of 4 bytes
-    8448
-    """
-    if bits == 32 or numel < LEAST:
-        return 4 * numel
-    return -(-numel * bits // 8) + 4 * blocks(numel)
-
-
 def quantize_first(values: Tensor, book: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (codes, scales) of ``exp_avg``, in 8 bits, or by one of `codebooks` in 4.
 

@@ -16,8 +16,10 @@ parameters end up where `torch.nn.utils.clip_grad_norm_` and a step of the optim
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +92,8 @@ class GradientRelease:
         self._kept: dict[Tensor, Tensor] = {}
         self._used: dict[Tensor, Tensor] = {}  # parameters stepped in this window, with their greatest gradient
         self._handles: dict[Tensor, RemovableHandle] = {}
+        self._zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = self._forget_and_zero  # type: ignore[method-assign]
         self.watch()
 
     def watch(self) -> None:
@@ -101,6 +105,11 @@ class GradientRelease:
     def immediate(self) -> bool:
         """Whether a parameter is stepped in backward, and nothing is kept."""
         return self.accumulation == 1 and self.max_norm is None
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether a window has begun."""
+        return bool(self._kept)
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -131,8 +140,18 @@ class GradientRelease:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self.forget()
+        if vars(self.optimizer).get("zero_grad") == self._forget_and_zero:
+            del self.optimizer.zero_grad
+
+    def forget(self) -> None:
+        """Drop what was kept in this window, as the optimizer's ``zero_grad`` does."""
         self._kept.clear()
         self._used.clear()
+
+    def _forget_and_zero(self, *args: Any, **kwargs: Any) -> None:
+        self.forget()
+        self._zero_grad(*args, **kwargs)
 
     def __enter__(self) -> GradientRelease:
         return self
@@ -274,7 +293,13 @@ def _at_least_fp32(kind: torch.dtype) -> torch.dtype:
 
 def _step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float) -> None:
     parameter.grad = (gradient * scale).to(parameter.dtype)  # all others have none, and are passed over
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
+    hooks = {name: getattr(optimizer, name) for name in names}
     try:
+        for name in names:
+            setattr(optimizer, name, OrderedDict())
         optimizer.step()
     finally:
         parameter.grad = None
+        for name, own in hooks.items():
+            setattr(optimizer, name, own)

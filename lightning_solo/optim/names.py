@@ -15,6 +15,9 @@ def name_in(optimizer: Optimizer, parameter: Tensor) -> str:
     Raises:
         KeyError: it is none of this optimizer's.
     """
+    own: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
+    if parameter in own:
+        return own[parameter]
     first = 0
     for group in optimizer.param_groups:
         for name, p in zip(names_of(group, first), group["params"], strict=True):

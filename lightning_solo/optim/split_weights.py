@@ -47,7 +47,9 @@ def split(master: Tensor, bits: int = 32) -> tuple[Tensor, Tensor]:
 def join(weight: Tensor, correction: Tensor) -> Tensor:
     """Return the fp32 numbers that were split, or their upper 24 bits followed by zeros."""
     unit = 8 if correction.dtype == torch.int8 else 0
-    raw = weight.to(torch.float32).view(torch.int32) + (correction.to(torch.int32) << unit)
+    units = correction.to(torch.int32)
+    units = torch.where(weight == 0, units.clamp_min(0), units)  # of weights made 0 since: below it there is NaN
+    raw = weight.to(torch.float32).view(torch.int32) + (units << unit)
     return raw.view(torch.float32)
 
 

@@ -4,8 +4,8 @@ Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) 
             1, moments 1 + 1, scales 0.0625; with ``master_bits="16-stochastic"`` and ``moment_bits=4`` all but 3.06
 Costs:      unpacking and packing in the step. With accumulation the gradients' sum is kept, 4 bytes per parameter; with
             clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``
-Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, bit for bit, accumulation and clipping
-            included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by about 3 %
+Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
+            and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by about 3 %
 Conflicts:  optimizers other than torch's AdamW and Adam; fp16; release with manual optimization, and with hooks that
             read ``.grad`` after backward
 Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,8 @@ class CompactStrategy(Base):
         self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._release: GradientRelease | None = None
+        self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
+        self._warned: set[str] = set()
         self._corrections: dict[Tensor, Tensor] = {}
 
     def __repr__(self) -> str:
@@ -116,6 +119,9 @@ class CompactStrategy(Base):
             BudgetError: the device has less memory than the states need; before they are allocated.
         """
         self._leave()
+        if not trainer.training:
+            super().setup(trainer)
+            return
         precision = str(self.precision_plugin.precision)
         if message := compact_precision(self.master_bits, precision):
             raise ConflictError(message)
@@ -125,16 +131,19 @@ class CompactStrategy(Base):
                 "strategy.release_gradients with manual optimization: two backward calls may come before a step;"
                 " write strategy.release_gradients=false"
             )
-        if not trainer.training or precision not in BF16:
-            super().setup(trainer)
-            return
-        whole = [p for p in module.parameters() if p.requires_grad and p.dtype == torch.float32]
+        whole = [p for p in module.parameters() if self._is_split(p, precision)]
         self._corrections = corrections = split_parameters(whole, self.master_bits)
         try:
             super().setup(trainer)
         except BaseException:
             join_parameters(whole, corrections)
             raise
+
+    def _is_split(self, p: Tensor, precision: str) -> bool:
+        if not p.requires_grad or p.dtype != torch.float32 or precision not in BF16:
+            return False
+        # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
+        return precision == "bf16-true" or p.dim() > 1
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Convert the optimizers, and have gradients released."""
@@ -144,12 +153,13 @@ class CompactStrategy(Base):
         self._corrections = {}
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self.optimizers = [self._converted(optimizer, schedulers, corrections) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:  # for messages; names in the groups would refuse groups that come without
+            vars(optimizer)["parameter_names"] = {p: name for name, p in self._module.named_parameters()}
         if self.release_gradients:
             self._start_release(trainer)
         self._say()
 
     def _converted(self, optimizer: Optimizer, schedulers: list[Any], corrections: Mapping[Tensor, Tensor]) -> Any:
-        _name_parameters(optimizer, self._module)
         plain = self.master_bits == 32 and self.moment_bits == 32 and not corrections
         if plain:  # nothing to compress: any optimizer will do, as far as gradients can be released to it
             return optimizer
@@ -169,17 +179,26 @@ class CompactStrategy(Base):
             )
         overridden = importlib.import_module(f"{self.home}.utilities.model_helpers").is_overridden
         by_hand = overridden("configure_gradient_clipping", self._module)
+        self._clips_by_hand = by_hand
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            if overridden(hook, self._module):
+                self._warn_once(
+                    f"{type(self._module).__name__}.{hook} finds no .grad: gradients are released in backward; where it"
+                    " reads or changes them, write strategy.release_gradients=false"
+                )
         value = trainer.gradient_clip_val or None
         by_value = _is_value(trainer.gradient_clip_algorithm)
-        several = trainer.accumulate_grad_batches > 1 or self.accumulation_varies
         self._release = GradientRelease(
             self.optimizers[0],
-            accumulation=2 if several else 1,
+            accumulation=self._window(),
             max_norm=math.inf if by_hand or (value and not by_value) else None,
             max_value=float(value) if value and by_value and not by_hand else None,
             buffer=self.gradient_buffer,
         )
         self.precision_plugin.clip_gradients = self.clip_gradients  # type: ignore[method-assign]
+
+    def _window(self) -> int:
+        return 2 if self._module.trainer.accumulate_grad_batches > 1 or self.accumulation_varies else 1
 
     def teardown(self) -> None:
         """Take the hooks off the module."""
@@ -201,6 +220,8 @@ class CompactStrategy(Base):
         """Run backward; a short window's loss counts by what the window holds."""
         if self._release is not None:
             self._release.watch()  # what has been unfrozen meanwhile, too
+            if not self._release.has_kept:  # a window begins: others' callbacks change its length
+                self._release.accumulation = self._window()
         loss = closure_loss if self.loss_factor == 1 else closure_loss * self.loss_factor
         made: Tensor = super().backward(loss, optimizer, *args, **kwargs)
         return made
@@ -222,17 +243,30 @@ class CompactStrategy(Base):
                 f" Trainer(gradient_clip_val={clip_val}), or override configure_gradient_clipping and call it there"
             )
         setattr(release, name, float(clip_val))
+        self._clipped = True
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; with released gradients the closure's backward has done it, or what was kept is stepped here."""
+        """Step; with released gradients the closure's backward has done it, or what was kept is stepped behind it."""
         release = self._release
         if release is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # there is no .grad: it only runs closure
+        result = self.precision_plugin._wrap_closure(model or self._module, optimizer, closure)
+        if self._clips_by_hand and not self._clipped:
+            self._warn_once(
+                "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: gradients are"
+                " kept by the strategy, and parameters have no .grad"
+            )
         release.step()
+        self._clipped = False
         if not release.immediate and release.max_norm is not None:
             release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
+        optimizer.step(**kwargs)  # no parameter has a gradient: for its hooks, and for schedulers
         return result
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
 
     # --- checkpoints ---
 
@@ -245,7 +279,7 @@ class CompactStrategy(Base):
         held = {p: optimizer for optimizer in own for group in optimizer.param_groups for p in group["params"]}
         for name, p in self._module.named_parameters(remove_duplicate=False):
             if name in state and p in held:
-                state[name] = held[p].master_weight(p)
+                state[name] = held[p].master_weight(p).cpu()  # on the device all at once might not fit
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -256,6 +290,16 @@ class CompactStrategy(Base):
                 made["state"][key] = {name: value for name, value in state.items() if name != "correction"}
         return made
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states; masters from fp32 weights beside them."""
+        super().load_optimizer_state_dict(checkpoint)
+        weights = checkpoint["state_dict"]
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, CompactAdamW):
+                for name, p in self._module.named_parameters():
+                    if name in weights and weights[name].dtype == torch.float32:
+                        optimizer.set_master_weight(p, weights[name])
+
     # --- what it needs, and says ---
 
     @property
@@ -264,10 +308,13 @@ class CompactStrategy(Base):
         return self.lightning_module
 
     def _require_room(self) -> None:
+        if self.master_bits == 32 and self.moment_bits == 32 and not self._corrections:
+            return  # any optimizer, whose states aren't known
         parameters = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         needed = sum(sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in parameters)
-        needed -= sum(lower.nbytes for lower in self._corrections.values())
-        on_device = self.root_device.type == "cuda"
+        on_device = self.root_device.type != "cpu"
+        if not on_device:
+            needed -= sum(lower.nbytes for lower in self._corrections.values())  # there already
         there = free_device_bytes(self._module) if on_device else host_memory()[1]
         if needed > there:
             raise BudgetError(
@@ -290,14 +337,6 @@ class CompactStrategy(Base):
         else:
             words = f"kept on the {self.gradient_buffer} until the step, {self._release.bytes_per_parameter} bytes each"
         rank_zero_info(f"compact: gradients {words}")
-
-
-def _name_parameters(optimizer: Optimizer, module: torch.nn.Module) -> None:
-    """Have the groups name their parameters, for messages and checkpoints, where each is one of the module's."""
-    names = {p: name for name, p in module.named_parameters()}
-    if all(p in names for group in optimizer.param_groups for p in group["params"]):
-        for group in optimizer.param_groups:
-            group.setdefault("param_names", [names[p] for p in group["params"]])
 
 
 def _is_value(algorithm: Any) -> bool:

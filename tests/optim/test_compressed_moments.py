@@ -160,18 +160,3 @@ def test_two_codes_of_zero_are_0x77():
 
 
 # --- bytes ---
-
-
-@pytest.mark.parametrize(
-    ("numel", "bits", "expected"),
-    [
-        (4095, 8, 4 * 4095),  # below 4,096: fp32
-        (4096, 8, 4096 + 4 * 32),
-        (4097, 8, 4097 + 4 * 33),  # a short last block has its scale
-        (4097, 4, 2049 + 4 * 33),
-        (4097, 32, 4 * 4097),
-        (0, 8, 0),
-    ],
-)
-def test_bytes_of_a_moment(numel: int, bits: int, expected: int):
-    assert moments.moment_bytes(numel, bits) == expected

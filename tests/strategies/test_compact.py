@@ -357,6 +357,132 @@ def test_trace_sizes_of_files(make_trainer: Make, tmp_path: Path) -> None:
     assert sizes["fp32"] <= 0.55 * sizes["plain"]  # (4 + 2.06) / 12
 
 
+# --- beside what others do ---
+
+
+def test_weights_made_zero_by_somebody_stay_numbers(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    class Prune(home.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            with torch.no_grad():
+                pl_module.net.blocks[0].up.weight[:128] = 0
+
+    trainer = fit(home, make_trainer, CompactStrategy(), precision="bf16-true", callbacks=[Prune()])
+    assert all(p.isfinite().all() for p in trainer.lightning_module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_norms_and_autocast(make_trainer: Make, precision: str) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, nn.Sequential(nn.BatchNorm1d(WIDTH), net(1)))
+    trainer = fit(home, make_trainer, CompactStrategy(), module, precision=precision)
+    kinds = {name: p.dtype for name, p in trainer.lightning_module.named_parameters()}
+    assert kinds["net.1.blocks.0.up.weight"] == torch.bfloat16
+    assert kinds["net.0.weight"] == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+def test_lightnings_own_accumulation_scheduler(home: ModuleType, make_trainer: Make) -> None:
+    def run(strategy: Any) -> dict[str, Tensor]:
+        schedule = home.callbacks.GradientAccumulationScheduler({0: 1, 1: 5})
+        return weights(fit(home, make_trainer, strategy, max_epochs=2, callbacks=[schedule]))
+
+    assert_same(run(compact_class(home.__name__)(32, 32)), run(None))
+
+
+def test_a_window_that_is_left_in_the_middle_is_dropped(home: ModuleType, make_trainer: Make) -> None:
+    def run(strategy: Any) -> dict[str, Tensor]:
+        module = regression(home, net())
+        module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 6 else None
+        return weights(fit(home, make_trainer, strategy, module, max_epochs=2, accumulate_grad_batches=4))
+
+    assert_same(run(compact_class(home.__name__)(32, 32)), run(None))
+
+
+def test_layers_that_are_unfrozen_later(home: ModuleType, make_trainer: Make) -> None:
+    class Unfreeze(home.callbacks.BaseFinetuning):  # type: ignore[name-defined,misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net.blocks)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=1e-2, initial_denom_lr=1)
+
+    def module() -> Any:
+        made = regression(home, net())
+        made.configure_optimizers = lambda: torch.optim.AdamW(made.net.head.parameters(), lr=1e-2)
+        return made
+
+    plain = fit(home, make_trainer, None, module(), max_epochs=3, callbacks=[Unfreeze()])
+    ours = compact_class(home.__name__)(32, 32)
+    assert_same(weights(fit(home, make_trainer, ours, module(), max_epochs=3, callbacks=[Unfreeze()])), weights(plain))
+    split = fit(
+        home,
+        make_trainer,
+        compact_class(home.__name__)(),
+        module(),
+        max_epochs=3,
+        precision="bf16-true",
+        callbacks=[Unfreeze()],
+    )
+    assert split.optimizers[0].state[split.lightning_module.net.blocks[0].up.weight]["step"] == 20
+
+
+def test_clipping_that_bypasses_the_strategy_is_said(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, net())
+    cls = type(module)
+    cls.configure_gradient_clipping = lambda self, *args, **kwargs: torch.nn.utils.clip_grad_norm_(self.parameters(), 1)
+    with pytest.warns(UserWarning, match=r"didn't call self\.clip_gradients"):
+        fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true")
+    other = regression(home, net())
+    type(other).on_after_backward = lambda self: None
+    with pytest.warns(UserWarning, match=r"on_after_backward finds no \.grad"):
+        fit(home, make_trainer, CompactStrategy(), other, precision="bf16-true")
+
+
+def test_hooks_of_the_step_run_once_and_behind_it(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    seen: list[bool] = []
+    module = regression(home, net())
+    start = module.net.head.weight.detach().clone()
+
+    def configure() -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        optimizer.register_step_post_hook(lambda *args: seen.append(torch.equal(module.net.head.weight, start)))
+        return optimizer
+
+    module.configure_optimizers = configure
+    fit(home, make_trainer, CompactStrategy(32, 32), module, gradient_clip_val=1.0, max_steps=3)
+    assert seen == [False] * 3
+
+
+def test_validate_needs_no_optimizer(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    trainer = make_trainer(home, strategy=CompactStrategy())  # a precision that is refused in a fit
+    assert trainer.validate(regression(home, net()), batches(), verbose=False)[0]["validation/loss"] > 0
+
+
+def test_a_detached_use_of_a_weight_is_an_error_as_in_torch(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.linear(self.first(x), self.last.weight.detach())
+            return self.last(x).sum(1, keepdim=True)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        fit(home, make_trainer, CompactStrategy(32, 32), regression(home, Twice()))
+
+
 # --- refusals ---
 
 
