@@ -60,7 +60,7 @@ class GradientRelease:
 
     Args:
         optimizer: a `CompactAdamW`, or one of torch's that step each parameter by itself.
-        accumulation: micro-batches in a window, at most.
+        accumulation: micro-batches in a window: 1, or more for several, whose number need not be the same each time.
         max_norm: the gradients' global norm is clipped to it, as `torch.nn.utils.clip_grad_norm_` does.
         max_value: each gradient is clamped to it, before the norm is taken, so that both bounds hold.
         buffer: where gradients are kept when they have to be: "device" or "host".
@@ -192,11 +192,7 @@ class GradientRelease:
 
     def _use(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self._used:
-            self._used.clear()
-            raise GradientError(
-                f"{self._name(parameter)} got a second gradient in one window, and has been stepped with the first;"
-                " write accumulation=2 for several backward calls, or use_reentrant=False for activation checkpointing"
-            )
+            self._require_several(parameter, ", and has been stepped with the first")
         greatest = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32) if gradient.numel() else None
         if greatest is not None:
             self._used[parameter] = greatest
@@ -204,9 +200,19 @@ class GradientRelease:
                 self._require_finite(parameter, greatest)
         self._step_one(parameter, self._bounded(gradient), 1.0)
 
+    def _require_several(self, parameter: Tensor, and_what: str) -> None:
+        if self.accumulation == 1:
+            self.forget()
+            raise GradientError(
+                f"{self._name(parameter)} got a second gradient in one window{and_what}; call release.step(), not"
+                " optimizer.step(), behind each window, write accumulation=2 for several backward calls in one, and"
+                " use_reentrant=False for activation checkpointing"
+            )
+
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
         kept = self._kept.get(parameter)
         if kept is not None:
+            self._require_several(parameter, "")
             kept.add_(gradient.to(kept.device))
             return
         kind = gradient.dtype if self.accumulation == 1 else _at_least_fp32(gradient.dtype)

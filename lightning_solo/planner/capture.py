@@ -175,7 +175,7 @@ class _Watch(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         for optimizer in trainer.optimizers:
-            leave_uncompiled(optimizer)
+            leave_uncompiled(optimizer, cuda=self.tracer.cuda)
             if self.tracer.cuda:
                 choose_foreach(optimizer)
             if fill_history(optimizer):

@@ -280,10 +280,23 @@ def _chunks_of_cuda() -> Iterator[None]:
         CHUNK["cpu"] = own
 
 
-def leave_uncompiled(optimizer: Optimizer) -> None:
-    """Let a step be run operator by operator, where torch.compile would be called from within it."""
+def leave_uncompiled(optimizer: Optimizer, *, cuda: bool) -> None:
+    """Let a step run without torch.compile, which can't be called here: operator by operator, or `as_compiled`."""
     if isinstance(optimizer, CompactAdamW):
         optimizer.fused = False
+        if cuda:
+            vars(optimizer)["_update"] = lambda: as_compiled
+
+
+def as_compiled(
+    *, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, correction: Tensor | None = None, **rest: Any
+) -> None:
+    """Take and touch what the compiled `update_blocks` does: a few kernels, each tensor once, two fp32 in between."""
+    buffers = [torch.empty_like(weight, dtype=torch.float32) for _ in range(2)]
+    buffers[0].copy_(grad)
+    for kept in (weight, exp_avg, exp_avg_sq, correction):
+        if kept is not None:
+            kept.copy_(kept)
 
 
 def choose_foreach(optimizer: Optimizer) -> None:

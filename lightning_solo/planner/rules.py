@@ -80,7 +80,7 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
 
     by_layout = strategy if strategy is not None and strategy["name"] == "zero_offload" else None
     if strategy is not None and by_layout is None:
-        assumptions.append("the optimizer's compiled step is planned with the buffers of the one that isn't compiled")
+        assumptions.append("the compiled step of compact is planned as four copies, with two fp32 buffers of a chunk")
     return Arrangement(arguments, asked, accumulation, by_layout, assumptions)
 
 

@@ -5,7 +5,8 @@ Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) 
 Costs:      unpacking and packing in the step. With accumulation the gradients' sum is kept, 4 bytes per parameter; with
             clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``
 Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
-            and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by about 3 %
+            and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some
+            3 %
 Conflicts:  optimizers other than torch's AdamW and Adam; fp16; release with manual optimization, and with hooks that
             read ``.grad`` after backward
 Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
