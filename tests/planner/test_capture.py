@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.ledger import storages_of
+from lightning_solo.optim import compressed_moments
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
@@ -61,6 +62,25 @@ def test_fake_steps_hold_what_real_steps_hold(name: str, precision: str, extra: 
 def test_clipping_by_value() -> None:
     arguments = {"precision": "bf16-mixed", "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
     assert_equal(*both(MODULES["attending"][0], MODULES["attending"][1](), lambda: arguments))
+
+
+# --- compact model states, as the preset attaches them ---
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "extra"),
+    named(itertools.product(("attending", "convolutional", "tied"), ("bf16-mixed", "bf16-true"), ARGUMENTS)),
+)
+def test_compact_states_hold_what_real_ones_hold(
+    name: str, precision: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed_moments, "LEAST", 64)  # the modules are small
+    make, batch = MODULES[name]
+    arranged = arrange(compose("compact", [f"precision={precision}"]), {})
+    fake, real = both(make, batch(), lambda: {**arranged.arguments(), **ARGUMENTS[extra]})
+    assert_equal(fake, real)
+    breakdown = fake.log.breakdown(len(fake.log.events) - 1)
+    assert breakdown["optimizer_states"] < 2 * breakdown["weights"]  # of moments in fp32 and corrections 4.5
 
 
 # --- activation checkpointing, as the preset attaches it ---
