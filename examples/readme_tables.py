@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,38 @@ def zero_offload_table(result: dict[str, Any]) -> str:
     return table(["what", "reached", "target"], rows) + f"\n{note} Command: `{command}`\n"
 
 
+def compact_table(result: dict[str, Any]) -> str:
+    """Return what each preset's model states take and do to the loss; a part that was not measured is left out."""
+    rows = []
+    losses: dict[str, list[float]] = {}
+    for row in result.get("convergence", ()):
+        losses.setdefault(row["preset"], []).append(row["held_out"])
+    means = {preset: statistics.mean(found) for preset, found in losses.items()}
+    for preset, mean in means.items():
+        spread = max(losses[preset]) - min(losses[preset])
+        change = "" if preset == "baseline" else f", {mean / means['baseline'] - 1:+.2%}"
+        what = f"loss on held-out text after 1,000 steps, {len(losses[preset])} seeds"
+        rows.append([f"`{preset}`", what, f"{mean:.4f} (seeds within {spread:.4f}){change}"])
+    for row in result.get("states", ()):
+        rows.append([f"`{row['preset']}`", "bytes per parameter behind a step, counted", f"{row['in_all']:.2f}"])
+    for part, what in (("resident", "peak resident set"), ("largest", "three steps of a larger model")):
+        for row in result.get(part, ()):
+            size = (
+                f"{row['parameters'] / 1e9:.2f} billion parameters" if "parameters" in row else f"depth {row['depth']}"
+            )
+            reached = f"{row['peak_bytes'] / 2**30:.2f} GiB" if "peak_bytes" in row else "did not train"
+            rows.append([f"`{row['preset']}`", f"{what}, {size}", reached])
+    for row in result.get("step", ()):
+        names = [name for name in row if name.startswith(("torch", "24"))]
+        for name in names:
+            rows.append([name, f"a step of {row['elements'] / 1e6:.0f} million parameters", f"{row[name]:.3f} s"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        table(["preset", "what", "reached"], rows)
+        + f"\n{result['machine']}; {versions}. Command: `{result['command']}`\n"
+    )
+
+
 def catalogue(_: object = None) -> str:
     """Return the presets with the first line of each file."""
     rows = []
@@ -118,6 +151,7 @@ TABLES = {
     "callbacks_cpu.json": callbacks_table,
     "import_cpu.json": import_table,
     "zero_offload_cpu.json": zero_offload_table,
+    "compact_cpu.json": compact_table,
 }
 
 
