@@ -6,7 +6,7 @@ Costs:      unpacking and packing in the step. With accumulation the gradients' 
             clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``
 Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
             and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some
-            3 %
+            4 % (`examples/measure_moments.py`)
 Conflicts:  optimizers other than torch's AdamW and Adam; fp16; release with manual optimization, and with hooks that
             read ``.grad`` after backward
 Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
