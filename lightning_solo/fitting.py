@@ -103,7 +103,8 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
         states = element * (4 * sum(sizes.trainable) + sum(sizes.frozen)) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
     if config.strategy.get("name") == "compact":
-        states = round(compact_bytes(config.strategy) * sum(sizes.trainable)) + 2 * sum(sizes.frozen)
+        own = round(compact_bytes(config.strategy) * sum(sizes.trainable))
+        states = own + 2 * sum(sizes.frozen) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
     precision = config.precision or "32-true"
     if config.strategy.get("name") != "zero_offload" or precision not in WEIGHT_BYTES or not sizes.trainable:

@@ -81,10 +81,10 @@ def test_offloading_fits_where_the_device_is_small() -> None:
 @pytest.mark.usefixtures("on_gpu", "once")
 def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
     layer = nn.Linear(1000, 1000, bias=False, device="meta")
-    text = presets_that_fit(layer, every, Room(8 * 10**6, 10**9))
-    # bf16_true lacks 5 % of 8 bytes per parameter; the others all their states, or a bucket
+    text = presets_that_fit(layer, every, Room(5 * 10**6, 10**9))
+    # compact lacks 5 % of 5.06 bytes per parameter, and 0.06; the others all their states, or a bucket
     assert text == (
-        "no preset would fit: the nearest, bf16_true, needs 8.01 MiB on the device before activations, with AdamW;"
+        "no preset would fit: the nearest, compact, needs 5.07 MiB on the device before activations, with AdamW;"
         " use a smaller model"
     )
 
@@ -136,9 +136,9 @@ def test_room_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, 10 * MiB))
     # The module's own bytes would be given back.
     assert free_room(module) == Room(0, 10 * MiB + 4 * 10**6)
-    assert set(named(presets_that_fit(module, every))) == {"bf16_true"}
+    assert set(named(presets_that_fit(module, every))) == {"bf16_true", "compact", "compact_checkpointing"}
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, MiB))
-    assert presets_that_fit(module, every).startswith("no preset would fit: the nearest, bf16_true, needs 8.01 MiB")
+    assert presets_that_fit(module, every).startswith("no preset would fit: the nearest, compact, needs 5.07 MiB")
 
 
 # --- what the strategy itself will ask for ---
@@ -217,8 +217,8 @@ def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, mak
     if preset:
         (advice,) = second
         assert advice.startswith("presets that would fit, before activations, with AdamW: ")
-        # 8 bytes per parameter are 4 MiB; baseline's 16 are 8 MiB, of 7.
-        assert set(named(advice)) == {"bf16_true"}
+        # 8 bytes per parameter are 4 MiB, 5.06 are 2.5; baseline's 16 are 8 MiB, of 7.
+        assert set(named(advice)) == {"bf16_true", "compact", "compact_checkpointing"}
     else:
         assert second == []
 
@@ -228,9 +228,7 @@ def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, mak
 def test_where_nothing_fits_the_nearest_is_named(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, 0))
     message = str(refused(make_trainer, small(), preset=True))
-    assert re.search(
-        r"\nno preset would fit: the nearest, bf16_true, needs .* MiB on the host .*smaller model$", message
-    )
+    assert re.search(r"\nno preset would fit: the nearest, compact, needs .* MiB on the host .*smaller model$", message)
 
 
 @pytest.mark.usefixtures("little_memory")

@@ -107,13 +107,16 @@ def every(config: SoloConfig) -> None:
 
 def test_presets_by_what_their_model_states_need() -> None:
     module = torch.nn.Linear(1000, 999, bias=False)
-    # 999,000 elements: 8 bytes for bf16_true and 16 for the others, and 5 % of margin; zero_offload takes more here
+    # 999,000 elements: 5.06 bytes for compact, 8 for bf16_true and 16 for the others, and 5 % of margin; zero_offload
+    # takes more here
     between = Room(0, int(12 * 999_000 * 1.05))
-    assert "AdamW: bf16_true (8.00 MiB on the host)" in presets_that_fit(module, every, between)
+    assert "AdamW: bf16_true (8.00 MiB on the host), compact (5.06 MiB on the host)" in presets_that_fit(
+        module, every, between
+    )
     assert "baseline" not in presets_that_fit(module, every, between)
     assert "baseline (16.01 MiB on the host)" in presets_that_fit(module, every, Room(0, 17 * 999_000))
     none = presets_that_fit(module, every, Room(0, 10))
-    assert none.startswith("no preset would fit: the nearest, bf16_true, needs 8.00 MiB on the host")
+    assert none.startswith("no preset would fit: the nearest, compact, needs 5.06 MiB on the host")
 
 
 def test_presets_that_this_machine_cannot_run_are_left_out() -> None:
