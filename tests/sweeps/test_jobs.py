@@ -248,11 +248,16 @@ def test_a_jobs_store_of_configurations_is_that_of_the_import(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_between_two_jobs_starts_no_other(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupt_between_two_jobs_starts_no_other(
+    tmp_path: Path, number: signal.Signals, request: pytest.FixtureRequest
+) -> None:
     def between(event: str, job: int | None, _: str) -> None:
         if (event, job) == ("ended", 0):
             os.kill(os.getpid(), number)
 
+    if number == signal.SIGINT:  # which a shell has its background jobs ignore
+        inherited = signal.signal(number, signal.default_int_handler)
+        request.addfinalizer(lambda: signal.signal(number, inherited))
     handler = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         plain_sweep(tmp_path, tell=between).run(plain_jobs(tmp_path, 3))
