@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.random_numbers import seed_of, uniform
-from lightning_solo.optim.split_weights import join, round_stochastically, split
+from lightning_solo.optim.split_weights import bits_of, join, round_stochastically, split
 
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements stepped at once: on the CPU what its caches hold, on a GPU what fills it."""
@@ -156,7 +156,7 @@ def update_blocks(
     if is_split and correction is None:
         weight.copy_(round_stochastically(master, uniform(rows, BLOCK, first_row, seed_of_weights, weight.device)))
     elif is_split and correction is not None:
-        for stored, made in zip((weight, correction), split(master, 8 * correction.itemsize + 16), strict=True):
+        for stored, made in zip((weight, correction), split(master, bits_of(correction)), strict=True):
             stored.copy_(made)
     if exp_avg_scale is not None and exp_avg_sq_scale is not None:
         random = uniform(rows, BLOCK, first_row, seed, weight.device) if book_sq is None else None

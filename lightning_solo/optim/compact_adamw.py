@@ -34,7 +34,7 @@ from lightning_solo.optim.adamw_update import (
     update_blocks,
 )
 from lightning_solo.optim.names import name_in, names_of
-from lightning_solo.optim.split_weights import CORRECTIONS, join, split
+from lightning_solo.optim.split_weights import CORRECTIONS, bits_of, join, split
 from lightning_solo.units import format_bytes
 
 STOCHASTIC = "16-stochastic"
@@ -259,7 +259,7 @@ class CompactAdamW(Optimizer):
         state = self.state.get(parameter, {})
         if "correction" in state:
             flat = in_memory_order(master.to(parameter.device), parameter.detach())
-            upper, lower = split(flat, 8 * state["correction"].itemsize + 16)
+            upper, lower = split(flat, bits_of(state["correction"]))
             in_memory_order(parameter.detach()).copy_(upper)
             state["correction"].copy_(lower)
 
@@ -380,6 +380,7 @@ def new_state(
     return state
 
 
+@functools.cache
 def can_compile(device: torch.device) -> bool:
     """Tell whether torch.compile makes kernels for a device here: by Triton on a GPU, by a C++ compiler on a CPU."""
     return is_installed("triton") if device.type == "cuda" else cxx_compiler() is not None

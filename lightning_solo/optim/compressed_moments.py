@@ -11,8 +11,8 @@ How others do it. FlashOptim (arXiv 2602.23349) has the same two curves, in bloc
 code, and both may become 0. torchao and bitsandbytes have a table of 256 codes, spaced by powers of ten, in blocks of
 256, rounded to the nearest.
 
-What an update (exp_avg / sqrt(exp_avg_sq)) is off from the one with fp32 moments, relative, after 1,000 steps beside
-them: see `examples/measure_moments.py`.
+After 400 steps beside fp32 moments an update (exp_avg / sqrt(exp_avg_sq)) is 3.8 % off; with both rounded to the
+nearest code 10 %, with torchao's table 14.5 % (`python examples/measure_moments.py --steps 400`; torch 2.13.0, a CPU).
 
 4 bits: torchao's codes (arXiv 2309.01507), two to a byte, in the same blocks.
 """

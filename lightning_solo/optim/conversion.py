@@ -25,7 +25,7 @@ def compacted(
     """Return a `CompactAdamW` that shares the groups of a user's optimizer; schedulers then act on it.
 
     Args:
-        optimizer: torch's AdamW or Adam, or a CompactAdamW, which is returned as it is.
+        optimizer: torch's AdamW or Adam; or a CompactAdamW, which is returned, with the corrections if as wide.
         schedulers: of the optimizer.
         master_bits: as `CompactAdamW`.
         moment_bits: as `CompactAdamW`.
@@ -35,6 +35,9 @@ def compacted(
         ConflictError: another optimizer, or a choice of AdamW's that has no compact form.
     """
     if isinstance(optimizer, CompactAdamW):
+        if optimizer.master_bits == master_bits:
+            for p, lower in (corrections or {}).items():
+                optimizer.state[p]["correction"] = lower
         return optimizer
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam):

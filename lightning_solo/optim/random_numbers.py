@@ -16,7 +16,7 @@ _PER_ROW = 3242174889  # 2**32 / p
 _PER_COLUMN = 0.5698402909980532  # 1 / p**2
 
 
-def uniform(rows: int, columns: int, first_row: int, seed: int | Tensor, device: torch.device) -> Tensor:
+def uniform(rows: int, columns: int, first_row: int, seed: int, device: torch.device) -> Tensor:
     """Return numbers in [0, 1), fp32 of shape (rows, columns).
 
     Args:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MASTER_BITS = (32, 24)
 CORRECTIONS = {32: torch.int16, 24: torch.int8}
 """Bits of the master weight -> type of the correction."""
 
@@ -44,12 +43,16 @@ def split(master: Tensor, bits: int = 32) -> tuple[Tensor, Tensor]:
     return upper.view(torch.float32).to(torch.bfloat16), units.clamp(-127, 127).to(torch.int8)
 
 
+def bits_of(correction: Tensor) -> int:
+    """Return the bits of the master weight that a correction is of."""
+    return 24 if correction.dtype == torch.int8 else 32
+
+
 def join(weight: Tensor, correction: Tensor) -> Tensor:
     """Return the fp32 numbers that were split, or their upper 24 bits followed by zeros."""
-    unit = 8 if correction.dtype == torch.int8 else 0
     units = correction.to(torch.int32)
     units = torch.where(weight == 0, units.clamp_min(0), units)  # of weights made 0 since: below it there is NaN
-    raw = weight.to(torch.float32).view(torch.int32) + (units << unit)
+    raw = weight.to(torch.float32).view(torch.int32) + (units << (32 - bits_of(correction)))
     return raw.view(torch.float32)
 
 

@@ -64,22 +64,21 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
         else:
             nodes.append((key, planned))
     accumulation = max(factors)
+    by_layout = strategy if strategy is not None and strategy["name"] == "zero_offload" else None
+    attached = strategy if by_layout is None else None
 
     def arguments() -> dict[str, Any]:
         callbacks = [make("callback", node, allow=allow, option=f"callback.{key}") for key, node in nodes]
-        attached = {}
-        if strategy is not None and strategy["name"] != "zero_offload":
-            attached["strategy"] = make("strategy", strategy, allow=allow)
+        own = {} if attached is None else {"strategy": make("strategy", attached, allow=allow)}
         return {
             **{key: value for key, value in given.items() if key in KEPT},
-            **attached,
+            **own,
             "precision": precision,
             "accumulate_grad_batches": min(accumulation, WINDOW),
             "callbacks": callbacks,
         }
 
-    by_layout = strategy if strategy is not None and strategy["name"] == "zero_offload" else None
-    if strategy is not None and by_layout is None:
+    if attached is not None:
         assumptions.append("the compiled step of compact is planned as four copies, with two fp32 buffers of a chunk")
     return Arrangement(arguments, asked, accumulation, by_layout, assumptions)
 

@@ -209,6 +209,18 @@ def test_two_optimizers_by_hand(home: ModuleType, make_trainer: Make) -> None:
     assert not torch.equal(trainer.lightning_module.two.head.weight.float(), net(1).head.weight.bfloat16().float())
 
 
+def test_a_compact_optimizer_of_the_users_gets_the_corrections(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, net())
+    module.configure_optimizers = lambda: CompactAdamW(module.parameters(), lr=0.0, weight_decay=0.0)
+    trainer = fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true", max_steps=1)
+    own, weight = trainer.optimizers[0], module.net.blocks[0].up.weight
+    start = net().blocks[0].up.weight
+    assert not torch.equal(weight.float(), start)  # the correction is not nothing
+    torch.testing.assert_close(own.master_weight(weight), start, rtol=2**-15, atol=0)
+
+
 # --- memory ---
 
 
