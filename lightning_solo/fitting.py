@@ -18,7 +18,7 @@ from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.units import format_bytes
+from lightning_solo.units import format_bytes, parse_bytes
 from lightning_solo.zero.budget import MARGIN
 from lightning_solo.zero.layout import WEIGHT_BYTES, ZeroSettings, zero_layout
 
@@ -103,9 +103,11 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
         states = element * (4 * sum(sizes.trainable) + sum(sizes.frozen)) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
     if config.strategy.get("name") == "compact":
-        own = round(compact_bytes(config.strategy) * sum(sizes.trainable))
-        states = own + 2 * sum(sizes.frozen) + sizes.buffer_bytes
-        return _with_margin(states if cuda else 0, 0 if cuda else states)
+        kept, states = (round(each * sum(sizes.trainable)) for each in compact_bytes(config.strategy))
+        kept += 2 * sum(sizes.frozen) + sizes.buffer_bytes
+        on_host = _on_host(config.strategy.get("state_budget"), states)
+        on_device = kept + states - on_host
+        return _with_margin(on_device, on_host) if cuda else _with_margin(0, on_device + on_host)
     precision = config.precision or "32-true"
     if config.strategy.get("name") != "zero_offload" or precision not in WEIGHT_BYTES or not sizes.trainable:
         return None
@@ -116,17 +118,27 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
     return _with_margin(layout.device_bytes, layout.host_bytes) if cuda else _with_margin(0, layout.one_memory_bytes)
 
 
-def compact_bytes(node: dict[str, Any]) -> float:
-    """Return the bytes per trained parameter under the strategy ``compact``, one micro-batch per step.
+def compact_bytes(node: dict[str, Any]) -> tuple[float, float]:
+    """Return what the strategy ``compact`` keeps per trained parameter, one micro-batch per step.
 
-    >>> compact_bytes({"master_bits": 24, "moment_bits": 8, "release_gradients": True})  # 2 + 1 + 2 x (1 + 1 / 32)
-    5.0625
+    Weights and gradients, which stay on the device; optimizer states, which may lie on the host.
+
+    >>> compact_bytes({"master_bits": 24, "moment_bits": 8, "release_gradients": True})  # 2, and 1 + 2 x (1 + 1 / 32)
+    (2, 3.0625)
     """
     correction = {32: 2, 24: 1}.get(node.get("master_bits", 24), 0)
     moment = {32: 4.0, 8: 1.0, 4: 0.5}[node.get("moment_bits", 8)]
     scales = 0 if moment == 4 else 8 / BLOCK
-    gradient = 0 if node.get("release_gradients", True) else 2
-    return 2 + correction + 2 * moment + scales + gradient
+    return 2 + (0 if node.get("release_gradients", True) else 2), correction + 2 * moment + scales
+
+
+def _on_host(budget: int | str | None, states: int) -> int:
+    """Return the bytes of compact states that lie on the host at the most."""
+    if budget is None:
+        return 0
+    if budget == "auto":
+        return states
+    return max(0, states - (parse_bytes(budget) if isinstance(budget, str) else budget))
 
 
 def zero_settings(node: dict[str, Any], precision: str, accumulation: int, largest: int, *, cuda: bool) -> ZeroSettings:

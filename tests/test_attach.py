@@ -18,7 +18,10 @@ import lightning_solo as solo
 from lightning_solo.build import HOMES
 from tests.modules import loader, regression
 
-CPU_PRESETS = (*("baseline", "bf16", "bf16_true", "checkpointing", "accumulation", "compact", "compact_checkpointing"),)
+CPU_PRESETS = (
+    *("baseline", "bf16", "bf16_true", "checkpointing", "accumulation"),
+    *("compact", "compact_checkpointing", "compact_host", "compact_host_checkpointing"),
+)
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 

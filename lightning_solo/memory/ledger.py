@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module: Its parameters and buffers are ``weights``, the parameters' ``.grad`` are ``gradients``.
         optimizers: Tensors in their ``state`` are ``optimizer_states``.
         device: Type of the device that is counted, such as ``"cuda"``; what lies on the CPU is then on the host.
-            Without it all devices are counted alike, and on the host is only what `to_host` moved there.
+            Without it all devices are counted alike, and on the host is only what `on_host` says.
 
     >>> layer = nn.Linear(3, 2)
     >>> with Ledger(layer) as ledger:
@@ -70,7 +71,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = self._host_now = 0
         self._peak = self._host_peak = 0
         self._where = ("", "")
-        self._in_backward = False
+        self._in_backward = self._on_host = False
         self._names = ModuleNames(module)
         self.log = EventLog()
 
@@ -163,15 +164,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = [entry for entry in self._entries.values() if entry.label is not None and not entry.on_host]
         self.log.forget([(entry.number, entry.bytes) for entry in there])
 
-    def to_host(self, tensor: Tensor) -> None:
-        """Count a tensor's storage on the host from now on: where device and host are one memory, nothing tells."""
-        storage = tensor.untyped_storage()
-        self._see(storage, self._label())
-        entry = self._entries[id(storage)]
-        entry.label = entry.label or "other"
-        self._count(entry, 0)
-        entry.on_host = True
-        self._resize(entry, storage)
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count what is allocated meanwhile on the host: where device and host are one memory, nothing tells."""
+        before, self._on_host = self._on_host, True
+        try:
+            yield
+        finally:
+            self._on_host = before
 
     def see_owned(self) -> None:
         """Look who owns what now: called by itself at the end of each backward, and where anything is asked."""
@@ -193,7 +193,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if entry is None or entry.ref() is not storage:  # ids are used again: compare the object too
             if entry is not None:
                 self._count(entry, 0)
-            on_host = self._device is not None and storage.device.type != self._device
+            on_host = self._on_host or (self._device is not None and storage.device.type != self._device)
             entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), label, on_host=on_host)
         elif label in _OWNED:
             entry.label = label

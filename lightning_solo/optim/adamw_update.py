@@ -7,7 +7,8 @@ loops read and write each number, within rounding of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.compressed_moments import BLOCK
+from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import bits_of, join, round_stochastically, split
 
@@ -46,30 +48,33 @@ def step_parameter(
     scale: float = 1.0,
     index: int = 0,
     update: Update | None = None,
+    on_host: Collection[str] = (),
+    staging: Staging | None = None,
 ) -> None:
     """Step a parameter and its state in place, and count the step.
 
     Args:
         weight: fp32 or bf16, dense in memory in any order of its dimensions.
-        grad: of any floating type, of the weight's shape.
+        grad: of any floating type, of the weight's shape; or flat, in the order of the weight's memory.
         state: ``step``; ``exp_avg`` and ``exp_avg_sq``, fp32 or codes with an ``exp_avg_scale`` and
             ``exp_avg_sq_scale``; the ``correction`` of a bf16 weight, which without one is rounded stochastically.
         by: the step's hyper-parameters.
         scale: factor of the gradient, as clipping by norm has it.
         index: of the parameter among those of its optimizer; random numbers depend on it and on the step.
         update: `update_blocks`, or what torch.compile made of it.
+        on_host: names of the state's tensors, and ``grad``, that lie in host memory.
+        staging: what those pass through to the weight's device.
     """
     state["step"].add_(1)
     bits = moments.BITS[state["exp_avg"].dtype]
     others: dict[str, Any] = {**_scalars(by, int(state["step"].item()), index), "scale": scale}
     if bits == 4:
         others["book"], others["book_sq"] = moments.codebooks(weight.device)
-    flat = {"weight": in_memory_order(weight), "grad": in_memory_order(grad, weight)}
+    flat = {"weight": in_memory_order(weight), "grad": grad if grad.dim() == 1 else in_memory_order(grad, weight)}
     flat |= {name: value for name, value in state.items() if name != "step"}
     widths = {name: _width(name, bits) for name in flat}
 
-    def rows(name: str, first: int, last: int) -> Any:
-        part = flat[name][first * widths[name] : last * widths[name]]
+    def rows(name: str, part: Tensor) -> Any:
         return part.view(-1, widths[name]) if widths[name] > 1 else part
 
     whole = weight.numel() // BLOCK
@@ -77,15 +82,30 @@ def step_parameter(
     for first in range(0, whole, size):
         last = min(first + size, whole)
         step = update_blocks if update is None or last - first == 1 else update  # 1 would be compiled for itself
-        step(**{name: rows(name, first, last) for name in flat}, first_row=first, **others)
+        parts = {name: value[first * widths[name] : last * widths[name]] for name, value in flat.items()}
+        with _on_device(parts, on_host, staging) as parts:
+            step(**{name: rows(name, part) for name, part in parts.items()}, first_row=first, **others)
     if weight.numel() % BLOCK:
         rest = {name: value[whole * widths[name] :] for name, value in flat.items()}
         zero = {"exp_avg": 0x77} if bits == 4 else {}  # two codes of 0, where 0x00 is twice the least number
-        block = {n: F.pad(value, (0, widths[n] - value.numel()), value=zero.get(n, 0)) for n, value in rest.items()}
-        in_row: dict[str, Any] = {n: value.view(1, -1) if widths[n] > 1 else value for n, value in block.items()}
-        update_blocks(**in_row, first_row=whole, **others)
-        for name, value in rest.items():
-            value.copy_(block[name][: value.numel()])
+        with _on_device(rest, on_host, staging) as rest:
+            block = {n: F.pad(value, (0, widths[n] - value.numel()), value=zero.get(n, 0)) for n, value in rest.items()}
+            in_row: dict[str, Any] = {n: rows(n, value) for n, value in block.items()}
+            update_blocks(**in_row, first_row=whole, **others)
+            for name, value in rest.items():
+                value.copy_(block[name][: value.numel()])
+
+
+@contextmanager
+def _on_device(
+    parts: dict[str, Tensor], on_host: Collection[str], staging: Staging | None
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the parts of a step, those that lie on the host by way of staging."""
+    if staging is None or not on_host:
+        yield parts
+        return
+    with staging.on_device({name: parts[name] for name in on_host}, unchanged=("grad",)) as staged:
+        yield parts | staged
 
 
 def update_blocks(

@@ -25,6 +25,18 @@ from torch.optim import Optimizer
 from lightning_solo.errors import CheckpointError, GradientError, PresetError
 from lightning_solo.machine import cxx_compiler, is_installed
 from lightning_solo.optim import compressed_moments as moments
+from lightning_solo.optim import host_memory
+from lightning_solo.optim.adamw_states import (
+    bytes_of,
+    compress,
+    correction_of,
+    described,
+    is_alike,
+    is_plain,
+    new_state,
+    plain,
+    state_layout,
+)
 from lightning_solo.optim.adamw_update import (
     Hyperparameters,
     Update,
@@ -33,8 +45,9 @@ from lightning_solo.optim.adamw_update import (
     step_parameter,
     update_blocks,
 )
+from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.names import name_in, names_of
-from lightning_solo.optim.split_weights import CORRECTIONS, bits_of, join, split
+from lightning_solo.optim.split_weights import bits_of, join, split
 from lightning_solo.units import format_bytes
 
 STOCHASTIC = "16-stochastic"
@@ -44,7 +57,10 @@ FUSED_FROM = 2**24
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
-_OWN = ("master_bits", "moment_bits", "fused", "_index", "_sizes", "_numbers", "_given", "_splits", "_numel")
+_OWN = (
+    *("master_bits", "moment_bits", "fused", "_index", "_sizes", "_numbers", "_given", "_splits", "_numel"),
+    *("state_budget", "_unplaced", "_left", "_on_host"),
+)
 
 
 class CompactAdamW(Optimizer):
@@ -68,6 +84,10 @@ class CompactAdamW(Optimizer):
         corrections: of bf16 parameters that were split, as `split_parameters` returns them; where it is given, fp32
             parameters stay what they are.
         fused: compile the step; None: where it can be, from 16 million elements on.
+        state_budget: bytes of states that stay on the device; the others lie in host memory, and pass through the
+            device when they are stepped. "auto": what is free at the first step, when activations have had their peak;
+            None: all stay. The first parameters' states do, for in backward their gradients come last, when there is
+            little left to compute meanwhile.
 
     Raises:
         PresetError: a value that is none of those allowed; parameters that are not fp32 or bf16, or have gaps in
@@ -92,8 +112,15 @@ class CompactAdamW(Optimizer):
         decoupled_weight_decay: bool = True,
         corrections: Mapping[Tensor, Tensor] | None = None,
         fused: bool | None = None,
+        state_budget: int | str | None = None,
     ) -> None:
         _check(lr, betas, eps, weight_decay, master_bits, moment_bits)
+        require_state_budget(state_budget, "CompactAdamW: state_budget")
+        self.state_budget = state_budget
+        self._unplaced: list[Tensor] = []  # parameters of which it isn't decided where their states lie
+        self._left: int | None = None  # of the budget
+        self._on_host: dict[Tensor, dict[str, Tensor]] = {}
+        self._staging: Staging | None = None
         self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
         self._index: dict[Tensor, int] = {}  # number of each parameter
         self._sizes: list[int] = []  # of the groups when `_numbers` was made
@@ -124,14 +151,15 @@ class CompactAdamW(Optimizer):
                 raise PresetError(f"CompactAdamW: {name} has gaps in memory, or overlaps itself; write {name}.clone()")
             self._index[p] = len(self._index)
             self._numel += p.numel()
+            if self.state_budget is not None:
+                self._unplaced.append(p)
             if p.dtype == torch.float32 and self.master_bits != 32 and self._splits:
                 self._given |= split_parameters([p], self.master_bits)
             if p in self._given:
                 self.state[p]["correction"] = self._checked(name, p, self._given.pop(p))
 
     def _checked(self, name: str, p: Tensor, correction: Tensor) -> Tensor:
-        sizes = state_sizes(p, self.master_bits, self.moment_bits)
-        if correction.numel() != p.numel() or correction.nbytes != sizes.get("correction"):
+        if self._layout(p).get("correction") != (correction.numel(), correction.dtype):
             raise PresetError(
                 f"CompactAdamW: the correction of {name} is of {correction.numel()} numbers of {correction.itemsize}"
                 f" bytes; write corrections=split_parameters(parameters, {self.master_bits!r})"
@@ -139,7 +167,8 @@ class CompactAdamW(Optimizer):
         return correction
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}}
+        self._wait()
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}, "_staging": None}
 
     # --- stepping ---
 
@@ -162,7 +191,13 @@ class CompactAdamW(Optimizer):
 
     @torch.no_grad()
     def step_one(self, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
-        """Step one parameter with a gradient of its shape, of any floating type, times a factor."""
+        """Step one parameter, with a gradient times a factor.
+
+        Args:
+            parameter: one of this optimizer's.
+            gradient: of its shape, or flat in the order of its memory; of any floating type; on its device or the host.
+            scale: the factor.
+        """
         if parameter.numel() == 0:
             return
         group = self._group_of(parameter)
@@ -174,10 +209,23 @@ class CompactAdamW(Optimizer):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
         state = self._state_of(parameter)
+        on_host = [*self._on_host.get(parameter, ())]
+        if gradient.device != parameter.device:
+            on_host.append("grad")
+        if on_host and self._staging is None:
+            self._staging = Staging(parameter.device)
         update = self._update() if parameter.numel() >= moments.LEAST else None  # each kind is compiled for itself
         # detached, not .data: a weight that somebody else's backward still needs is then known to have changed
         step_parameter(
-            parameter.detach(), gradient, state, by, scale=scale, index=self._index[parameter], update=update
+            parameter.detach(),
+            gradient,
+            state,
+            by,
+            scale=scale,
+            index=self._index[parameter],
+            update=update,
+            on_host=on_host,
+            staging=self._staging,
         )
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
@@ -216,15 +264,66 @@ class CompactAdamW(Optimizer):
     # --- states ---
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+        if self._unplaced:
+            self.place_states()
         state = self.state[p]
         if "step" not in state:
-            state.update(new_state(p, self.master_bits, self.moment_bits, state.get("correction")))
+            state.update(new_state(self._layout(p), p.device, {**self._on_host.get(p, {}), **state}))
         return cast("dict[str, Tensor]", state)
+
+    def _layout(self, p: Tensor) -> dict[str, tuple[int, torch.dtype]]:
+        return state_layout(p, self.master_bits, self.moment_bits)
+
+    @torch.no_grad()
+    def place_states(self) -> None:
+        """Decide whose states lie on the host, and allocate them there: called by itself at the first step.
+
+        Raises:
+            BudgetError: the host has too little memory; none has been allocated.
+        """
+        if self._left is None:
+            self._left = (
+                _free_bytes(self._unplaced[0].device) if self.state_budget == "auto" else int(self.state_budget or 0)
+            )
+        away = {}
+        for p in self._unplaced:
+            layout = self._layout(p)
+            if bytes_of(layout) <= self._left or p.numel() < moments.LEAST:
+                self._left -= bytes_of(layout)
+            else:
+                away[p] = layout
+        tensors = [tensor for layout in away.values() for tensor in layout.values()]
+        remedy = "give a larger state_budget, write moment_bits=4 or master_bits='16-stochastic'"
+        host_memory.require_host_room("optimizer states", tensors, remedy)
+        made = iter(host_memory.host_tensors(tensors, self._unplaced[0].device))
+        self._on_host |= {p: {name: next(made) for name in layout} for p, layout in away.items()}
+        placed, self._unplaced = self._unplaced, []
+        for p in placed:
+            if p in self.state:
+                self.state[p] = self._put(p, self.state[p])
+
+    def _put(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a parameter's state in its place."""
+        home = self._on_host.get(p, {})
+        return {
+            name: home[name].copy_(value) if name in home else value if name == "step" else value.to(p.device)
+            for name, value in state.items()
+        }
+
+    def _wait(self) -> None:
+        """Let what is on its way to the host arrive, before it is read there."""
+        if self._staging is not None:
+            self._staging.wait()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the states that lie on the host, of what has been placed."""
+        return sum(tensor.nbytes for home in self._on_host.values() for tensor in home.values())
 
     @property
     def bytes_per_parameter(self) -> float:
         """Weights and optimizer states over the number of parameters, without gradients."""
-        total = sum(p.nbytes + sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in self._index)
+        total = sum(p.nbytes + bytes_of(self._layout(p)) for p in self._index)
         return total / max(1, sum(p.numel() for p in self._index))
 
     @property
@@ -235,13 +334,17 @@ class CompactAdamW(Optimizer):
         return {name_in(self, p): 8 * p.numel() for p in self._index if p.numel() < moments.LEAST}
 
     def summary(self) -> str:
-        """Return what the states take, and what was left uncompressed, in a line."""
+        """Return what the states take and where they lie, and what was left uncompressed, in a line."""
+        total, numel = sum(bytes_of(self._layout(p)) for p in self._index), max(1, self._numel)
+        where = f"{format_bytes(total - self.host_bytes)} on the device"
+        if self._unplaced:
+            where = f"{format_bytes(total)}, of which as much stays on the device in the first step as is free"
+        elif self.host_bytes:
+            where += f", {format_bytes(self.host_bytes)} on the host"
         left = self.uncompressed
-        words = f"{self.bytes_per_parameter:.2f} bytes per parameter in weights and optimizer states"
-        if not left:
-            return words
         named = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
-        return f"{words}; moments of {len(left)} small parameters in fp32, {format_bytes(sum(left.values()))}: {named}"
+        small = f"; moments of {len(left)} small parameters in fp32, {format_bytes(sum(left.values()))}: {named}"
+        return f"{total / numel:.2f} bytes per parameter: {where}{small if left else ''}"
 
     @torch.no_grad()
     def master_weight(self, parameter: Tensor) -> Tensor:
@@ -250,7 +353,8 @@ class CompactAdamW(Optimizer):
         if correction is None:
             return parameter.detach().to(torch.float32)
         made = torch.empty_like(parameter, dtype=torch.float32)
-        in_memory_order(made).copy_(join(in_memory_order(parameter.detach()), correction))
+        self._wait()
+        in_memory_order(made).copy_(join(in_memory_order(parameter.detach()), correction.to(parameter.device)))
         return made
 
     @torch.no_grad()
@@ -258,12 +362,19 @@ class CompactAdamW(Optimizer):
         """Set a bf16 parameter and its correction from an fp32 master weight; nothing where it isn't split."""
         state = self.state.get(parameter, {})
         if "correction" in state:
+            self._wait()
             flat = in_memory_order(master.to(parameter.device), parameter.detach())
             upper, lower = split(flat, bits_of(state["correction"]))
             in_memory_order(parameter.detach()).copy_(upper)
             state["correction"].copy_(lower)
 
     # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return states and groups, as torch does."""
+        self._wait()
+        made: dict[str, Any] = super().state_dict()
+        return made
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -281,33 +392,46 @@ class CompactAdamW(Optimizer):
         _same_names(state_dict["param_groups"], self.param_groups)
         if len(saved) != len(ours):
             raise CheckpointError(f"states of {len(saved)} parameters; this optimizer has {len(ours)}")
-        states = state_dict["state"]
-        loaded = {p: self._loaded(p, states.get(key, {})) for key, p in zip(saved, ours, strict=True)}
+        states = {p: state_dict["state"].get(key, {}) for key, p in zip(saved, ours, strict=True)}
+        for p, state in states.items():
+            self._require_loadable(p, state)
+        self._wait()
+        corrections = {p: correction_of(state) for p, state in self.state.items()}
         try:
             super().load_state_dict({**state_dict, "state": {}})
         except ValueError as error:
             raise CheckpointError(f"states of other parameter groups: {error}") from error
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-        self.state.clear()
-        self.state.update({p: state for p, state in loaded.items() if state})
+        for p, state in states.items():
+            whole = {**corrections.pop(p, {}), **state}  # a file with fp32 weights, which have been split, has none
+            if whole:
+                self.state[p] = self._loaded(p, whole)
 
-    def _loaded(self, p: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-        own = new_state(p, self.master_bits, self.moment_bits)
-        kept = {}
-        if "correction" in own and "correction" not in saved:  # the file has fp32 weights, which have been split
-            kept = {"correction": own.pop("correction")} | _correction(self.state.get(p, {}))
+    def _require_loadable(self, p: Tensor, saved: Mapping[str, Any]) -> None:
+        layout = self._layout(p)
+        without = {name: tensor for name, tensor in layout.items() if name != "correction"}
+        only = {name: tensor for name, tensor in layout.items() if name == "correction"}
+        if not any(is_alike(saved, each) for each in ({}, only, without, layout)) and not is_plain(saved, p):
+            raise CheckpointError(
+                f"the states of {name_in(self, p)}: {described(saved)} in the file, {described(layout)} here; build the"
+                " optimizer with the master_bits and moment_bits of the file"
+            )
+
+    def _loaded(self, p: Tensor, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a copy of a saved state in its place, or on the host where that isn't decided."""
+        home = self._on_host.get(p, {})
+        device = torch.device("cpu") if self._unplaced else p.device
         if not set(saved) - {"correction"}:  # before its first step
-            own = _correction(own)
-            kept = _correction(self.state.get(p, {})) if not own else {}
-        if _alike(saved, own):
-            return {**kept, **{name: value.copy_(saved[name]) for name, value in own.items()}}
-        if _is_plain(saved, p):
-            return {**kept, **_compressed(own, p, saved)}
-        raise CheckpointError(
-            f"the states of {name_in(self, p)}: {_described(saved)} in the file, {_described(own)} here; build the"
-            " optimizer with the master_bits and moment_bits of the file"
-        )
+            return {name: home[name].copy_(x) if home else x.to(device, copy=True) for name, x in saved.items()}
+        made = new_state(self._layout(p), device, home)
+        moments_of = {name: x for name, x in saved.items() if name != "correction"}
+        if is_plain(moments_of, p):
+            compress(made, p, moments_of)
+            saved = correction_of(saved)
+        for name, value in saved.items():
+            made[name].copy_(value)
+        return made
 
     @torch.no_grad()
     def adamw_state_dict(self) -> dict[str, Any]:
@@ -315,7 +439,7 @@ class CompactAdamW(Optimizer):
         made = self.state_dict()
         every = list(chain.from_iterable(group["params"] for group in self.param_groups))
         stepped = {key: state for key, state in made["state"].items() if "step" in state}
-        made["state"] = {key: _plain(every[key], state) for key, state in stepped.items()}
+        made["state"] = {key: plain(every[key], state) for key, state in stepped.items()}
         return made
 
 
@@ -352,32 +476,22 @@ def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, T
         p.data = master
 
 
-def state_sizes(p: Tensor, master_bits: int | str, moment_bits: int) -> dict[str, int]:
-    """Return the bytes of each tensor that is kept for a parameter; its count of steps, on the host, aside."""
-    n = p.numel()
-    sizes = {}
-    if p.dtype == torch.bfloat16 and not isinstance(master_bits, str):
-        sizes["correction"] = n * CORRECTIONS[master_bits].itemsize
-    if moment_bits == 32 or n < moments.LEAST:
-        return {**sizes, "exp_avg": 4 * n, "exp_avg_sq": 4 * n}
-    codes, scales = -(-n * moment_bits // 8), 4 * moments.blocks(n)
-    return {**sizes, "exp_avg": codes, "exp_avg_scale": scales, "exp_avg_sq": codes, "exp_avg_sq_scale": scales}
+def require_state_budget(budget: int | str | None, name: str) -> None:
+    """Check where states may lie.
+
+    Raises:
+        PresetError: it is neither a number of bytes, nor "auto", nor None.
+    """
+    if budget is not None and budget != "auto" and (type(budget) is not int or budget < 0):
+        raise PresetError(f"{name}={budget!r}: write bytes that stay on the device, 'auto' or None")
 
 
-def new_state(
-    p: Tensor, master_bits: int | str, moment_bits: int, correction: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return a parameter's state before its first step: flat tensors, in the order of its memory."""
-    types = {"correction": torch.int16 if master_bits == 32 else torch.int8}
-    if "exp_avg_scale" in (sizes := state_sizes(p, master_bits, moment_bits)):
-        types |= {"exp_avg": torch.int8 if moment_bits == 8 else torch.uint8, "exp_avg_sq": torch.uint8}
-    state = {"step": torch.zeros((), dtype=torch.float32)}
-    for name, size in sizes.items():
-        kind = types.get(name, torch.float32)
-        state[name] = torch.zeros(size // kind.itemsize, dtype=kind, device=p.device)
-    if correction is not None:
-        state["correction"] = correction
-    return state
+def _free_bytes(device: torch.device) -> int:
+    """Return what of a GPU nobody has used so far, but for a twentieth of it that is left; of a CPU nothing."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - total // 20)
 
 
 @functools.cache
@@ -396,61 +510,6 @@ def _compiled() -> Update:
             compiled(**arguments)
 
     return update
-
-
-# --- conversion from and to torch's AdamW ---
-
-
-def _correction(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {"correction": state["correction"]} if "correction" in state else {}
-
-
-def _alike(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> bool:
-    """Tell whether two states have tensors of the same names, shapes and types."""
-    return set(saved) == set(own) and all(
-        isinstance(saved[name], Tensor) and (saved[name].shape, saved[name].dtype) == (value.shape, value.dtype)
-        for name, value in own.items()
-    )
-
-
-def _is_plain(saved: Mapping[str, Any], p: Tensor) -> bool:
-    """Tell whether a state is one of torch's AdamW or Adam."""
-    return set(saved) == {"step", "exp_avg", "exp_avg_sq"} and all(
-        saved[name].shape == p.shape and saved[name].is_floating_point() for name in ("exp_avg", "exp_avg_sq")
-    )
-
-
-def _compressed(state: dict[str, Tensor], p: Tensor, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    state["step"].fill_(float(saved["step"]))
-    for name, quantize, which in (("exp_avg", moments.quantize_first, 0), ("exp_avg_sq", moments.quantize_second, 1)):
-        flat = in_memory_order(saved[name].to(p.device, torch.float32), p)
-        if f"{name}_scale" not in state:
-            state[name].copy_(flat)
-            continue
-        book = moments.codebooks(p.device)[which] if state["exp_avg"].dtype == torch.uint8 else None
-        short = -flat.numel() % moments.BLOCK
-        codes, scales = quantize(torch.nn.functional.pad(flat, (0, short)).view(-1, moments.BLOCK), book)
-        state[name].copy_(codes.view(-1)[: state[name].numel()])
-        state[f"{name}_scale"].copy_(scales)
-    return state
-
-
-def _plain(p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    made = {"step": state["step"].clone()}
-    bits = moments.BITS[state["exp_avg"].dtype]
-    for name, dequantize, which in (
-        ("exp_avg", moments.dequantize_first, 0),
-        ("exp_avg_sq", moments.dequantize_second, 1),
-    ):
-        flat = state[name]
-        if bits != 32:
-            width = moments.BLOCK * bits // 8
-            rows = torch.nn.functional.pad(flat, (0, -flat.numel() % width)).view(-1, width)
-            book = moments.codebooks(p.device)[which] if bits == 4 else None
-            flat = dequantize(rows, state[f"{name}_scale"], book).view(-1)[: p.numel()]
-        made[name] = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-        in_memory_order(made[name]).copy_(flat)
-    return made
 
 
 # --- checks ---
@@ -490,10 +549,3 @@ def _same_names(saved: Iterable[Mapping[str, Any]], ours: Iterable[Mapping[str, 
         if named and here and list(named) != list(here):
             other = next(((a, b) for a, b in zip(named, here, strict=False) if a != b), ("more or fewer", "parameters"))
             raise CheckpointError(f"states of {other[0]} in the file where this optimizer has {other[1]}")
-
-
-def _described(state: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else name
-        for name, value in sorted(state.items())
-    )

@@ -21,6 +21,7 @@ def compacted(
     master_bits: int | str,
     moment_bits: int,
     corrections: Mapping[Tensor, Tensor] | None = None,
+    state_budget: int | str | None = None,
 ) -> CompactAdamW:
     """Return a `CompactAdamW` that shares the groups of a user's optimizer; schedulers then act on it.
 
@@ -30,6 +31,7 @@ def compacted(
         master_bits: as `CompactAdamW`.
         moment_bits: as `CompactAdamW`.
         corrections: of parameters that have been split.
+        state_budget: as `CompactAdamW`.
 
     Raises:
         ConflictError: another optimizer, or a choice of AdamW's that has no compact form.
@@ -60,6 +62,7 @@ def compacted(
         master_bits=master_bits,
         moment_bits=moment_bits,
         corrections=corrections,
+        state_budget=state_budget,
     )
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())

@@ -10,14 +10,15 @@ one micro-batch           as it came: 2 bytes in bf16, 4 in fp32
 several                   their sum in fp32: 4 bytes; in bf16 a sum stops growing at 256 times its addends
 ```
 
-on the device, or on the host, from where they pass through the device once more. Nothing is approximated: fp32
-parameters end up where `torch.nn.utils.clip_grad_norm_` and a step of the optimizer would have them.
+on the device, or in pinned memory of the host, from where they pass through the device to be summed, measured and used.
+Nothing is approximated: fp32 parameters end up where `torch.nn.utils.clip_grad_norm_` and a step of the optimizer would
+have them; of a parameter of more than 2**24 elements, kept on the host, the norm is summed up piece by piece.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.errors import ConflictError, GradientError, PresetError
+from lightning_solo.optim import host_memory
+from lightning_solo.optim.adamw_update import in_memory_order
+from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.names import name_in
 
 BUFFERS = ("device", "host")
+PIECE = 2**24
+"""Elements of a gradient on the host that pass through the device at once."""
 ONE_BY_ONE = (
     "SGD",
     "Adam",
@@ -90,6 +97,8 @@ class GradientRelease:
         self.max_norm, self.max_value = max_norm, max_value
         self._step_one = stepper(optimizer)
         self._kept: dict[Tensor, Tensor] = {}
+        self._host: dict[Tensor, Tensor] = {}  # where gradients are kept on the host, from window to window
+        self._staging: Staging | None = None
         self._used: dict[Tensor, Tensor] = {}  # parameters stepped in this window, with their greatest gradient
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._zero_grad = optimizer.zero_grad
@@ -141,6 +150,7 @@ class GradientRelease:
             handle.remove()
         self._handles.clear()
         self.forget()
+        self._host.clear()
         if vars(self.optimizer).get("zero_grad") == self._forget_and_zero:
             del self.optimizer.zero_grad
 
@@ -213,10 +223,37 @@ class GradientRelease:
         kept = self._kept.get(parameter)
         if kept is not None:
             self._require_several(parameter, "")
-            kept.add_(gradient.to(kept.device))
-            return
-        kind = gradient.dtype if self.accumulation == 1 else _at_least_fp32(gradient.dtype)
-        self._kept[parameter] = gradient.to("cpu" if self.buffer == "host" else gradient.device, kind)
+        if self.buffer == "host":
+            self._kept[parameter] = self._kept_on_host(parameter, gradient, kept)
+        elif kept is not None:
+            kept.add_(gradient)
+        else:
+            self._kept[parameter] = gradient.to(self._kind(gradient))
+
+    def _kind(self, tensor: Tensor) -> torch.dtype:
+        return tensor.dtype if self.accumulation == 1 else _at_least_fp32(tensor.dtype)
+
+    def _kept_on_host(self, parameter: Tensor, gradient: Tensor, kept: Tensor | None) -> Tensor:
+        """Return the parameter's host tensor, to which the gradient has been added: flat, in the parameter's order."""
+        if kept is None and (parameter not in self._host or self._host[parameter].dtype != self._kind(parameter)):
+            self._allocate(parameter.device)
+        self._staging = self._staging or Staging(parameter.device)
+        target, flat = self._host[parameter], in_memory_order(gradient, parameter)
+        for first in range(0, target.numel(), PIECE):
+            pieces = {"sum": target[first : first + PIECE]}
+            with self._staging.on_device(pieces, unread=kept is None) as staged:
+                given = flat[first : first + PIECE]
+                staged["sum"].copy_(given) if kept is None else staged["sum"].add_(given)
+        return target
+
+    def _allocate(self, device: torch.device) -> None:
+        """Have a slab for the gradients of all watched parameters that have no place of the right type."""
+        lacking = [p for p in self._handles if p not in self._kept]
+        wanted = [(p.numel(), self._kind(p)) for p in lacking]
+        for p in lacking:
+            self._host.pop(p, None)
+        host_memory.require_host_room("gradients", wanted, "keep them on the device")
+        self._host |= dict(zip(lacking, host_memory.host_tensors(wanted, device), strict=True))
 
     # --- at the end of a window ---
 
@@ -230,7 +267,7 @@ class GradientRelease:
         for parameter in list(kept):
             gradient = kept.pop(parameter)
             self._kept.pop(parameter)
-            self._step_one(parameter, self._bounded(gradient).to(parameter.device), scale)
+            self._step_one(parameter, self._to_use(parameter, gradient), scale)
         return total
 
     def _bounded(self, gradient: Tensor) -> Tensor:
@@ -239,18 +276,44 @@ class GradientRelease:
         # a bound is seldom a bf16; what is in fp32 is this object's own
         return gradient.to(_at_least_fp32(gradient.dtype)).clamp_(-self.max_value, self.max_value)
 
+    def _to_use(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return a kept gradient as the optimizer takes it."""
+        if self.buffer == "device":
+            return self._bounded(gradient)
+        if self.max_value is None and isinstance(self.optimizer, CompactAdamW):  # brings it to the device by itself
+            return gradient
+        made = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False)
+        in_memory_order(made).copy_(gradient)
+        return self._bounded(made)
+
     def _require_finite_kept(self, kept: dict[Tensor, Tensor], order: float) -> Tensor:
-        norms = []
-        for gradient in kept.values():
-            one = self._bounded(gradient) if order == 2 else gradient
-            one = one if one.numel() else one.new_zeros(1)
-            norms.append(torch.linalg.vector_norm(one, order, dtype=_at_least_fp32(one.dtype)))
+        norms = [self._norm(parameter, gradient, order) for parameter, gradient in kept.items()]
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
         if bool(total.isfinite().logical_not()):
             for parameter, gradient in kept.items():  # the norm of finite ones may be too large for fp32
                 if gradient.numel():
                     self._require_finite(parameter, torch.linalg.vector_norm(gradient, float("inf")))
         return total
+
+    def _norm(self, parameter: Tensor, gradient: Tensor, order: float) -> Tensor:
+        """Return the norm of a kept gradient as it will be used, or, of order infinity, as it is."""
+        norms = []
+        for piece in self._pieces(gradient):
+            one = self._bounded(piece) if order == 2 else piece
+            norms.append(torch.linalg.vector_norm(one, order, dtype=_at_least_fp32(one.dtype)))
+        if not norms:
+            return torch.zeros((), device=parameter.device)
+        whole: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
+        return whole
+
+    def _pieces(self, gradient: Tensor) -> Iterator[Tensor]:
+        """Yield a kept gradient on the device: as it is, or from the host piece by piece; nothing of an empty one."""
+        if self._staging is None or self.buffer == "device":
+            yield from (gradient,) if gradient.numel() else ()
+            return
+        for first in range(0, gradient.numel(), PIECE):
+            with self._staging.on_device({"grad": gradient[first : first + PIECE]}, unchanged=("grad",)) as staged:
+                yield staged["grad"]
 
     def _require_finite(self, parameter: Tensor, measure: Tensor) -> None:
         if not bool(measure.isfinite().logical_not()):

@@ -37,6 +37,7 @@ from lightning_solo.planner.policy import (
     cpu_policy,
     cuda_policy,
     fill_history,
+    host_tensors_within,
     leave_uncompiled,
 )
 from lightning_solo.planner.stand_ins import arrays_of_zeros
@@ -111,6 +112,7 @@ def capture(
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
         if cuda:
             stack.enter_context(cuda_policy(attention))
+            stack.enter_context(host_tensors_within(tracer.on_host))
             _copy_batches(trainer, tracer)
         elif fake:
             stack.enter_context(cpu_policy())

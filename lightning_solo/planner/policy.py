@@ -6,8 +6,8 @@ Lists after ``ATen/autocast_mode.h`` of torch 2.13; kernels after ``transformers
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from lightning_solo.optim import host_memory
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compact_adamw import CompactAdamW
 
@@ -65,7 +66,7 @@ def cuda_policy(attention: str = "fused") -> Iterator[None]:
             library.impl("scaled_dot_product_attention", math_attention, "AutogradCPU", allow_override=True)
         library.impl("dropout", dropout, "AutogradCPU", allow_override=True)
         _let_fused_optimizers_be(library)
-        with _autocast_by_hand(), _capturable(), _chunks_of_cuda():
+        with _autocast_by_hand(), _capturable(), _pieces_of_cuda():
             yield
     finally:
         library._destroy()
@@ -270,14 +271,40 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 
 
 @contextmanager
-def _chunks_of_cuda() -> Iterator[None]:
-    """Let compact states be unpacked in pieces as large as on a GPU."""
-    own = CHUNK["cpu"]
-    CHUNK["cpu"] = CHUNK["cuda"]
+def _pieces_of_cuda() -> Iterator[None]:
+    """Let compact states be unpacked in pieces, and pass through buffers, as large and as many as on a GPU."""
+    own = CHUNK["cpu"], host_memory.SLOTS["cpu"]
+    CHUNK["cpu"], host_memory.SLOTS["cpu"] = CHUNK["cuda"], host_memory.SLOTS["cuda"]
     try:
         yield
     finally:
-        CHUNK["cpu"] = own
+        CHUNK["cpu"], host_memory.SLOTS["cpu"] = own
+
+
+@contextmanager
+def host_tensors_within(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Allocate what is for the host within a context: planned on a CPU, nothing else tells it from the device.
+
+    What passes through the device takes its buffers there, and isn't copied.
+    """
+    allocate, stage = host_memory.host_tensors, host_memory.Staging.on_device
+
+    def within(*arguments: Any) -> list[Tensor]:
+        with around():
+            return allocate(*arguments)
+
+    @contextmanager
+    def staged(self: host_memory.Staging, pieces: Mapping[str, Tensor], **how: Any) -> Iterator[dict[str, Tensor]]:
+        self.next_slot(sum(piece.nbytes for piece in pieces.values()))
+        yield dict(pieces)
+
+    host_memory.host_tensors = within  # type: ignore[assignment]
+    host_memory.Staging.on_device = staged  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        host_memory.host_tensors = allocate
+        host_memory.Staging.on_device = stage  # type: ignore[method-assign]
 
 
 def leave_uncompiled(optimizer: Optimizer, *, cuda: bool) -> None:

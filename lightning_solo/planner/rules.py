@@ -80,6 +80,11 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
 
     if attached is not None:
         assumptions.append("the compiled step of compact is planned as four copies, with two fp32 buffers of a chunk")
+        if attached.get("state_budget") == "auto":
+            attached = {**attached, "state_budget": 0}
+            assumptions.append(
+                "all of compact's states are planned on the host: in a run, what fits stays on the device"
+            )
     return Arrangement(arguments, asked, accumulation, by_layout, assumptions)
 
 

@@ -3,7 +3,8 @@
 Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) all but 5.06: bf16 weight 2, correction
             1, moments 1 + 1, scales 0.0625; with ``master_bits="16-stochastic"`` and ``moment_bits=4`` all but 3.06
 Costs:      unpacking and packing in the step. With accumulation the gradients' sum is kept, 4 bytes per parameter; with
-            clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``
+            clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``. States on the host
+            (``state_budget``) pass through the device, 3 bytes per parameter each way, in every step
 Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
             and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some
             4 % (`examples/measure_moments.py`)
@@ -29,12 +30,19 @@ from torch.optim import Optimizer
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
-from lightning_solo.optim.compact_adamw import MASTER_BITS, CompactAdamW, join_parameters, split_parameters, state_sizes
+from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.compact_adamw import (
+    MASTER_BITS,
+    CompactAdamW,
+    join_parameters,
+    require_state_budget,
+    split_parameters,
+)
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
 from lightning_solo.presets.conflicts import compact_precision
-from lightning_solo.units import format_bytes
+from lightning_solo.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as Base
@@ -56,6 +64,8 @@ class CompactStrategy(Base):
         moment_bits: Of each of Adam's moments: 32, 8, or 4, which needs torchao.
         release_gradients: Use and free each gradient in backward.
         gradient_buffer: Where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
+        state_budget: Bytes of optimizer states that stay on the device, or a text such as "8GiB"; the others lie in
+            pinned memory of the host. "auto": as many as fit, found out in the first step; None: all.
         checkpoint_weights: What a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
             or "fp32" master weights.
 
@@ -77,6 +87,7 @@ class CompactStrategy(Base):
         moment_bits: int = 8,
         release_gradients: bool = True,
         gradient_buffer: str = "device",
+        state_budget: int | str | None = None,
         checkpoint_weights: str = "bf16",
     ) -> None:
         allowed = {
@@ -88,21 +99,27 @@ class CompactStrategy(Base):
         for name, (given, choices) in allowed.items():
             if given not in choices:
                 raise PresetError(f"strategy.{name}={given!r}: write {', '.join(map(repr, choices))}")
+        self._budget = _parsed_budget(state_budget)
         super().__init__()
         self.master_bits = master_bits
         self.moment_bits = moment_bits
         self.release_gradients = release_gradients
         self.gradient_buffer = gradient_buffer
+        self.state_budget = state_budget
         self.checkpoint_weights = checkpoint_weights
         self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._release: GradientRelease | None = None
+        self._places_later = False
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._warned: set[str] = set()
         self._corrections: dict[Tensor, Tensor] = {}
 
     def __repr__(self) -> str:
-        names = ("master_bits", "moment_bits", "release_gradients", "gradient_buffer", "checkpoint_weights")
+        names = (
+            *("master_bits", "moment_bits", "release_gradients"),
+            *("gradient_buffer", "state_budget", "checkpoint_weights"),
+        )
         return f"CompactStrategy({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
@@ -150,19 +167,25 @@ class CompactStrategy(Base):
         """Convert the optimizers, and have gradients released."""
         super().setup_optimizers(trainer)
         self._require_room()
-        corrections = {p: lower.to(p.device) for p, lower in self._corrections.items()}
+        stay = self._budget is None  # else the optimizer takes them where they belong
+        corrections = {p: lower.to(p.device) if stay else lower for p, lower in self._corrections.items()}
         self._corrections = {}
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self.optimizers = [self._converted(optimizer, schedulers, corrections) for optimizer in self.optimizers]
         for optimizer in self.optimizers:  # for messages; names in the groups would refuse groups that come without
             vars(optimizer)["parameter_names"] = {p: name for name, p in self._module.named_parameters()}
+        self._places_later = self._budget == "auto"
+        if self._budget is not None and not self._places_later:
+            for optimizer in self._compact_optimizers():
+                optimizer.place_states()
         if self.release_gradients:
             self._start_release(trainer)
         self._say()
 
     def _converted(self, optimizer: Optimizer, schedulers: list[Any], corrections: Mapping[Tensor, Tensor]) -> Any:
-        plain = self.master_bits == 32 and self.moment_bits == 32 and not corrections
-        if plain:  # nothing to compress: any optimizer will do, as far as gradients can be released to it
+        if (
+            self._is_plain(corrections) and self._budget is None
+        ):  # nothing to compress: any optimizer will do, as far as gradients can be released to it
             return optimizer
         return compacted(
             optimizer,
@@ -170,7 +193,14 @@ class CompactStrategy(Base):
             master_bits=self.master_bits,
             moment_bits=self.moment_bits,
             corrections=corrections,
+            state_budget=self._budget,
         )
+
+    def _is_plain(self, corrections: Mapping[Tensor, Tensor]) -> bool:
+        return self.master_bits == 32 and self.moment_bits == 32 and not corrections
+
+    def _compact_optimizers(self) -> list[CompactAdamW]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, CompactAdamW)]
 
     def _start_release(self, trainer: Any) -> None:
         if len(self.optimizers) != 1:
@@ -248,6 +278,13 @@ class CompactStrategy(Base):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; with released gradients the closure's backward has done it, or what was kept is stepped behind it."""
+        result = self._step(optimizer, closure, model, **kwargs)
+        if self._places_later:
+            self._places_later = False
+            self._say_states()
+        return result
+
+    def _step(self, optimizer: Any, closure: Any, model: Any, **kwargs: Any) -> Any:
         release = self._release
         if release is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -276,8 +313,12 @@ class CompactStrategy(Base):
         state: dict[str, Any] = self._module.state_dict()
         if self.checkpoint_weights == "bf16":
             return state
-        own = [optimizer for optimizer in self.optimizers if isinstance(optimizer, CompactAdamW)]
-        held = {p: optimizer for optimizer in own for group in optimizer.param_groups for p in group["params"]}
+        held = {
+            p: optimizer
+            for optimizer in self._compact_optimizers()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         for name, p in self._module.named_parameters(remove_duplicate=False):
             if name in state and p in held:
                 state[name] = held[p].master_weight(p).cpu()  # on the device all at once might not fit
@@ -295,11 +336,10 @@ class CompactStrategy(Base):
         """Load optimizer states; masters from fp32 weights beside them."""
         super().load_optimizer_state_dict(checkpoint)
         weights = checkpoint["state_dict"]
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, CompactAdamW):
-                for name, p in self._module.named_parameters():
-                    if name in weights and weights[name].dtype == torch.float32:
-                        optimizer.set_master_weight(p, weights[name])
+        for optimizer in self._compact_optimizers():
+            for name, p in self._module.named_parameters():
+                if name in weights and weights[name].dtype == torch.float32:
+                    optimizer.set_master_weight(p, weights[name])
 
     # --- what it needs, and says ---
 
@@ -309,10 +349,12 @@ class CompactStrategy(Base):
         return self.lightning_module
 
     def _require_room(self) -> None:
-        if self.master_bits == 32 and self.moment_bits == 32 and not self._corrections:
-            return  # any optimizer, whose states aren't known
+        if self._is_plain(self._corrections) or self._budget == "auto":
+            return  # any optimizer, whose states aren't known; or the host is asked when they are placed
         parameters = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        needed = sum(sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in parameters)
+        needed = sum(bytes_of(state_layout(p, self.master_bits, self.moment_bits)) for p in parameters)
+        if self._budget is not None:
+            needed = min(needed, int(self._budget))
         on_device = self.root_device.type != "cpu"
         if not on_device:
             needed -= sum(lower.nbytes for lower in self._corrections.values())  # there already
@@ -327,17 +369,45 @@ class CompactStrategy(Base):
             )
 
     def _say(self) -> None:
-        rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, CompactAdamW):
-                rank_zero_info(f"compact: {optimizer.summary()}")
+        """Say per category what is kept, and where."""
+        parameters = list(self._module.parameters())
+        weights, count = sum(p.nbytes for p in parameters), max(1, sum(p.numel() for p in parameters))
+        self._tell(f"weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device")
+        self._say_states()
+        self._tell(f"gradients, {self._words_of_gradients()}")
+
+    def _say_states(self) -> None:
+        for optimizer in self._compact_optimizers():
+            self._tell(f"optimizer states, {optimizer.summary()}")
+
+    def _tell(self, words: str) -> None:
+        importlib.import_module(f"{self.home}.utilities").rank_zero_info(f"compact: {words}")
+
+    def _words_of_gradients(self) -> str:
+        trained = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         if self._release is None:
-            words = "kept until the step, as they come"
-        elif self._release.immediate:
-            words = "released in backward, one by one"
-        else:
-            words = f"kept on the {self.gradient_buffer} until the step, {self._release.bytes_per_parameter} bytes each"
-        rank_zero_info(f"compact: gradients {words}")
+            kept = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
+            return f"kept on the device until the step: {format_bytes(kept)}"
+        if self._release.immediate:
+            return "released in backward, one by one"
+        each = self._release.bytes_per_parameter
+        return f"kept on the {self.gradient_buffer} until the step, {each} bytes each: {format_bytes(each * trained)}"
+
+
+def _parsed_budget(given: int | str | None) -> int | str | None:
+    """Return a budget of states in bytes, "auto" or None.
+
+    Raises:
+        PresetError: it is none of these.
+    """
+    budget = given
+    if isinstance(given, str) and given != "auto":
+        try:
+            budget = parse_bytes(given)
+        except ValueError as error:
+            raise PresetError(f"strategy.state_budget={error}; 0 for none, auto for what fits, null for all") from error
+    require_state_budget(budget, "strategy.state_budget")
+    return budget
 
 
 def _is_value(algorithm: Any) -> bool:

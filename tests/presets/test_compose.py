@@ -24,7 +24,7 @@ from lightning_solo.presets.schema import FIELDS, PRECISIONS
 
 PRESETS = (
     *("accumulation", "auto", "baseline", "bf16", "bf16_true", "checkpointing", "compact"),
-    *("compact_checkpointing", "fp16", "super_offload", "zenflow"),
+    *("compact_checkpointing", "compact_host", "compact_host_checkpointing", "fp16", "super_offload", "zenflow"),
     *("zero_offload", "zero_offload_nvme", "zero_offload_parameters"),
 )
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.errors import BudgetError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim.compact_adamw import CompactAdamW, state_sizes
+from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.strategies import compact
 from lightning_solo.strategies.compact import CompactStrategy, compact_class
 from tests.modules import Stack, loader, regression
@@ -93,9 +94,26 @@ def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture
 
     with caplog.at_level("INFO"):
         fit(home, make_trainer, CompactStrategy(), precision="bf16-true", gradient_clip_val=1.0)
-    assert "compact: 5." in caplog.text
+    assert "compact: weights, 2.00 bytes per parameter" in caplog.text
+    assert "compact: optimizer states, 3." in caplog.text
     assert "net.blocks.0.norm.weight" in caplog.text  # small: its moments are in fp32
-    assert "gradients kept on the device until the step, 2 bytes each" in caplog.text
+    assert "gradients, kept on the device until the step, 2 bytes each" in caplog.text
+
+
+def test_says_where_states_lie(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    import lightning.pytorch as home
+
+    with caplog.at_level("INFO"):
+        fit(home, make_trainer, CompactStrategy(state_budget=0), precision="bf16-true")
+    assert "KiB on the device, 1" in caplog.text
+    assert "KiB on the host" in caplog.text
+    assert "as is free" not in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit(home, make_trainer, CompactStrategy(state_budget="auto"), precision="bf16-true")
+    assert caplog.text.index("as much stays on the device in the first step as is free") < caplog.text.index(
+        "on the host"
+    )
 
 
 # --- parity ---
@@ -221,6 +239,23 @@ def test_a_compact_optimizer_of_the_users_gets_the_corrections(make_trainer: Mak
     torch.testing.assert_close(own.master_weight(weight), start, rtol=2**-15, atol=0)
 
 
+@pytest.mark.parametrize("budget", [0, "60KiB", "auto"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_parity_of_states_on_the_host(make_trainer: Make, budget: Any, accumulate: int) -> None:
+    import lightning.pytorch as home
+
+    more: dict[str, Any] = {"precision": "bf16-true", "accumulate_grad_batches": accumulate}
+    resident = fit(home, make_trainer, CompactStrategy(), **more)
+    ours = fit(home, make_trainer, CompactStrategy(state_budget=budget, gradient_buffer="host"), **more)
+    (left,), (right,) = ours.optimizers, resident.optimizers
+    assert right.host_bytes == 0
+    assert left.host_bytes > 0
+    assert len(left._on_host) == (3 if budget == "60KiB" else 4)  # the matrices, or all but the first
+    assert_same(weights(ours), weights(resident))
+    for p, q in zip(ours.lightning_module.parameters(), resident.lightning_module.parameters(), strict=True):
+        assert all(torch.equal(value, right.state[q][name]) for name, value in left.state[p].items())
+
+
 # --- memory ---
 
 
@@ -236,7 +271,7 @@ def test_memory_of_weights_and_states(make_trainer: Make, master_bits: Any, mome
     parameters = list(trainer.lightning_module.parameters())
     live = Ledger(trainer.lightning_module, trainer.optimizers).live()
     assert live["weights"] == sum(2 * p.numel() for p in parameters)
-    states = sum(sum(state_sizes(p, master_bits, moment_bits).values()) for p in parameters)
+    states = sum(bytes_of(state_layout(p, master_bits, moment_bits)) for p in parameters)
     assert live["optimizer_states"] == states + 4 * len(parameters)  # and a count of steps each
     assert live["gradients"] == 0
 
@@ -292,16 +327,16 @@ def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
 @pytest.mark.parametrize("master_bits", [24, "16-stochastic"])
+@pytest.mark.parametrize("budget", [None, 0, "auto"])
 def test_trace_a_resumed_run_is_the_undisturbed_one(
-    home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: Any
+    home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: Any, budget: Any
 ) -> None:
     make = compact_class(home.__name__)
 
     def run(**kwargs: Any) -> Any:
         path = kwargs.pop("ckpt_path", None)
-        trainer = make_trainer(
-            home, strategy=make(master_bits, checkpoint_weights=kind), precision="bf16-true", **kwargs
-        )
+        strategy = make(master_bits, checkpoint_weights=kind, state_budget=budget)
+        trainer = make_trainer(home, strategy=strategy, precision="bf16-true", **kwargs)
         trainer.fit(regression(home, net()), batches(), **({"ckpt_path": path} if path else {}))
         return trainer
 
@@ -515,6 +550,8 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
     odd.configure_optimizers = lambda: torch.optim.AdamW(odd.parameters(), amsgrad=True)
     with pytest.raises(ConflictError, match="drop amsgrad"):
         fit(home, make_trainer, CompactStrategy(), odd, precision="bf16-true")
+    with pytest.raises(PresetError, match=r"strategy\.state_budget='much': write a number above 0 and one of B, KiB"):
+        CompactStrategy(state_budget="much")
     monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
     with pytest.raises(BudgetError, match="optimizer states of"):
         fit(home, make_trainer, CompactStrategy(), precision="bf16-true")
@@ -531,7 +568,7 @@ def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
     assert_same(dict(module.named_parameters()), before)
 
 
-@pytest.mark.parametrize("preset", ["compact", "compact_checkpointing"])
+@pytest.mark.parametrize("preset", [name for name in solo.list_presets() if name.startswith("compact")])
 def test_presets_train(home: ModuleType, make_trainer: Make, preset: str) -> None:
     arguments = solo.trainer_kwargs(preset, lightning=home.__name__)
     trainer = make_trainer(home, **arguments, max_steps=3)

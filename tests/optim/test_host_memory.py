@@ -1,0 +1,352 @@
+"""States on the host: in one slab of exact size, the same numbers as on the device, and saved as if they lay there."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_solo.errors import BudgetError, PresetError
+from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, gradient_release, host_memory
+from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.host_memory import Staging, host_tensors
+
+BITS = [(24, 8), (32, 32), (32, 8), ("16-stochastic", 8), ("16-stochastic", 4)]
+every_bits = pytest.mark.parametrize("bits", BITS, ids=str)
+CPU = torch.device("cpu")
+
+
+def net() -> nn.Sequential:
+    """70 x 67 = 4,690 elements, and twice 128 x 70 = 8,960: above 4,096, and not all whole blocks of 128."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(70, 128), nn.Tanh(), nn.Linear(128, 70), nn.Tanh(), nn.Linear(70, 67))
+
+
+def batches(count: int, seed: int = 5) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    yield from (torch.randn(6, 70, generator=generator) for _ in range(count))
+
+
+def train(module: nn.Module, optimizer: Any, steps: int, seed: int = 5) -> None:
+    for x in batches(steps, seed):
+        optimizer.zero_grad()
+        module(x.to(next(module.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def optimizer_of(module: nn.Module, bits: Any, budget: Any = None, **more: Any) -> CompactAdamW:
+    return CompactAdamW(
+        module.parameters(), lr=1e-2, master_bits=bits[0], moment_bits=bits[1], state_budget=budget, **more
+    )
+
+
+def everything(module: nn.Module, optimizer: CompactAdamW) -> list[Tensor]:
+    states = [optimizer.state[p] for p in module.parameters()]
+    return [*module.parameters(), *(state[name] for state in states for name in sorted(state))]
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    for one, other in zip(left, right, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+# --- acted ---
+
+
+@every_bits
+def test_acted_on_all_states_but_those_of_small_tensors(bits: Any):
+    module = net()
+    optimizer = optimizer_of(module, bits, budget=0)
+    assert optimizer.host_bytes == 0  # before the first step
+    train(module, optimizer, 1)
+    large = [p for p in module.parameters() if p.numel() >= 4096]
+    assert len(large) == 3
+    assert set(optimizer._on_host) == set(large)
+    assert optimizer.host_bytes == sum(bytes_of(state_layout(p, *bits)) for p in large)
+    for p in large:
+        for name, tensor in optimizer._on_host[p].items():
+            assert optimizer.state[p][name] is tensor
+    assert "on the host" in optimizer.summary()
+
+
+def test_acted_by_way_of_staging(monkeypatch: pytest.MonkeyPatch):
+    passed: list[set[str]] = []
+    plain = Staging.on_device
+
+    def noted(self: Staging, pieces: Any, **how: Any) -> Any:
+        passed.append(set(pieces))
+        return plain(self, pieces, **how)
+
+    monkeypatch.setattr(Staging, "on_device", noted)
+    module = net()
+    train(module, optimizer_of(module, (24, 8), budget=0), 2)
+    names = {"correction", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"}
+    # two steps of three tensors, of which one (4,690 elements) ends in a block that is not whole
+    assert passed == [names] * (2 * (3 + 1))
+
+
+def test_a_budget_is_what_stays_on_the_device_and_goes_to_the_first():
+    module = net()
+    first = bytes_of(state_layout(module[0].weight.bfloat16(), 24, 8))
+    small = sum(3 * 4 * p.numel() for p in module.parameters() if p.numel() < 4096)  # more than they take
+    optimizer = optimizer_of(module, (24, 8), budget=first + small)
+    train(module, optimizer, 1)
+    assert set(optimizer._on_host) == {module[2].weight, module[4].weight}
+    everywhere = sum(bytes_of(state_layout(p, 24, 8)) for p in module.parameters())
+    assert everywhere - optimizer.host_bytes <= first + small
+
+
+def test_on_a_cpu_nothing_is_free_of_a_device():
+    module = net()
+    optimizer = optimizer_of(module, (24, 8), budget="auto")
+    assert "as is free" in optimizer.summary()
+    train(module, optimizer, 1)
+    assert len(optimizer._on_host) == 3
+
+
+# --- parity ---
+
+
+@every_bits
+@pytest.mark.parametrize("chunk", [2**18, 256])
+@pytest.mark.parametrize("budget", [0, 15_000, "auto"])
+def test_parity_with_states_on_the_device(bits: Any, chunk: int, budget: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(adamw_update.CHUNK, "cpu", chunk)
+    ours, plain = net(), net()
+    optimizers = optimizer_of(ours, bits, budget=budget), optimizer_of(plain, bits)
+    train(ours, optimizers[0], 4)
+    train(plain, optimizers[1], 4)
+    assert_same(everything(ours, optimizers[0]), everything(plain, optimizers[1]))
+    assert optimizers[0].host_bytes > 0
+    assert not torch.equal(ours[0].weight.float(), net()[0].weight)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.integers(4000, 9000), min_size=1, max_size=5),
+    budget=st.integers(0, 80_000),
+    bits=st.sampled_from(BITS[:4]),
+    released=st.booleans(),
+    norm=st.none() | st.just(0.01),
+)
+def test_parity_for_any_sizes_and_budget(sizes: list[int], budget: int, bits: Any, released: bool, norm: float | None):
+    results = []
+    for given_budget in (None, budget):
+        torch.manual_seed(1)
+        parameters = [nn.Parameter(torch.randn(n)) for n in sizes]
+        kwargs: dict[str, Any] = {"master_bits": bits[0], "moment_bits": bits[1], "state_budget": given_budget}
+        optimizer = CompactAdamW(parameters, lr=1e-2, **kwargs)
+        release = GradientRelease(optimizer, max_norm=norm, buffer="host") if released else None
+        for step in range(3):
+            loss = sum(((p.float() - step) ** 2).mean() for p in parameters)
+            torch.as_tensor(loss).backward()
+            release.step() if release else optimizer.step()
+            optimizer.zero_grad()
+        results.append([*parameters, *(x for p in parameters for _, x in sorted(optimizer.state[p].items()))])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("value", [None, 1e-3])
+@pytest.mark.parametrize("windows", [[1, 1], [3, 3, 1]])
+def test_gradients_in_pieces_are_the_same_but_for_the_order_of_their_norm(
+    compact: bool, value: float | None, windows: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gradient_release, "PIECE", 1000)
+    trained, norms = [], []
+    for buffer in ("device", "host"):
+        module = net()
+        optimizer: Any = (
+            optimizer_of(module, (32, 32))
+            if compact
+            else torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
+        )
+        release = GradientRelease(optimizer, accumulation=max(windows), max_norm=0.01, max_value=value, buffer=buffer)
+        stream = batches(sum(windows))
+        for window in windows:
+            for _ in range(window):
+                (module(next(stream)).square().mean() / window).backward()
+            norms.append(release.step())
+        trained.append([p.detach() for p in module.parameters()])
+        if buffer == "host":
+            assert set(release._host) == set(module.parameters())
+    half = len(norms) // 2
+    torch.testing.assert_close(norms[:half], norms[half:], rtol=1e-6, atol=0)
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+# --- memory ---
+
+
+def test_a_slab_is_as_large_as_what_lies_in_it():
+    wanted = [(1, torch.int8), (130, torch.float32), (0, torch.float32), (5_000_000, torch.uint8)]
+    before = _mapped()
+    made = host_tensors(wanted, CPU)
+    useful = sum(n * kind.itemsize for n, kind in wanted)
+    assert _mapped() - before <= 1.03 * useful + 2 * 4096
+    assert [(x.numel(), x.dtype) for x in made] == wanted
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in made)  # each is saved without the others
+    assert all(not x.any() for x in made)
+    addresses = [x.data_ptr() for x in made if x.numel()]
+    assert all((address - addresses[0]) % 128 == 0 for address in addresses)
+    made[1].fill_(7)
+    assert not made[0].any()
+    assert not made[3].any()
+    del made
+    assert _mapped() - before <= 2 * 4096
+
+
+def _mapped() -> int:
+    """Return the bytes of address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+
+def test_host_bytes_over_useful_bytes():
+    module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    layouts = [state_layout(layer.weight.bfloat16(), 24, 8) for layer in module]
+    wanted = [tensor for layout in layouts for tensor in layout.values()]
+    useful = sum(bytes_of(layout) for layout in layouts)
+    made = host_tensors(wanted, CPU)
+    slab = made[-1].data_ptr() + made[-1].nbytes - made[0].data_ptr()
+    assert slab <= 1.03 * useful
+
+
+# --- trace ---
+
+
+@every_bits
+@pytest.mark.parametrize("budgets", [(0, 0), (None, 0), (0, None), ("auto", 20_000)])
+def test_trace_resumed_is_undisturbed(bits: Any, budgets: tuple[Any, Any]):
+    straight, first, second = net(), net(), net()
+    train(straight, whole := optimizer_of(straight, bits), 3)
+    train(straight, whole, 3, seed=6)
+    train(first, begun := optimizer_of(first, bits, budget=budgets[0]), 3)
+    file = io.BytesIO()
+    torch.save({"module": first.state_dict(), "optimizer": begun.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = optimizer_of(second, bits, budget=budgets[1])
+    second.load_state_dict(saved["module"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(second, resumed, 3, seed=6)
+    assert_same(everything(second, resumed), everything(straight, whole))
+    assert (resumed.host_bytes > 0) == (budgets[1] is not None)
+
+
+def test_trace_loaded_again_into_a_place_that_is_there():
+    module = net()
+    optimizer = optimizer_of(module, (24, 8), budget=0)
+    train(module, optimizer, 2)
+    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+    homes = {p: dict(home) for p, home in optimizer._on_host.items()}
+    train(module, optimizer, 2, seed=6)
+    after = [x.clone() for x in everything(module, optimizer)]
+    module.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for p, home in homes.items():
+        assert all(optimizer.state[p][name] is tensor for name, tensor in home.items())
+    train(module, optimizer, 2, seed=6)
+    assert_same(everything(module, optimizer), after)
+
+
+def test_trace_master_weights_are_read_and_set():
+    ours, plain = net(), net()
+    optimizers = optimizer_of(ours, (24, 8), budget=0), optimizer_of(plain, (24, 8))
+    for module, optimizer in zip((ours, plain), optimizers, strict=True):
+        train(module, optimizer, 2)
+    masters = [[o.master_weight(p) for p in m.parameters()] for m, o in zip((ours, plain), optimizers, strict=True)]
+    assert_same(*masters)
+    optimizers[0].set_master_weight(ours[0].weight, masters[0][0] * 1.001)
+    torch.testing.assert_close(optimizers[0].master_weight(ours[0].weight), masters[0][0] * 1.001, rtol=2**-15, atol=0)
+    states = [optimizer.adamw_state_dict()["state"] for optimizer in optimizers]
+    assert_same(*([x for state in both.values() for x in state.values()] for both in states))
+
+
+def test_trace_a_copy_steps_by_itself():
+    module = net()
+    optimizer = optimizer_of(module, (24, 8), budget=0)
+    train(module, optimizer, 2)
+    other, own = copy.deepcopy((module, optimizer))
+    train(module, optimizer, 2, seed=6)
+    train(other, own, 2, seed=6)
+    assert_same(everything(other, own), everything(module, optimizer))
+    assert own.host_bytes == optimizer.host_bytes
+
+
+def test_a_group_that_is_added_later_finds_its_place():
+    module = net().bfloat16()
+    optimizer = CompactAdamW(module[0].parameters(), state_budget=0)
+    train(module, optimizer, 1)
+    optimizer.add_param_group({"params": list(module[2].parameters())})
+    train(module, optimizer, 1)
+    assert set(optimizer._on_host) == {module[0].weight, module[2].weight}
+
+
+# --- errors ---
+
+
+def test_a_host_that_is_too_small_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (2**30, 1000))
+    monkeypatch.setattr(host_memory, "host_tensors", lambda *arguments: pytest.fail("allocated"))
+    module = net()
+    with pytest.raises(BudgetError, match=r"optimizer states of [\d.]+ KiB on the host, of which 1000 B are available"):
+        optimizer_of(module, (24, 8), budget=0).place_states()
+    module = net()
+    GradientRelease(torch.optim.AdamW(module.parameters()), accumulation=2, buffer="host")
+    loss = module(next(batches(1))).sum()
+    with pytest.raises(BudgetError, match=r"gradients of [\d.]+ KiB on the host"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "8GiB", True])
+def test_budgets_that_are_none(budget: Any):
+    with pytest.raises(PresetError, match="write bytes that stay on the device, 'auto' or None"):
+        optimizer_of(net(), (24, 8), budget=budget)
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+def test_gpu_a_slab_is_pinned_and_exact():
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    made = host_tensors([(3 * 2**20 + 5, torch.uint8), (1000, torch.float32)], torch.device("cuda"))
+    assert all(x.is_pinned() for x in made)
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == pinned  # none of torch's
+    del made
+    torch.zeros(1, device="cuda").add_(1)  # and freed without an error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("released", [True, False])
+def test_gpu_parity_with_states_on_the_device(released: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(adamw_update.CHUNK, "cuda", 2**14)
+    results = []
+    for budget in (None, 0):
+        torch.manual_seed(1)
+        module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
+        optimizer = CompactAdamW(module.parameters(), lr=1e-2, state_budget=budget)
+        release = GradientRelease(optimizer, accumulation=2, max_norm=0.1, buffer="host") if released else None
+        torch.manual_seed(2)
+        for _ in range(5):
+            for _ in range(2):
+                x = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
+                module(x).float().square().mean().backward()
+            release.step() if release else optimizer.step()
+            optimizer.zero_grad()
+        optimizer.state_dict()  # waits
+        results.append([x.cpu() for x in everything(module, optimizer)])
+        if budget == 0:
+            assert optimizer.host_bytes > 0
+            assert all(x.device.type == "cpu" for home in optimizer._on_host.values() for x in home.values())
+    assert_same(*results)
