@@ -249,8 +249,7 @@ class CompactAdamW(Optimizer):
                     " this parameter to torch.optim.SparseAdam"
                 )
         full = [g for _, g in pairs if g.numel()]
-        greatest = torch._foreach_norm(full, float("inf")) if full else []
-        if not greatest or not bool(torch.stack([g.float() for g in greatest]).isfinite().logical_not().any()):
+        if not full or bool(torch.stack(_extremes(full)).isfinite().all()):
             return
         first = next(p for p, g in pairs if not bool(g.isfinite().all()))
         raise GradientError(f"the gradient of {name_in(self, first)} is not finite; no weight has been touched")
@@ -513,6 +512,16 @@ def _compiled() -> Update:
 
 
 # --- checks ---
+
+
+def _extremes(gradients: list[Tensor]) -> list[Tensor]:
+    """Return numbers, fp32, which are all finite if and only if the gradients are."""
+    on_cpu = [g for g in gradients if g.device.type == "cpu"]
+    others = [g for g in gradients if g.device.type != "cpu"]
+    # on a CPU the norm takes thirty times as long; elsewhere it is one kernel for all, and aminmax one for each
+    found = [value for g in on_cpu for value in g.aminmax()]
+    found += torch._foreach_norm(others, float("inf")) if others else []
+    return [value.float() for value in found]
 
 
 def _check(

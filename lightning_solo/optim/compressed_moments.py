@@ -52,7 +52,8 @@ def quantize_first(values: Tensor, book: Tensor | None = None) -> tuple[Tensor, 
     scaled, scales = _scaled(values)
     if book is not None:
         return _packed(scaled, book), scales
-    return (254 * scaled / (1 + scaled.abs())).round().to(torch.int8), scales
+    codes = (254 * scaled / (1 + scaled.abs())).round().to(torch.int32)  # to int8 at once takes a CPU longer
+    return codes.to(torch.int8), scales
 
 
 def dequantize_first(codes: Tensor, scales: Tensor, book: Tensor | None = None) -> Tensor:
@@ -75,11 +76,13 @@ def quantize_second(values: Tensor, book: Tensor | None = None, uniform: Tensor 
     if book is not None:
         return _packed(scaled, book), scales
     squares = scaled * 65025  # 255**2
+    # not clamp, which looks for NaN: compiled for a CPU that takes longer
+    squares = torch.where(squares < 65025, squares, 65025.0)
     below = squares.sqrt().floor()
     # the part of the way from this code's square to the next one's is the probability of the next one
     up = squares - below * below > (0.5 if uniform is None else uniform) * (2 * below + 1)
-    codes = (below + up.to(torch.float32)).clamp(1, 255)
-    return torch.where(values > 0, codes, 0.0).to(torch.uint8), scales
+    codes = (below + up.to(torch.float32)).to(torch.int32)
+    return torch.maximum(codes, (values > 0).to(torch.int32)).to(torch.uint8), scales
 
 
 def dequantize_second(codes: Tensor, scales: Tensor, book: Tensor | None = None) -> Tensor:
