@@ -34,7 +34,7 @@ from lightning_solo.optim.adamw_update import (
     update_blocks,
 )
 from lightning_solo.optim.names import name_in, names_of
-from lightning_solo.optim.split_weights import CORRECTIONS, bits_of, join, split
+from lightning_solo.optim.split_weights import CORRECTIONS, bits_of, join, join_into, split, split_into
 from lightning_solo.units import format_bytes
 
 STOCHASTIC = "16-stochastic"
@@ -336,9 +336,7 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
         if isinstance(master_bits, str):
             weight.copy_(p.detach())
         else:
-            upper, lower = split(in_memory_order(p.detach(), weight), master_bits)
-            in_memory_order(weight).copy_(upper)
-            corrections[p] = lower
+            corrections[p] = split_into(in_memory_order(weight), in_memory_order(p.detach(), weight), master_bits)
         p.data = weight
     return corrections
 
@@ -348,7 +346,7 @@ def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, T
     for p in parameters:
         master = p.detach().to(torch.float32)
         if p in corrections:
-            in_memory_order(master).copy_(join(in_memory_order(p.detach()), corrections[p].to(p.device)))
+            join_into(in_memory_order(master), in_memory_order(p.detach()), corrections[p].to(p.device))
         p.data = master
 
 
