@@ -47,7 +47,7 @@ from lightning_solo.optim.adamw_update import (
 )
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.names import name_in, names_of
-from lightning_solo.optim.split_weights import bits_of, join, split
+from lightning_solo.optim.split_weights import bits_of, join, join_into, split, split_into
 from lightning_solo.units import format_bytes
 
 STOCHASTIC = "16-stochastic"
@@ -459,9 +459,7 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
         if isinstance(master_bits, str):
             weight.copy_(p.detach())
         else:
-            upper, lower = split(in_memory_order(p.detach(), weight), master_bits)
-            in_memory_order(weight).copy_(upper)
-            corrections[p] = lower
+            corrections[p] = split_into(in_memory_order(weight), in_memory_order(p.detach(), weight), master_bits)
         p.data = weight
     return corrections
 
@@ -471,7 +469,7 @@ def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, T
     for p in parameters:
         master = p.detach().to(torch.float32)
         if p in corrections:
-            in_memory_order(master).copy_(join(in_memory_order(p.detach()), corrections[p].to(p.device)))
+            join_into(in_memory_order(master), in_memory_order(p.detach()), corrections[p].to(p.device))
         p.data = master
 
 

@@ -19,7 +19,8 @@ import importlib
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.building import Building
 from lightning_solo.optim.compact_adamw import (
     MASTER_BITS,
     CompactAdamW,
@@ -114,6 +116,7 @@ class CompactStrategy(Base):
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._warned: set[str] = set()
         self._corrections: dict[Tensor, Tensor] = {}
+        self._building: Building | None = None  # what configure_model built, until it is set up
 
     def __repr__(self) -> str:
         names = (
@@ -129,6 +132,48 @@ class CompactStrategy(Base):
 
     # --- set-up ---
 
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Have ``configure_model`` initialise fp32 weights, on a real device, and split each as soon as others come.
+
+        Lightning's own context, inside this one, would have it initialise bf16 weights, with other random numbers.
+        """
+        precision = str(self.precision_plugin.precision)
+        module = self.lightning_module
+        if module is None or module.trainer.state.stage is None or precision not in (*BF16, "32-true"):
+            yield  # for Trainer.init_module, or a precision in which nothing is split
+            return
+        training = module.trainer.training
+
+        def splits(p: Tensor) -> bool:
+            # bf16-true leaves nothing in fp32; what is frozen, often later, has no use for its correction
+            return precision == "bf16-true" or (training and self._is_split(p, precision))
+
+        bits = self.master_bits if training and not isinstance(self.master_bits, str) else 24
+        keep = None if self._budget is None else torch.device("cpu")  # from where the optimizer takes them
+        vars(self.precision_plugin)["module_init_context"] = nullcontext
+        try:
+            with self._building or Building(bits, splits=splits, corrections_on=keep) as building:
+                yield
+        finally:
+            del vars(self.precision_plugin)["module_init_context"]
+        self._building = building
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights; into those that have been split, one by one, in fp32."""
+        with self._building or nullcontext():
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def _built(self, precision: str) -> dict[Tensor, Tensor]:
+        """Return the corrections of what ``configure_model`` built; without those that nothing will step."""
+        building, self._building = self._building, None
+        made = building.corrections if building is not None else {}
+        for p in [p for p in made if not p.requires_grad]:
+            join_parameters([p], {p: made.pop(p)})
+            if precision == "bf16-true":  # as Lightning will: here one by one
+                p.data = p.data.to(torch.bfloat16)
+        return made
+
     def setup(self, trainer: Any) -> None:
         """Split the weights, one by one, before Lightning's own conversion would drop their lower bits.
 
@@ -138,6 +183,7 @@ class CompactStrategy(Base):
         """
         self._leave()
         if not trainer.training:
+            self._building = None
             super().setup(trainer)
             return
         precision = str(self.precision_plugin.precision)
@@ -149,12 +195,16 @@ class CompactStrategy(Base):
                 "strategy.release_gradients with manual optimization: two backward calls may come before a step;"
                 " write strategy.release_gradients=false"
             )
+        built = self._built(precision)
         whole = [p for p in module.parameters() if self._is_split(p, precision)]
-        self._corrections = corrections = split_parameters(whole, self.master_bits)
+        corrections = split_parameters(whole, self.master_bits)
+        if not isinstance(self.master_bits, str):
+            corrections |= built
+        self._corrections = corrections
         try:
             super().setup(trainer)
         except BaseException:
-            join_parameters(whole, corrections)
+            join_parameters({*built, *whole}, corrections)
             raise
 
     def _is_split(self, p: Tensor, precision: str) -> bool:
@@ -237,6 +287,9 @@ class CompactStrategy(Base):
             super().teardown()
         finally:
             self._leave()
+            building, self._building = self._building, None
+            if building is not None:  # never set up
+                building.join()
 
     def _leave(self) -> None:
         release, self._release = self._release, None
@@ -356,8 +409,8 @@ class CompactStrategy(Base):
         if self._budget is not None:
             needed = min(needed, int(self._budget))
         on_device = self.root_device.type != "cpu"
-        if not on_device:
-            needed -= sum(lower.nbytes for lower in self._corrections.values())  # there already
+        here = [lower for lower in self._corrections.values() if lower.device.type == self.root_device.type]
+        needed -= sum(lower.nbytes for lower in here)  # there already
         there = free_device_bytes(self._module) if on_device else host_memory()[1]
         if needed > there:
             raise BudgetError(

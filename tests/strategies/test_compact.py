@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.errors import BudgetError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.optim import building
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.strategies import compact
@@ -402,6 +404,218 @@ def test_trace_sizes_of_files(make_trainer: Make, tmp_path: Path) -> None:
         sizes[name] = (tmp_path / name).stat().st_size
     assert sizes["bf16"] <= 0.45 * sizes["plain"]  # (2 + 3.06) / 12
     assert sizes["fp32"] <= 0.55 * sizes["plain"]  # (4 + 2.06) / 12
+
+
+# --- built in configure_model ---
+
+
+def in_configure_model(home: ModuleType, make: Callable[[], nn.Module] = net, meta: bool = True) -> Any:
+    """Return a module that builds what ``make`` returns when it is fitted, once."""
+    module = regression(home, nn.Identity())
+
+    def configure_model() -> None:
+        if isinstance(module.net, nn.Identity):
+            with torch.device("meta") if meta else nullcontext():
+                module.net = make()
+
+    module.configure_model = configure_model
+    return module
+
+
+def frozen_net() -> nn.Module:
+    """Return a net whose second block is frozen, once there is the whole."""
+    made = net()
+    made.blocks[1].requires_grad_(False)
+    return made
+
+
+def assert_same_run(left: Any, right: Any) -> None:
+    """Compare weights, masters and states bit for bit."""
+    assert_same(weights(left), weights(right))
+    (ours,), (theirs,) = left.optimizers, right.optimizers
+    for p, q in zip(left.lightning_module.parameters(), right.lightning_module.parameters(), strict=True):
+        assert p.dtype == q.dtype
+        assert ours.state[p].keys() == theirs.state[q].keys()
+        assert all(torch.equal(value, theirs.state[q][name]) for name, value in ours.state[p].items())
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One parameter is open at a time."""
+    monkeypatch.setattr(building, "WINDOW_BYTES", 0)
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("master_bits", [24, 32, "16-stochastic"])
+def test_built_while_fitting_as_in_the_constructor(
+    home: ModuleType, make_trainer: Make, meta: bool, precision: str, master_bits: Any
+) -> None:
+    make = compact_class(home.__name__)
+    for model in (net, frozen_net):
+        plain = fit(home, make_trainer, make(master_bits), regression(home, model()), precision=precision)
+        module = in_configure_model(home, model, meta)
+        ours = fit(home, make_trainer, make(master_bits), module, precision=precision)
+        if precision == "bf16-mixed" and model is frozen_net and master_bits != 32:  # frozen after it was rounded
+            for p, q in zip(
+                module.net.blocks[1].parameters(), plain.lightning_module.net.blocks[1].parameters(), strict=True
+            ):
+                assert p.dtype == q.dtype == torch.float32
+                torch.testing.assert_close(p, q, rtol=2**-15, atol=0)
+        else:
+            assert_same_run(ours, plain)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_built_in_fp32_by_the_module_and_split_as_it_comes(home: ModuleType, make_trainer: Make) -> None:
+    seen: list[Any] = []
+
+    def watched() -> nn.Module:
+        made = net()
+        if isinstance(trainer.strategy._building, type(None)):  # under the context, which the strategy gets at its end
+            with torch._C.DisableTorchFunction():
+                seen.append({str(p.dtype) for p in made.parameters()})
+            seen.append({p.dtype for p in made.parameters()})
+        return made
+
+    trainer = make_trainer(home, strategy=compact_class(home.__name__)(), precision="bf16-true")
+    trainer.fit(in_configure_model(home, watched), batches())
+    assert seen == [{"torch.float32", "torch.bfloat16"}, {torch.float32}]  # what lies there; what user code sees
+    assert "module_init_context" not in vars(trainer.precision_plugin)
+
+
+def net_and_spare() -> nn.Module:
+    """Return a net with a layer that gets no gradient, so that its master is all that there is of it."""
+    made = net()
+    made.spare = nn.Linear(WIDTH, WIDTH)
+    return made
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize("master_bits", [24, 32])
+@pytest.mark.parametrize("plain_file", [False, True])
+def test_built_and_resumed(
+    home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: int, plain_file: bool
+) -> None:
+    """Weights of the file, never with what the initial ones were off by."""
+    make = compact_class(home.__name__)
+
+    def run(module: Any, path: Path | None = None, **kwargs: Any) -> Any:
+        trainer = make_trainer(
+            home, strategy=make(master_bits, checkpoint_weights=kind), precision="bf16-true", **kwargs
+        )
+        trainer.fit(module, batches(), **({"ckpt_path": path} if path else {}))
+        return trainer
+
+    def built() -> Any:
+        return in_configure_model(home, net_and_spare)
+
+    file = tmp_path / "half.ckpt"
+    by_hand = regression(home, net_and_spare())
+    with torch.no_grad():
+        by_hand.net.spare.weight.normal_()  # other than the initial one
+    half = fit(home, make_trainer, None, by_hand, max_epochs=2) if plain_file else run(by_hand, max_epochs=2)
+    half.save_checkpoint(file, weights_only=False)
+    whole = run(regression(home, net_and_spare()), file, max_epochs=3)
+    assert_same_run(run(built(), file, max_epochs=3), whole)
+    loaded = run(built(), file, max_epochs=2)  # nothing to do: what has been loaded
+    for p, q in zip(loaded.lightning_module.parameters(), half.lightning_module.parameters(), strict=True):
+        expected = q.detach() if plain_file else half.optimizers[0].master_weight(q)
+        close = 2**-15 if plain_file and master_bits == 24 else 0
+        torch.testing.assert_close(loaded.optimizers[0].master_weight(p), expected, rtol=close, atol=0)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_built_and_loaded_in_fp32_where_it_stays_so(make_trainer: Make, tmp_path: Path) -> None:
+    """What bf16-mixed leaves in fp32, since it is frozen, has 24 bits of the file's number, not 8."""
+    import lightning.pytorch as home
+
+    by_hand = regression(home, frozen_net())
+    by_hand.net.blocks[1].up.weight.normal_()
+    fit(home, make_trainer, None, by_hand).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    module = in_configure_model(home, frozen_net)
+    trainer = make_trainer(home, strategy=CompactStrategy(), precision="bf16-mixed", max_steps=10)
+    trainer.fit(module, batches(), ckpt_path=tmp_path / "plain.ckpt")
+    ours, theirs = (each.net.blocks[1].up.weight for each in (module, by_hand))
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=2**-15, atol=0)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_built_and_failed_is_fp32_again(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    make = compact_class(home.__name__)
+    fit(home, make_trainer, None).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    first = net()
+
+    def half_built(module: Any) -> None:
+        module.net = net()
+        raise KeyError("mine")
+
+    def break_configure_model(module: Any) -> None:
+        module.configure_model = lambda: half_built(module)
+
+    def break_loading(module: Any) -> None:
+        module.on_load_checkpoint = lambda checkpoint: checkpoint["mine"]
+
+    def break_setup(module: Any) -> None:
+        module.configure_optimizers = lambda: {}["mine"]
+
+    for break_it in (break_configure_model, break_loading, break_setup):
+        module = in_configure_model(home)
+        whole = module.configure_model
+        break_it(module)
+        trainer = make_trainer(home, strategy=make(32), precision="bf16-true")
+        with pytest.raises(KeyError, match="mine"):
+            trainer.fit(module, batches(), ckpt_path=tmp_path / "plain.ckpt" if break_it is break_loading else None)
+        assert_same({name: p.detach() for name, p in module.net.named_parameters()}, dict(first.named_parameters()))
+        assert torch.empty(1).dtype == torch.float32
+        assert not registration_hooks()
+        assert "module_init_context" not in vars(trainer.precision_plugin)
+        module.net(torch.ones(2, WIDTH)).sum().backward()
+        module.zero_grad()
+        module.configure_model = whole  # which finds that there is a net
+        module.configure_optimizers = lambda module=module: torch.optim.AdamW(module.parameters(), lr=1e-2)
+        again = fit(home, make_trainer, make(32), module, precision="bf16-true")
+        assert_same_run(again, fit(home, make_trainer, make(32), regression(home, net()), precision="bf16-true"))
+
+
+def registration_hooks() -> list[Any]:
+    import torch.nn.modules.module as own
+
+    return [*own._global_parameter_registration_hooks.values(), *own._global_module_registration_hooks.values()]
+
+
+@pytest.mark.usefixtures("narrow")
+def test_built_once_and_fitted_twice(home: ModuleType, make_trainer: Make) -> None:
+    def twice(module: Any) -> Any:
+        make = compact_class(home.__name__)
+        fit(home, make_trainer, make(), module, precision="bf16-true")
+        return fit(home, make_trainer, make(), module, precision="bf16-true")
+
+    assert_same_run(twice(in_configure_model(home)), twice(regression(home, net())))
+
+
+@pytest.mark.parametrize(("bits", "precision"), [(24, "bf16-true"), (24, "bf16-mixed"), (32, "32-true")])
+def test_built_for_validation_too(make_trainer: Make, bits: int, precision: str) -> None:
+    import lightning.pytorch as home
+
+    def loss(module: Any) -> Any:
+        trainer = make_trainer(home, strategy=CompactStrategy(bits, bits if bits == 32 else 8), precision=precision)
+        metrics = trainer.validate(module, batches(), verbose=False)
+        assert {p.dtype for p in module.parameters()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+        return metrics
+
+    assert loss(in_configure_model(home)) == loss(regression(home, net()))
+
+
+def test_init_module_is_lightnings(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    trainer = make_trainer(home, strategy=CompactStrategy(), precision="bf16-true")
+    with pytest.warns(UserWarning, match="configure_model"), trainer.init_module():
+        assert net().head.weight.dtype == torch.bfloat16
 
 
 # --- beside what others do ---

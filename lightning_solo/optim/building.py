@@ -1,0 +1,267 @@
+"""Modules that are split while they are built, so that fp32 weights are held parameter by parameter, never whole.
+
+```
+made              fp32, whatever the default dtype was; what is asked for on "meta" is made where it would be without
+"open"    4 bytes the youngest parameters, up to a window: user code initialises fp32 numbers, its own way
+"closed"  3 bytes the others: bf16 weight and correction (24 bits; 4 bytes with 32)
+touched           a closed parameter that any torch function is given is opened before it runs, and young again
+```
+
+Exact: what is overwritten as a whole, however late, as initialisation does. A parameter that is read and changed after
+it was closed has been rounded to 24 bits first; with 32 bits it is exact too.
+
+- What somebody holds a view of stays open as long as it is held, or to the end.
+- Copies by `copy.deepcopy` are seen when they are put into a module.
+- `from_pretrained` is left to use "meta" as it likes; what it has loaded is split.
+- A module that its own code empties (`to_empty`, `skip_init`) has been initialised before. The random numbers are those
+  of the same code without "meta".
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_solo.optim.compact_adamw import join_parameters, split_parameters
+
+WINDOW_BYTES = 2**28
+"""Of fp32 parameters that are open at a time; the youngest is open however large it is."""
+
+_TRIES = 8  # for parameters that others hold views of, before it is enough for this time
+_tensor: Any = torch.Tensor
+_BLIND = {  # what asks for nothing that closing has changed
+    _tensor.shape.__get__,
+    _tensor.device.__get__,
+    _tensor.requires_grad.__get__,
+    _tensor.requires_grad.__set__,
+    _tensor.requires_grad_,
+    _tensor.size,
+    _tensor.dim,
+    _tensor.numel,
+}
+
+
+class Building(TorchFunctionMode):
+    """A context: the fp32 parameters that are registered in it are bf16 at its end, and `corrections` has the rest.
+
+    Entered again, it opens what it has closed as it is touched: for loading weights. Left by an exception, it makes
+    its parameters fp32 again.
+
+    Args:
+        master_bits: 32 or 24, which are kept.
+        splits: tells which of the parameters are to be split; all by default.
+        window_bytes: of fp32 parameters that may be open, beside the youngest.
+        corrections_on: the device where corrections are kept; by default that of their parameter.
+
+    >>> with Building(24) as building, torch.device("meta"):
+    ...     layer = nn.Linear(512, 512)
+    >>> layer.weight.device.type, layer.weight.dtype, building.corrections[layer.weight].dtype
+    ('cpu', torch.bfloat16, torch.int8)
+    """
+
+    def __init__(
+        self,
+        master_bits: int = 24,
+        *,
+        splits: Callable[[Tensor], bool] | None = None,
+        window_bytes: int | None = None,
+        corrections_on: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.corrections_on = corrections_on
+        self.master_bits = master_bits
+        self.splits = splits
+        self.window_bytes = WINDOW_BYTES if window_bytes is None else window_bytes
+        self._parts: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()  # corrections, None where open
+        self._left: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # as closed ones were then
+        self._young: OrderedDict[int, tuple[weakref.ref[Tensor], int]] = OrderedDict()  # open ones, oldest first
+        self._young_bytes = 0
+        self._undo: list[Callable[[], Any]] = []
+        self._device = torch.device("cpu")
+        self._thread = 0
+
+    def __enter__(self) -> Building:
+        self._see_what_others_wrote()
+        self._left.clear()
+        device, dtype = torch.get_default_device(), torch.get_default_dtype()
+        self._device = torch.device("cpu") if device.type == "meta" else device
+        self._thread = threading.get_ident()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(torch.float32)
+        self._undo = [
+            lambda: torch.set_default_dtype(dtype),
+            register_module_parameter_registration_hook(lambda module, name, p: self._add([p])).remove,
+            register_module_module_registration_hook(self._add_module).remove,
+        ]
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for undo in self._undo:
+            undo()
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        done = False
+        try:
+            if kind is None:
+                for p in [p for p, part in self._parts.items() if part is None]:
+                    self._close(p)
+                done = True
+        finally:
+            self._young.clear()
+            self._young_bytes = 0
+            self._left.update({p: _mark(p) for p, correction in self._parts.items() if correction is not None})
+            if not done:
+                self.join()
+
+    @property
+    def corrections(self) -> dict[Tensor, Tensor]:
+        """Corrections of the parameters that are closed; of zeros where somebody has written to one since."""
+        self._see_what_others_wrote()
+        return {p: correction for p, correction in self._parts.items() if correction is not None}
+
+    def join(self) -> None:
+        """Make all parameters fp32 again."""
+        corrections = self.corrections
+        self._parts.clear()
+        self._left.clear()
+        for p in list(corrections):
+            join_parameters([p], {p: corrections.pop(p)})
+
+    def _see_what_others_wrote(self) -> None:
+        for p in [p for p, mark in self._left.items() if mark != _mark(p)]:
+            correction = self._parts[p]
+            assert correction is not None  # it was closed
+            same = p.dtype == torch.bfloat16 and p.numel() == correction.numel()
+            self._parts[p] = correction.zero_() if same else None
+            self._left.pop(p)
+
+    # --- what is seen ---
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Open what a function is about to see, and take it off "meta"."""
+        kwargs = kwargs or {}
+        touched = [] if func in _BLIND else [t for t in _tensors((args, kwargs)) if t in self._parts]
+        with torch._C.DisableTorchFunction():
+            for p in touched:
+                self._open(p)
+        asked = _is_meta(kwargs.get("device")) and func is not torch.Tensor.to  # who moves something there means it
+        around = torch.get_default_device().type == "meta"  # by `set_default_device`, which torch asks behind us
+        if (asked or around) and _is_loading():
+            asked = around = False
+        with self._device if around else nullcontext():
+            result = func(*args, **({**kwargs, "device": self._device} if asked else kwargs))
+        with torch._C.DisableTorchFunction():
+            for p in touched:
+                self._rejuvenate(p)
+            self._close_old()
+        return result
+
+    def _add(self, parameters: Iterable[Tensor | None]) -> None:
+        if threading.get_ident() != self._thread:  # another's module: its functions don't come by here
+            return
+        with torch._C.DisableTorchFunction():
+            for p in parameters:
+                if p is not None and p not in self._parts:
+                    self._open_shared(p)
+                    self._parts[p] = None
+                    self._rejuvenate(p)
+            self._close_old()
+
+    def _add_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self._add(child.parameters())
+
+    # --- open and closed ---
+
+    def _rejuvenate(self, p: Tensor) -> None:
+        self._forget(id(p))
+        size = p.nbytes if self._is_open(p) else 0
+        self._young[id(p)] = (weakref.ref(p), size)
+        self._young_bytes += size
+
+    def _forget(self, key: int) -> Tensor | None:
+        reference, size = self._young.pop(key, (None, 0))
+        self._young_bytes -= size
+        return reference() if reference is not None else None
+
+    def _close_old(self) -> None:
+        shared = 0
+        while self._young_bytes > self.window_bytes and len(self._young) > 1 and shared < _TRIES:
+            p = self._forget(next(iter(self._young)))
+            if p is None:  # gone meanwhile
+                continue
+            if _users(p) == 1:
+                self._close(p)
+            else:  # others' views would be of numbers that nobody reads any more
+                shared += 1
+                youngest = next(reversed(self._young))
+                self._rejuvenate(p)
+                self._young.move_to_end(youngest)
+
+    def _is_open(self, p: Tensor) -> bool:
+        return not is_lazy(p) and p.dtype == torch.float32 and p.device.type != "meta"
+
+    def _close(self, p: Tensor) -> None:
+        if self._is_open(p) and (self.splits is None or self.splits(p)):
+            correction = split_parameters([p], self.master_bits)[p]
+            self._parts[p] = correction if self.corrections_on is None else correction.to(self.corrections_on)
+
+    def _open(self, p: Tensor) -> None:
+        correction, self._parts[p] = self._parts[p], None
+        if correction is not None:
+            join_parameters([p], {p: correction})
+
+    def _open_shared(self, p: Tensor) -> None:
+        """Open what ``nn.Parameter(closed)`` was made of, which no function is told of."""
+        if is_lazy(p) or p.dtype != torch.bfloat16:
+            return
+        closed = [q for q, correction in self._parts.items() if correction is not None]
+        for other in [q for q in closed if q.untyped_storage()._cdata == p.untyped_storage()._cdata]:
+            self._open(other)
+            p.data = other.detach()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, Mapping):
+        yield from _tensors(list(values.values()))
+
+
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _is_loading() -> bool:
+    """Tell whether ``from_pretrained`` is at work: what it puts on "meta" it fills by itself."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "from_pretrained":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _users(p: Tensor) -> int:
+    """Return how many tensors share a parameter's numbers, itself included."""
+    return int(torch._C._storage_Use_Count(p.untyped_storage()._cdata)) - 1  # and the storage object made here
+
+
+def _mark(p: Tensor) -> tuple[int, int]:
+    """Return what another value, or other memory, changes; a write through ``.data`` alone doesn't."""
+    return p._version, p.untyped_storage()._cdata
