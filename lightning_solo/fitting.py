@@ -14,6 +14,7 @@ import torch
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.optim.back_ends import BACK_ENDS, bytes_per_parameter
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -103,8 +104,9 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
         states = element * (4 * sum(sizes.trainable) + sum(sizes.frozen)) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
     if config.strategy.get("name") == "compact":
-        own = round(compact_bytes(config.strategy) * sum(sizes.trainable))
-        states = own + 2 * sum(sizes.frozen) + sizes.buffer_bytes
+        own = round(compact_bytes(config.strategy, config.precision or "bf16-true") * sum(sizes.trainable))
+        frozen = 2 if config.precision == "bf16-true" else 4
+        states = own + frozen * sum(sizes.frozen) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
     precision = config.precision or "32-true"
     if config.strategy.get("name") != "zero_offload" or precision not in WEIGHT_BYTES or not sizes.trainable:
@@ -116,16 +118,19 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
     return _with_margin(layout.device_bytes, layout.host_bytes) if cuda else _with_margin(0, layout.one_memory_bytes)
 
 
-def compact_bytes(node: dict[str, Any]) -> float:
+def compact_bytes(node: dict[str, Any], precision: str = "bf16-true") -> float:
     """Return the bytes per trained parameter under the strategy ``compact``, one micro-batch per step.
 
     >>> compact_bytes({"master_bits": 24, "moment_bits": 8, "release_gradients": True})  # 2 + 1 + 2 x (1 + 1 / 32)
     5.0625
     """
+    gradient = 0 if node.get("release_gradients", True) else 2
+    if (back_end := node.get("back_end", "own")) != "own":
+        kind = torch.bfloat16 if precision != "32-true" and BACK_ENDS[back_end].bf16_weights else torch.float32
+        return bytes_per_parameter(back_end, kind) + gradient * kind.itemsize // 2
     correction = {32: 2, 24: 1}.get(node.get("master_bits", 24), 0)
     moment = {32: 4.0, 8: 1.0, 4: 0.5}[node.get("moment_bits", 8)]
     scales = 0 if moment == 4 else 8 / BLOCK
-    gradient = 0 if node.get("release_gradients", True) else 2
     return 2 + correction + 2 * moment + scales + gradient
 
 

@@ -29,7 +29,15 @@ from torch.optim import Optimizer
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
-from lightning_solo.optim.compact_adamw import MASTER_BITS, CompactAdamW, join_parameters, split_parameters, state_sizes
+from lightning_solo.optim import back_ends
+from lightning_solo.optim.compact_adamw import (
+    MASTER_BITS,
+    STOCHASTIC,
+    CompactAdamW,
+    join_parameters,
+    split_parameters,
+    state_sizes,
+)
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
@@ -58,6 +66,8 @@ class CompactStrategy(Base):
         gradient_buffer: Where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
         checkpoint_weights: What a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
             or "fp32" master weights.
+        back_end: Whose optimizer steps: "own", or another library's, which has its own bits: "torchao_8bit",
+            "torchao_4bit", "bitsandbytes_8bit", "bitsandbytes_paged_8bit", "flashoptim".
 
     Raises:
         PresetError: a value that is none of those allowed.
@@ -78,22 +88,30 @@ class CompactStrategy(Base):
         release_gradients: bool = True,
         gradient_buffer: str = "device",
         checkpoint_weights: str = "bf16",
+        back_end: str = "own",
     ) -> None:
         allowed = {
             "master_bits": (master_bits, MASTER_BITS),
             "moment_bits": (moment_bits, MOMENT_BITS),
             "gradient_buffer": (gradient_buffer, BUFFERS),
             "checkpoint_weights": (checkpoint_weights, CHECKPOINT_WEIGHTS),
+            "back_end": (back_end, ("own", *back_ends.BACK_ENDS)),
         }
         for name, (given, choices) in allowed.items():
             if given not in choices:
                 raise PresetError(f"strategy.{name}={given!r}: write {', '.join(map(repr, choices))}")
+        if back_end != "own" and (master_bits, moment_bits, checkpoint_weights) != (24, 8, "bf16"):
+            raise ConflictError(
+                f"strategy.back_end={back_end} has its own bits, and no masters to join: drop master_bits, moment_bits"
+                " and checkpoint_weights, or write strategy.back_end=own"
+            )
         super().__init__()
         self.master_bits = master_bits
         self.moment_bits = moment_bits
         self.release_gradients = release_gradients
         self.gradient_buffer = gradient_buffer
         self.checkpoint_weights = checkpoint_weights
+        self.back_end = back_end
         self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._release: GradientRelease | None = None
@@ -102,7 +120,7 @@ class CompactStrategy(Base):
         self._corrections: dict[Tensor, Tensor] = {}
 
     def __repr__(self) -> str:
-        names = ("master_bits", "moment_bits", "release_gradients", "gradient_buffer", "checkpoint_weights")
+        names = ("master_bits", "moment_bits", "release_gradients", "gradient_buffer", "checkpoint_weights", "back_end")
         return f"CompactStrategy({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
@@ -124,7 +142,7 @@ class CompactStrategy(Base):
             super().setup(trainer)
             return
         precision = str(self.precision_plugin.precision)
-        if message := compact_precision(self.master_bits, precision):
+        if message := compact_precision(self.master_bits, precision, self.back_end):
             raise ConflictError(message)
         module = self._module
         if self.release_gradients and not module.automatic_optimization:
@@ -133,7 +151,8 @@ class CompactStrategy(Base):
                 " write strategy.release_gradients=false"
             )
         whole = [p for p in module.parameters() if self._is_split(p, precision)]
-        self._corrections = corrections = split_parameters(whole, self.master_bits)
+        bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours
+        self._corrections = corrections = split_parameters(whole, bits)
         try:
             super().setup(trainer)
         except BaseException:
@@ -142,6 +161,8 @@ class CompactStrategy(Base):
 
     def _is_split(self, p: Tensor, precision: str) -> bool:
         if not p.requires_grad or p.dtype != torch.float32 or precision not in BF16:
+            return False
+        if self.back_end != "own" and not back_ends.BACK_ENDS[self.back_end].bf16_weights:
             return False
         # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
         return precision == "bf16-true" or p.dim() > 1
@@ -161,6 +182,8 @@ class CompactStrategy(Base):
         self._say()
 
     def _converted(self, optimizer: Optimizer, schedulers: list[Any], corrections: Mapping[Tensor, Tensor]) -> Any:
+        if self.back_end != "own":
+            return back_ends.converted(optimizer, schedulers, back_end=self.back_end)
         plain = self.master_bits == 32 and self.moment_bits == 32 and not corrections
         if plain:  # nothing to compress: any optimizer will do, as far as gradients can be released to it
             return optimizer
@@ -312,25 +335,33 @@ class CompactStrategy(Base):
         if self.master_bits == 32 and self.moment_bits == 32 and not self._corrections:
             return  # any optimizer, whose states aren't known
         parameters = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        needed = sum(sum(state_sizes(p, self.master_bits, self.moment_bits).values()) for p in parameters)
+        needed = sum(self._state_bytes(p) for p in parameters)
         on_device = self.root_device.type != "cpu"
         if not on_device:
             needed -= sum(lower.nbytes for lower in self._corrections.values())  # there already
         there = free_device_bytes(self._module) if on_device else host_memory()[1]
         if needed > there:
+            less = "strategy.moment_bits=4 strategy.master_bits=16-stochastic"
             raise BudgetError(
                 f"strategy=compact: optimizer states of {format_bytes(needed)} in {format_bytes(there)} that are free"
-                f" on {'the device' if on_device else 'the host'}; write strategy.moment_bits=4"
-                " strategy.master_bits=16-stochastic, or take a smaller model",
+                f" on {'the device' if on_device else 'the host'}; write"
+                f" {less if self.back_end == 'own' else f'strategy.back_end=own {less}'}, or take a smaller model",
                 needed,
                 there,
             )
+
+    def _state_bytes(self, p: Tensor) -> int:
+        if self.back_end != "own":
+            return back_ends.device_bytes(p, self.back_end)
+        return sum(state_sizes(p, self.master_bits, self.moment_bits).values())
 
     def _say(self) -> None:
         rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
         for optimizer in self.optimizers:
             if isinstance(optimizer, CompactAdamW):
                 rank_zero_info(f"compact: {optimizer.summary()}")
+            elif self.back_end != "own":
+                rank_zero_info(f"compact: {back_ends.summary(optimizer)}")
         if self._release is None:
             words = "kept until the step, as they come"
         elif self._release.immediate:

@@ -83,6 +83,12 @@ def test_compact_states_hold_what_real_ones_hold(
     assert breakdown["optimizer_states"] < 2 * breakdown["weights"]  # of moments in fp32 and corrections 4.5
 
 
+def test_another_librarys_kernels_are_not_planned_as_ours() -> None:
+    said = r"back_end=torchao_8bit: .* can't be traced; plan strategy\.back_end=own with strategy\.master_bits=16-stoch"
+    with pytest.raises(PlanError, match=said):
+        arrange(compose("compact", ["strategy.back_end=torchao_8bit"]), {})
+
+
 # --- activation checkpointing, as the preset attaches it ---
 
 BLOCKS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,15 +14,47 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
-from lightning_solo.errors import BudgetError, ConflictError, GradientError, PresetError
+from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, GradientError, PresetError
+from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.optim import back_ends
 from lightning_solo.optim.compact_adamw import CompactAdamW, state_sizes
+from lightning_solo.presets.conflicts import BACK_END_PRECISIONS
 from lightning_solo.strategies import compact
 from lightning_solo.strategies.compact import CompactStrategy, compact_class
 from tests.modules import Stack, loader, regression
 
 Make = Callable[..., Any]
 WIDTH = 64  # blocks of two matrices of 64 x 256 = 16,384 elements, which are compressed, and small vectors
+
+
+BACK_ENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(not is_installed(package), reason=f"needs {package}"))
+    for name, package in (
+        ("torchao_8bit", "torchao"),
+        ("torchao_4bit", "torchao"),
+        ("bitsandbytes_8bit", "bitsandbytes"),
+    )
+]
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Leave torchao's step uncompiled: the same operators, without seconds of compiling for each shape."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def of_back_end(home: ModuleType, back_end: str, **kwargs: Any) -> Any:
+    return compact_class(home.__name__)(back_end=back_end, **kwargs)
+
+
+def stable(home: ModuleType) -> Any:
+    """Return a regression whose AdamW has an eps with which torchao's 8 bits do not diverge."""
+    module = regression(home, net())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
+    return module
 
 
 def net(blocks: int = 2) -> Stack:
@@ -98,6 +130,25 @@ def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture
     assert "gradients kept on the device until the step, 2 bytes each" in caplog.text
 
 
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_acted_with_another_librarys_optimizer(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, back_end: str
+) -> None:
+    precision = BACK_END_PRECISIONS[back_end][0]
+    with caplog.at_level("INFO"):
+        trainer = fit(home, make_trainer, of_back_end(home, back_end), stable(home), precision=precision)
+    (optimizer,) = trainer.optimizers
+    weight = trainer.lightning_module.net.blocks[0].up.weight
+    assert vars(optimizer)["back_end"] == back_end
+    assert weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    assert not torch.equal(weight.float(), net().blocks[0].up.weight.to(weight.dtype).float())
+    assert all(p.grad is None for p in trainer.lightning_module.parameters())
+    each = {"torchao_8bit": "4.1", "torchao_4bit": "3.1", "bitsandbytes_8bit": "6.1"}[back_end]
+    assert f"compact: {back_end}: {each}" in caplog.text
+    assert "net.blocks.0.norm.weight" in caplog.text
+
+
 # --- parity ---
 
 
@@ -168,6 +219,30 @@ def test_parity_of_compressed_states_in_the_loss(make_trainer: Make, release: bo
     ours = last_loss(CompactStrategy(release_gradients=release), "bf16-true")
     assert ours == pytest.approx(plain, rel=0.05)  # bf16's forward is most of it
     assert plain < 0.6 * WIDTH  # from WIDTH, the variance of a sum of so many normal numbers
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_parity_of_another_librarys_optimizer_released(
+    make_trainer: Make, back_end: str, arguments: dict[str, Any]
+) -> None:
+    """In fp32, where nothing is rounded by chance: the bits of the same optimizer, stepped at once; with a schedule."""
+    import lightning.pytorch as home
+
+    def run(release: bool) -> Any:
+        module = stable(home)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+        strategy = of_back_end(home, back_end, release_gradients=release)
+        return fit(home, make_trainer, strategy, module, precision="32-true", **arguments)
+
+    released = run(True)
+    assert_same(weights(released), weights(run(False)))
+    steps = 3 if arguments else 10
+    assert float(released.optimizers[0].param_groups[0]["lr"]) == pytest.approx(1e-2 / (1 + steps))
+    assert not torch.equal(weights(released)["net.head.weight"], net().head.weight)
 
 
 def test_schedulers_act_on_the_converted_optimizer(make_trainer: Make) -> None:
@@ -314,6 +389,23 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(
     for p, q in zip(resumed.lightning_module.parameters(), whole.lightning_module.parameters(), strict=True):
         assert torch.equal(left.master_weight(p), right.master_weight(q))
         assert all(torch.equal(value, right.state[q][name]) for name, value in left.state[p].items())
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_trace_another_librarys_optimizer_resumes(make_trainer: Make, tmp_path: Path, back_end: str) -> None:
+    import lightning.pytorch as home
+
+    def run(**kwargs: Any) -> Any:
+        path = kwargs.pop("ckpt_path", None)
+        trainer = make_trainer(home, strategy=of_back_end(home, back_end), precision="32-true", **kwargs)
+        trainer.fit(stable(home), batches(), **({"ckpt_path": path} if path else {}))
+        return trainer
+
+    whole, half = run(max_epochs=3), run(max_epochs=2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    assert_same(weights(run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")), weights(whole))
+    torch.load(tmp_path / "half.ckpt", weights_only=True)  # plain tensors, without the library's classes
 
 
 def test_trace_a_file_loads_where_the_library_is_not(make_trainer: Make, tmp_path: Path) -> None:
@@ -518,6 +610,29 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
     monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
     with pytest.raises(BudgetError, match="optimizer states of"):
         fit(home, make_trainer, CompactStrategy(), precision="bf16-true")
+
+
+def test_refusals_of_back_ends_name_what_to_write(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch as home
+
+    with pytest.raises(PresetError, match="back_end='bnb': write 'own', 'torchao_8bit'"):
+        CompactStrategy(back_end="bnb")
+    with pytest.raises(ConflictError, match="has its own bits, and no masters to join: drop master_bits"):
+        CompactStrategy(master_bits=32, back_end="torchao_8bit")
+    refused = "back_end=bitsandbytes_8bit and precision=bf16-true, whose bf16 weights .*write precision=bf16-mixed or"
+    with pytest.raises(ConflictError, match=refused):
+        fit(home, make_trainer, CompactStrategy(back_end="bitsandbytes_8bit"), precision="bf16-true")
+    with pytest.raises(ConflictError, match=refused):
+        solo.trainer_kwargs("compact", overrides=["strategy.back_end=bitsandbytes_8bit"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CapabilityError, match="back_end=flashoptim needs a CUDA device"):
+        solo.trainer_kwargs("compact", overrides=["strategy.back_end=flashoptim"])
+    monkeypatch.setattr(back_ends, "is_installed", lambda package: False)
+    with pytest.raises(CapabilityError, match=r"torchao is not installed; write pip install lightning-solo\[compact\]"):
+        fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
+    monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
+    with pytest.raises(BudgetError, match=r"write strategy\.back_end=own strategy\.moment_bits=4"):
+        fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
 
 
 def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
