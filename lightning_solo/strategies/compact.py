@@ -7,8 +7,8 @@ Costs:      unpacking and packing in the step. With accumulation the gradients' 
 Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
             and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some
             4 % (`examples/measure_moments.py`)
-Conflicts:  optimizers other than torch's AdamW and Adam; fp16; release with manual optimization, and with hooks that
-            read ``.grad`` after backward
+Conflicts:  optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; release with manual optimization, and with
+            hooks that read ``.grad`` after backward
 Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
 """
 
@@ -41,6 +41,7 @@ from lightning_solo.optim.compact_adamw import (
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
+from lightning_solo.optim.master_weights import SERVED, MasterWeights, state_bytes
 from lightning_solo.presets.conflicts import compact_precision
 from lightning_solo.units import format_bytes
 
@@ -51,10 +52,13 @@ else:
 
 BF16 = ("bf16-true", "bf16-mixed")
 CHECKPOINT_WEIGHTS = ("bf16", "fp32")
+OWN = (CompactAdamW, MasterWeights)
 
 
 class CompactStrategy(Base):
     """Train on one device with compact model states, whatever AdamW or Adam ``configure_optimizers`` returns.
+
+    Of torch's other optimizers that step each parameter by itself the weights are as compact, the states in fp32.
 
     ``CompactStrategy(...)`` is for the Trainer of ``lightning``; :func:`compact_class` gives that of
     ``pytorch_lightning``.
@@ -299,7 +303,7 @@ class CompactStrategy(Base):
         state: dict[str, Any] = self._module.state_dict()
         if self.checkpoint_weights == "bf16":
             return state
-        own = [optimizer for optimizer in self.optimizers if isinstance(optimizer, CompactAdamW)]
+        own = [optimizer for optimizer in self.optimizers if isinstance(optimizer, OWN)]
         held = {p: optimizer for optimizer in own for group in optimizer.param_groups for p in group["params"]}
         for name, p in self._module.named_parameters(remove_duplicate=False):
             if name in state and p in held:
@@ -319,7 +323,7 @@ class CompactStrategy(Base):
         super().load_optimizer_state_dict(checkpoint)
         weights = checkpoint["state_dict"]
         for optimizer in self.optimizers:
-            if isinstance(optimizer, CompactAdamW):
+            if isinstance(optimizer, OWN):
                 for name, p in self._module.named_parameters():
                     if name in weights and weights[name].dtype == torch.float32:
                         optimizer.set_master_weight(p, weights[name])
@@ -334,8 +338,7 @@ class CompactStrategy(Base):
     def _require_room(self) -> None:
         if self.master_bits == 32 and self.moment_bits == 32 and not self._corrections:
             return  # any optimizer, whose states aren't known
-        parameters = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        needed = sum(self._state_bytes(p) for p in parameters)
+        needed = sum(self._state_bytes(optimizer) for optimizer in self.optimizers)
         on_device = self.root_device.type != "cpu"
         if not on_device:
             needed -= sum(lower.nbytes for lower in self._corrections.values())  # there already
@@ -350,15 +353,19 @@ class CompactStrategy(Base):
                 there,
             )
 
-    def _state_bytes(self, p: Tensor) -> int:
+    def _state_bytes(self, optimizer: Optimizer) -> int:
+        every = {p for group in optimizer.param_groups for p in group["params"]}
         if self.back_end != "own":
-            return back_ends.device_bytes(p, self.back_end)
-        return sum(state_sizes(p, self.master_bits, self.moment_bits).values())
+            return sum(back_ends.device_bytes(p, self.back_end) for p in every)
+        sizes = [state_sizes(p, self.master_bits, self.moment_bits) for p in every]
+        if type(optimizer) in SERVED and type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+            return sum(size.get("correction", 0) for size in sizes) + state_bytes(optimizer)
+        return sum(sum(size.values()) for size in sizes)
 
     def _say(self) -> None:
         rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
         for optimizer in self.optimizers:
-            if isinstance(optimizer, CompactAdamW):
+            if isinstance(optimizer, OWN):
                 rank_zero_info(f"compact: {optimizer.summary()}")
             elif self.back_end != "own":
                 rank_zero_info(f"compact: {back_ends.summary(optimizer)}")

@@ -19,6 +19,7 @@ from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.compact_adamw import CompactAdamW, state_sizes
+from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.presets.conflicts import BACK_END_PRECISIONS
 from lightning_solo.strategies import compact
 from lightning_solo.strategies.compact import CompactStrategy, compact_class
@@ -28,6 +29,18 @@ Make = Callable[..., Any]
 WIDTH = 64  # blocks of two matrices of 64 x 256 = 16,384 elements, which are compressed, and small vectors
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1e-4, "momentum": 0.9},
+    "NAdam": {"lr": 1e-3},
+    "RAdam": {"lr": 1e-3},
+    "Adamax": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "Adadelta": {"lr": 1.0},
+    "RMSprop": {"lr": 1e-3},
+    "Rprop": {"lr": 1e-3},
+    "ASGD": {"lr": 1e-3},
+    "Adafactor": {"lr": 1e-2},
+}
 BACK_ENDS = [
     pytest.param(name, marks=pytest.mark.skipif(not is_installed(package), reason=f"needs {package}"))
     for name, package in (
@@ -54,6 +67,13 @@ def stable(home: ModuleType) -> Any:
     """Return a regression whose AdamW has an eps with which torchao's 8 bits do not diverge."""
     module = regression(home, net())
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
+    return module
+
+
+def other(home: ModuleType, name: str) -> Any:
+    """Return a regression with one of torch's other optimizers."""
+    module = regression(home, net())
+    module.configure_optimizers = lambda: getattr(torch.optim, name)(module.parameters(), **OTHERS[name])
     return module
 
 
@@ -118,6 +138,24 @@ def test_acted_where_accumulation_and_clipping_keep_gradients(home: ModuleType, 
 
     fit(home, make_trainer, strategy, precision="bf16-true", accumulate_grad_batches=4, callbacks=[Watch()])
     assert kept[:4] == [{torch.float32}] * 3 + [set()]  # in a precision that doesn't saturate; none behind the step
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_acted_on_torchs_other_optimizers(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with caplog.at_level("INFO"):
+        trainer = fit(home, make_trainer, compact_class(home.__name__)(), other(home, name), precision="bf16-true")
+    (optimizer,) = trainer.optimizers
+    assert type(optimizer) is MasterWeights
+    weight = trainer.lightning_module.net.blocks[0].up.weight
+    assert weight.dtype == torch.bfloat16
+    assert optimizer.state[weight]["correction"].dtype == torch.int8
+    assert not torch.equal(weight.float(), net().blocks[0].up.weight.bfloat16().float())
+    assert (
+        f"{optimizer.bytes_per_parameter:.2f} bytes per parameter in weights and optimizer states; {name}"
+        in caplog.text
+    )
 
 
 def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,6 +239,48 @@ def test_parity_of_split_weights_with_an_fp32_master_by_hand(make_trainer: Make)
     own = ours.optimizers[0]
     for name, p in ours.lightning_module.named_parameters():
         assert torch.equal(own.master_weight(p), masters[name.removeprefix("net.")]), name
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_parity_of_torchs_other_optimizers_in_fp32(make_trainer: Make, name: str, arguments: dict[str, Any]) -> None:
+    import lightning.pytorch as home
+
+    plain = fit(home, make_trainer, None, other(home, name), **arguments)
+    ours = fit(home, make_trainer, CompactStrategy(master_bits=32), other(home, name), **arguments)
+    assert type(ours.optimizers[0]) is MasterWeights
+    assert_same(weights(ours), weights(plain))
+    assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_parity_of_torchs_other_optimizers_split(make_trainer: Make, name: str) -> None:
+    """fp32 masters, rounded to bf16 for each forward, stepped by torch's own: the same bits, released or not."""
+    import lightning.pytorch as home
+
+    runs = [
+        fit(
+            home, make_trainer, CompactStrategy(32, release_gradients=release), other(home, name), precision="bf16-true"
+        )
+        for release in (True, False)
+    ]
+    module = net()
+    masters = {key: p.detach().clone() for key, p in module.named_parameters()}
+    optimizer = getattr(torch.optim, name)(masters.values(), **OTHERS[name])
+    module.to(torch.bfloat16)
+    for x, y in batches():
+        for key, p in module.named_parameters():
+            raw = masters[key].view(torch.int32)
+            p.data = ((raw + 0x8000) & -0x10000).view(torch.float32).to(torch.bfloat16)
+        module.zero_grad()
+        nn.functional.mse_loss(module(x.bfloat16()).float(), y.bfloat16().float()).backward()
+        for key, p in module.named_parameters():
+            assert p.grad is not None
+            masters[key].grad = p.grad.float()
+        optimizer.step()
+    for trainer in runs:
+        for key, p in trainer.lightning_module.named_parameters():
+            assert torch.equal(trainer.optimizers[0].master_weight(p), masters[key.removeprefix("net.")]), key
 
 
 @pytest.mark.parametrize("release", [True, False])
@@ -389,6 +469,30 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(
     for p, q in zip(resumed.lightning_module.parameters(), whole.lightning_module.parameters(), strict=True):
         assert torch.equal(left.master_weight(p), right.master_weight(q))
         assert all(torch.equal(value, right.state[q][name]) for name, value in left.state[p].items())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_trace_torchs_other_optimizers_resume(make_trainer: Make, tmp_path: Path, name: str, kind: str) -> None:
+    import lightning.pytorch as home
+
+    def run(**kwargs: Any) -> Any:
+        path = kwargs.pop("ckpt_path", None)
+        trainer = make_trainer(home, strategy=CompactStrategy(checkpoint_weights=kind), precision="bf16-true", **kwargs)
+        trainer.fit(other(home, name), batches(), **({"ckpt_path": path} if path else {}))
+        return trainer
+
+    whole, half = run(max_epochs=3), run(max_epochs=2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert_same(weights(resumed), weights(whole))
+    file = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    for key, p in half.lightning_module.named_parameters():
+        if kind == "fp32":
+            assert torch.equal(file["state_dict"][key], half.optimizers[0].master_weight(p))
+        else:
+            assert file["state_dict"][key].dtype == torch.bfloat16
+    assert any("correction" in state for state in file["optimizer_states"][0]["state"].values()) == (kind == "bf16")
 
 
 @pytest.mark.usefixtures("eager")
@@ -598,9 +702,15 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
     with pytest.raises(ConflictError, match=r"precision=32-true: write precision=bf16-true, or strategy\.master_bits"):
         fit(home, make_trainer, CompactStrategy())
     sgd = regression(home, net())
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    for kind in (Mine, torch.optim.LBFGS, torch.optim.SparseAdam):
+        sgd.configure_optimizers = lambda kind=kind: kind(list(sgd.parameters()), lr=1e-4)
+        with pytest.raises(ConflictError, match=rf"serves torch's SGD, .*\.{kind.__name__} computes something else"):
+            fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
-    with pytest.raises(ConflictError, match="SGD computes something else"):
-        fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
     released = fit(home, make_trainer, CompactStrategy(32, 32), sgd)  # nothing is compressed: any that can be released
     assert type(released.optimizers[0]) is torch.optim.SGD
     odd = regression(home, net())
