@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
-from lightning_solo.optim.adamw_update import in_memory_order, is_dense
+from lightning_solo.optim.adamw_update import CHUNK, in_memory_order, is_dense
 from lightning_solo.optim.compact_adamw import MASTER_BITS, STOCHASTIC, split_parameters
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_release import ONE_BY_ONE
@@ -157,15 +157,17 @@ class MasterWeights(Optimizer):
         if p.dtype == torch.float32 or not p.numel():  # stepped in place
             return
         state, flat = self.state[p], in_memory_order(master, p.detach())
-        if "correction" in state:
-            upper, lower = split(flat, bits_of(state["correction"]))
-            state["correction"].copy_(lower)
-        else:
-            seed = seed_of(state.get("updates", 0), self._index[p], purpose=1)
-            random = uniform(blocks(p.numel()), BLOCK, 0, seed, p.device)
-            upper = round_stochastically(flat, random.view(-1)[: p.numel()])
         # detached, not .data: a weight that somebody else's backward still needs is then known to have changed
-        in_memory_order(p.detach()).copy_(upper)
+        weight, seed = in_memory_order(p.detach()), seed_of(state.get("updates", 0), self._index[p], purpose=1)
+        for part in _chunks(p):
+            if "correction" in state:
+                upper, lower = split(flat[part], bits_of(state["correction"]))
+                state["correction"][part].copy_(lower)
+            else:
+                size = flat[part].numel()
+                random = uniform(blocks(size), BLOCK, part.start // BLOCK, seed, p.device)
+                upper = round_stochastically(flat[part], random.view(-1)[:size])
+            weight[part].copy_(upper)
 
     # --- states ---
 
@@ -300,8 +302,17 @@ def _joined(p: Tensor, correction: Tensor | None) -> Tensor:
     if p.dtype == torch.float32 or correction is None:
         return p.detach().to(torch.float32)
     made = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-    in_memory_order(made).copy_(join(in_memory_order(p.detach()), correction))
+    flat, weight = in_memory_order(made), in_memory_order(p.detach())
+    for part in _chunks(p):
+        flat[part].copy_(join(weight[part], correction[part]))
     return made
+
+
+def _chunks(p: Tensor) -> Iterator[slice]:
+    """Yield parts of a flat parameter, each of whole blocks: joining and splitting take some 20 bytes per element."""
+    size = CHUNK.get(p.device.type, CHUNK["cuda"])
+    for first in range(0, p.numel(), size):
+        yield slice(first, first + size)
 
 
 def _kept(value: Any) -> Any:

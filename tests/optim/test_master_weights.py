@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import GradientRelease, MasterWeights
+from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compact_adamw import STOCHASTIC, split_parameters
 from lightning_solo.optim.gradient_release import ONE_BY_ONE
 from lightning_solo.optim.master_weights import SERVED, state_bytes
@@ -211,6 +212,18 @@ def test_a_transposed_weight_is_stepped_in_its_own_order() -> None:
             optimizer.step()
         results.append(optimizer.master_weight(p))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("master_bits", [32, 24, STOCHASTIC])
+def test_chunks_change_nothing(master_bits: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """240 elements, whole and in two parts, of a block and of a short one."""
+    results = []
+    for size in (2**18, 128):
+        monkeypatch.setitem(CHUNK, "cpu", size)
+        module, optimizer = split_net("NAdam", master_bits)
+        train(module, optimizer)
+        results.append(contents(module, optimizer))
+    assert_same(*results)
 
 
 def test_stochastic_rounding_moves_the_mean() -> None:
