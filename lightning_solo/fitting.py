@@ -14,6 +14,7 @@ import torch
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.optim.back_ends import BACK_ENDS, bytes_per_parameter
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -103,8 +104,11 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
         states = element * (4 * sum(sizes.trainable) + sum(sizes.frozen)) + sizes.buffer_bytes
         return _with_margin(states if cuda else 0, 0 if cuda else states)
     if config.strategy.get("name") == "compact":
-        kept, states = (round(each * sum(sizes.trainable)) for each in compact_bytes(config.strategy))
-        kept += 2 * sum(sizes.frozen) + sizes.buffer_bytes
+        kept, states = (
+            round(each * sum(sizes.trainable))
+            for each in compact_bytes(config.strategy, config.precision or "bf16-true")
+        )
+        kept += (2 if config.precision == "bf16-true" else 4) * sum(sizes.frozen) + sizes.buffer_bytes
         on_host = _on_host(config.strategy.get("state_budget"), states)
         on_device = kept + states - on_host
         return _with_margin(on_device, on_host) if cuda else _with_margin(0, on_device + on_host)
@@ -118,7 +122,7 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
     return _with_margin(layout.device_bytes, layout.host_bytes) if cuda else _with_margin(0, layout.one_memory_bytes)
 
 
-def compact_bytes(node: dict[str, Any]) -> tuple[float, float]:
+def compact_bytes(node: dict[str, Any], precision: str = "bf16-true") -> tuple[float, float]:
     """Return what the strategy ``compact`` keeps per trained parameter, one micro-batch per step.
 
     Weights and gradients, which stay on the device; optimizer states, which may lie on the host.
@@ -126,10 +130,15 @@ def compact_bytes(node: dict[str, Any]) -> tuple[float, float]:
     >>> compact_bytes({"master_bits": 24, "moment_bits": 8, "release_gradients": True})  # 2, and 1 + 2 x (1 + 1 / 32)
     (2, 3.0625)
     """
+    gradient = 0 if node.get("release_gradients", True) else 2
+    if (back_end := node.get("back_end", "own")) != "own":
+        kind = torch.bfloat16 if precision != "32-true" and BACK_ENDS[back_end].bf16_weights else torch.float32
+        kept = kind.itemsize + gradient * kind.itemsize // 2
+        return kept, bytes_per_parameter(back_end, kind) - kind.itemsize
     correction = {32: 2, 24: 1}.get(node.get("master_bits", 24), 0)
     moment = {32: 4.0, 8: 1.0, 4: 0.5}[node.get("moment_bits", 8)]
     scales = 0 if moment == 4 else 8 / BLOCK
-    return 2 + (0 if node.get("release_gradients", True) else 2), correction + 2 * moment + scales
+    return 2 + gradient, correction + 2 * moment + scales
 
 
 def _on_host(budget: int | str | None, states: int) -> int:

@@ -33,7 +33,18 @@ LEVELS = {
     "cli": 6,
 }
 HEAVY = {"torch", "lightning", "pytorch_lightning", "torchmetrics", "deepspeed", "transformers"}
-LATE = {"deepspeed", "torchao", "peft", "bitsandbytes", "transformers", "tensorboard", "altair", "vl_convert", "jinja2"}
+LATE = {
+    "deepspeed",
+    "torchao",
+    "peft",
+    "bitsandbytes",
+    "flashoptim",
+    "transformers",
+    "tensorboard",
+    "altair",
+    "vl_convert",
+    "jinja2",
+}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

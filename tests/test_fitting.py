@@ -18,7 +18,7 @@ from torch import nn
 import lightning_solo as solo
 from lightning_solo import fitting
 from lightning_solo.errors import BudgetError, CapabilityError
-from lightning_solo.fitting import Room, free_room, presets_that_fit
+from lightning_solo.fitting import Room, compact_bytes, free_room, presets_that_fit
 from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -93,6 +93,22 @@ def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
         "no preset would fit: the nearest, compact, needs 5.07 MiB on the device before activations, with AdamW;"
         " use a smaller model"
     )
+
+
+@pytest.mark.parametrize(
+    ("back_end", "precision", "each"),
+    [
+        ("torchao_8bit", "bf16-true", 2 + 2 + 2 * 4 / 256),
+        ("torchao_8bit", "32-true", 4 + 2 + 2 * 4 / 256),
+        ("bitsandbytes_8bit", "bf16-mixed", 4 + 2 + 2 * 4 / 256),
+        ("flashoptim", "bf16-true", 2 + 1 + 2 + 2 * 2 / 32),
+    ],
+)
+def test_what_other_libraries_keep_is_counted_by_their_own_sizes(back_end: str, precision: str, each: float) -> None:
+    node = {"back_end": back_end}
+    assert sum(compact_bytes(node, precision)) == each
+    gradient = 2 if precision == "bf16-true" else 4
+    assert sum(compact_bytes({**node, "release_gradients": False}, precision)) == each + gradient
 
 
 @pytest.mark.usefixtures("once")

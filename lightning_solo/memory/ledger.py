@@ -242,7 +242,10 @@ def storages_of(tree: Any) -> Iterator[UntypedStorage]:
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Yield every tensor in ``tree``; in arguments of operators, by far the most, without torch's slower walk."""
     if isinstance(tree, Tensor):
-        yield tree
+        if hasattr(tree, "__tensor_flatten__"):  # torchao's states: the bytes are those of what it wraps
+            yield from (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
+        else:
+            yield tree
     elif isinstance(tree, (list, tuple)):
         for part in tree:
             yield from tensors_of(part)

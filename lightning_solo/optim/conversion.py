@@ -1,4 +1,4 @@
-"""The user's AdamW or Adam as a `CompactAdamW`: same groups, same states, hooks and schedulers go over to it."""
+"""The user's AdamW as a `CompactAdamW`, another of torch's with `MasterWeights`: same groups, states and schedulers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.optim.compact_adamw import UNSUPPORTED, CompactAdamW
+from lightning_solo.optim.gradient_release import ONE_BY_ONE
+from lightning_solo.optim.master_weights import SERVED, MasterWeights
 from lightning_solo.optim.replacement import replace_optimizer
 
 
@@ -22,32 +24,43 @@ def compacted(
     moment_bits: int,
     corrections: Mapping[Tensor, Tensor] | None = None,
     state_budget: int | str | None = None,
-) -> CompactAdamW:
-    """Return a `CompactAdamW` that shares the groups of a user's optimizer; schedulers then act on it.
+) -> CompactAdamW | MasterWeights:
+    """Return a compact optimizer that shares the groups of a user's; schedulers then act on it.
 
     Args:
-        optimizer: torch's AdamW or Adam; or a CompactAdamW, which is returned, with the corrections if as wide.
+        optimizer: torch's AdamW or Adam, which become a CompactAdamW; another one that steps each parameter by itself,
+            which gets MasterWeights; or one of those two, which is returned, with the corrections if as wide.
         schedulers: of the optimizer.
         master_bits: as `CompactAdamW`.
-        moment_bits: as `CompactAdamW`.
+        moment_bits: as `CompactAdamW`; others' states stay in fp32.
         corrections: of parameters that have been split.
         state_budget: as `CompactAdamW`.
 
     Raises:
         ConflictError: another optimizer, or a choice of AdamW's that has no compact form.
     """
-    if isinstance(optimizer, CompactAdamW):
+    if isinstance(optimizer, (CompactAdamW, MasterWeights)):
         if optimizer.master_bits == master_bits:
             for p, lower in (corrections or {}).items():
                 optimizer.state[p]["correction"] = lower
         return optimizer
     kind = type(optimizer)
-    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+    if kind not in SERVED:
         raise ConflictError(
-            f"strategy=compact converts torch's AdamW and Adam; {kind.__module__}.{kind.__name__} computes something"
-            " else. Return torch.optim.AdamW from configure_optimizers, or lightning_solo.optim.CompactAdamW itself;"
-            " to only release gradients, write strategy.master_bits=32 strategy.moment_bits=32 precision=32-true"
+            f"strategy=compact serves torch's {', '.join(ONE_BY_ONE)}; {kind.__module__}.{kind.__name__} computes"
+            " something else. Return one of those from configure_optimizers, or lightning_solo.optim.CompactAdamW"
+            " itself; to only release gradients, write strategy.master_bits=32 strategy.moment_bits=32"
+            " precision=32-true"
         )
+    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+        if state_budget is not None:
+            raise ConflictError(
+                f"strategy.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's states lie on the"
+                " host; write strategy.state_budget=null, or return one of those"
+            )
+        other = MasterWeights(optimizer, master_bits=master_bits, corrections=corrections)
+        replace_optimizer(optimizer, other, schedulers)
+        return other
     for group in optimizer.param_groups:
         for name in UNSUPPORTED:
             if group.get(name):

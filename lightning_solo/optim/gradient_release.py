@@ -353,15 +353,16 @@ def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
             f"release_gradients with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
             f" torch's {', '.join(ONE_BY_ONE)}; write release_gradients=false"
         )
-    return partial(_step_alone, optimizer)
+    return partial(step_alone, optimizer)
 
 
 def _at_least_fp32(kind: torch.dtype) -> torch.dtype:
     return torch.promote_types(kind, torch.float32)
 
 
-def _step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float) -> None:
-    parameter.grad = (gradient * scale).to(parameter.dtype)  # all others have none, and are passed over
+def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
+    """Step one parameter by an optimizer's own ``step``, which passes over those that have no gradient."""
+    parameter.grad = (gradient * scale).to(parameter.dtype)
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
     hooks = {name: getattr(optimizer, name) for name in names}
     try:

@@ -16,6 +16,16 @@ MULTIPLE_ACCUMULATION = (
 )
 
 
+BACK_END_PRECISIONS = {
+    "torchao_8bit": ("bf16-true", "bf16-mixed", "32-true"),
+    "torchao_4bit": ("bf16-true", "bf16-mixed", "32-true"),
+    "bitsandbytes_8bit": ("bf16-mixed", "32-true"),
+    "bitsandbytes_paged_8bit": ("bf16-mixed", "32-true"),
+    "flashoptim": ("bf16-true",),
+}
+"""Back end of the strategy ``compact`` -> precisions in which it steps the weights soundly, the best one first."""
+
+
 def check_conflicts(config: SoloConfig) -> None:
     """Refuse a configuration that holds two choices which cannot be combined.
 
@@ -38,6 +48,11 @@ def needs_cuda(config: SoloConfig) -> str | None:
             "callback.memory_logger.category_steps=2, which tells what the peak of a step consists of"
         )
     strategy = config.strategy or {}
+    if strategy.get("name") == "compact" and strategy.get("back_end") in ("bitsandbytes_paged_8bit", "flashoptim"):
+        return (
+            f"strategy.back_end={strategy['back_end']} needs a CUDA device; without one use strategy.back_end=own, or"
+            " torchao_8bit or bitsandbytes_8bit"
+        )
     if strategy.get("name") == "zero_offload" and zero_section(config).get("offload_optimizer", {}).get(
         "super_offload"
     ):
@@ -80,8 +95,13 @@ def _double_precision_under_deepspeed(config: SoloConfig) -> str | None:
     return None
 
 
-def compact_precision(master_bits: object, precision: str) -> str | None:
+def compact_precision(master_bits: object, precision: str, back_end: str = "own") -> str | None:
     """Return why the strategy ``compact`` can't have a precision, and what to write; None where it can."""
+    if back_end in BACK_END_PRECISIONS:
+        allowed = BACK_END_PRECISIONS[back_end]
+        why = ", whose bf16 weights it would round to the nearest" if "bf16-true" not in allowed else ""
+        given = f"strategy.back_end={back_end} and precision={precision}"
+        return None if precision in allowed else f"{given}{why}: write precision={' or precision='.join(allowed)}"
     if precision in ("bf16-true", "bf16-mixed") or (precision == "32-true" and master_bits == 32):
         return None
     remedy = "write precision=bf16-true"
@@ -94,7 +114,7 @@ def _compact_and_precision(config: SoloConfig) -> str | None:
     strategy = config.strategy or {}
     if strategy.get("name") != "compact" or config.precision is None:
         return None
-    return compact_precision(strategy.get("master_bits", 24), config.precision)
+    return compact_precision(strategy.get("master_bits", 24), config.precision, strategy.get("back_end", "own"))
 
 
 def _zenflow_and_accumulation(config: SoloConfig) -> str | None:

@@ -8,8 +8,8 @@ Costs:      unpacking and packing in the step. With accumulation the gradients' 
 Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
             and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some
             4 % (`examples/measure_moments.py`)
-Conflicts:  optimizers other than torch's AdamW and Adam; fp16; release with manual optimization, and with hooks that
-            read ``.grad`` after backward
+Conflicts:  optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; release with manual optimization, and with
+            hooks that read ``.grad`` after backward
 Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
 """
 
@@ -31,10 +31,12 @@ from torch.optim import Optimizer
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.optim import back_ends
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.building import Building
 from lightning_solo.optim.compact_adamw import (
     MASTER_BITS,
+    STOCHASTIC,
     CompactAdamW,
     join_parameters,
     require_state_budget,
@@ -43,6 +45,7 @@ from lightning_solo.optim.compact_adamw import (
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
+from lightning_solo.optim.master_weights import SERVED, MasterWeights, state_bytes
 from lightning_solo.presets.conflicts import compact_precision
 from lightning_solo.units import format_bytes, parse_bytes
 
@@ -53,10 +56,13 @@ else:
 
 BF16 = ("bf16-true", "bf16-mixed")
 CHECKPOINT_WEIGHTS = ("bf16", "fp32")
+OWN = (CompactAdamW, MasterWeights)
 
 
 class CompactStrategy(Base):
     """Train on one device with compact model states, whatever AdamW or Adam ``configure_optimizers`` returns.
+
+    Of torch's other optimizers that step each parameter by itself the weights are as compact, the states in fp32.
 
     ``CompactStrategy(...)`` is for the Trainer of ``lightning``; :func:`compact_class` gives that of
     ``pytorch_lightning``.
@@ -70,6 +76,8 @@ class CompactStrategy(Base):
             pinned memory of the host. "auto": as many as fit, found out in the first step; None: all.
         checkpoint_weights: What a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
             or "fp32" master weights.
+        back_end: Whose optimizer steps: "own", or another library's, which has its own bits: "torchao_8bit",
+            "torchao_4bit", "bitsandbytes_8bit", "bitsandbytes_paged_8bit", "flashoptim".
 
     Raises:
         PresetError: a value that is none of those allowed.
@@ -91,16 +99,23 @@ class CompactStrategy(Base):
         gradient_buffer: str = "device",
         state_budget: int | str | None = None,
         checkpoint_weights: str = "bf16",
+        back_end: str = "own",
     ) -> None:
         allowed = {
             "master_bits": (master_bits, MASTER_BITS),
             "moment_bits": (moment_bits, MOMENT_BITS),
             "gradient_buffer": (gradient_buffer, BUFFERS),
             "checkpoint_weights": (checkpoint_weights, CHECKPOINT_WEIGHTS),
+            "back_end": (back_end, ("own", *back_ends.BACK_ENDS)),
         }
         for name, (given, choices) in allowed.items():
             if given not in choices:
                 raise PresetError(f"strategy.{name}={given!r}: write {', '.join(map(repr, choices))}")
+        if back_end != "own" and (master_bits, moment_bits, state_budget, checkpoint_weights) != (24, 8, None, "bf16"):
+            raise ConflictError(
+                f"strategy.back_end={back_end} has its own bits, on the device, and no masters to join: drop"
+                " master_bits, moment_bits, state_budget and checkpoint_weights, or write strategy.back_end=own"
+            )
         self._budget = _parsed_budget(state_budget)
         super().__init__()
         self.master_bits = master_bits
@@ -109,6 +124,7 @@ class CompactStrategy(Base):
         self.gradient_buffer = gradient_buffer
         self.state_budget = state_budget
         self.checkpoint_weights = checkpoint_weights
+        self.back_end = back_end
         self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._release: GradientRelease | None = None
@@ -120,8 +136,8 @@ class CompactStrategy(Base):
 
     def __repr__(self) -> str:
         names = (
-            *("master_bits", "moment_bits", "release_gradients"),
-            *("gradient_buffer", "state_budget", "checkpoint_weights"),
+            *("master_bits", "moment_bits", "release_gradients", "gradient_buffer", "state_budget"),
+            *("checkpoint_weights", "back_end"),
         )
         return f"CompactStrategy({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
@@ -187,7 +203,7 @@ class CompactStrategy(Base):
             super().setup(trainer)
             return
         precision = str(self.precision_plugin.precision)
-        if message := compact_precision(self.master_bits, precision):
+        if message := compact_precision(self.master_bits, precision, self.back_end):
             raise ConflictError(message)
         module = self._module
         if self.release_gradients and not module.automatic_optimization:
@@ -197,8 +213,9 @@ class CompactStrategy(Base):
             )
         built = self._built(precision)
         whole = [p for p in module.parameters() if self._is_split(p, precision)]
-        corrections = split_parameters(whole, self.master_bits)
-        if not isinstance(self.master_bits, str):
+        bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours
+        corrections = split_parameters(whole, bits)
+        if not isinstance(bits, str):
             corrections |= built
         self._corrections = corrections
         try:
@@ -209,6 +226,8 @@ class CompactStrategy(Base):
 
     def _is_split(self, p: Tensor, precision: str) -> bool:
         if not p.requires_grad or p.dtype != torch.float32 or precision not in BF16:
+            return False
+        if self.back_end != "own" and not back_ends.BACK_ENDS[self.back_end].bf16_weights:
             return False
         # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
         return precision == "bf16-true" or p.dim() > 1
@@ -233,9 +252,10 @@ class CompactStrategy(Base):
         self._say()
 
     def _converted(self, optimizer: Optimizer, schedulers: list[Any], corrections: Mapping[Tensor, Tensor]) -> Any:
-        if (
-            self._is_plain(corrections) and self._budget is None
-        ):  # nothing to compress: any optimizer will do, as far as gradients can be released to it
+        if self.back_end != "own":
+            return back_ends.converted(optimizer, schedulers, back_end=self.back_end)
+        # nothing to compress: any optimizer will do, as far as gradients can be released to it
+        if self._is_plain(corrections) and self._budget is None:
             return optimizer
         return compacted(
             optimizer,
@@ -366,12 +386,8 @@ class CompactStrategy(Base):
         state: dict[str, Any] = self._module.state_dict()
         if self.checkpoint_weights == "bf16":
             return state
-        held = {
-            p: optimizer
-            for optimizer in self._compact_optimizers()
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        own = [optimizer for optimizer in self.optimizers if isinstance(optimizer, OWN)]
+        held = {p: optimizer for optimizer in own for group in optimizer.param_groups for p in group["params"]}
         for name, p in self._module.named_parameters(remove_duplicate=False):
             if name in state and p in held:
                 state[name] = held[p].master_weight(p).cpu()  # on the device all at once might not fit
@@ -389,10 +405,11 @@ class CompactStrategy(Base):
         """Load optimizer states; masters from fp32 weights beside them."""
         super().load_optimizer_state_dict(checkpoint)
         weights = checkpoint["state_dict"]
-        for optimizer in self._compact_optimizers():
-            for name, p in self._module.named_parameters():
-                if name in weights and weights[name].dtype == torch.float32:
-                    optimizer.set_master_weight(p, weights[name])
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, OWN):
+                for name, p in self._module.named_parameters():
+                    if name in weights and weights[name].dtype == torch.float32:
+                        optimizer.set_master_weight(p, weights[name])
 
     # --- what it needs, and says ---
 
@@ -404,8 +421,7 @@ class CompactStrategy(Base):
     def _require_room(self) -> None:
         if self._is_plain(self._corrections) or self._budget == "auto":
             return  # any optimizer, whose states aren't known; or the host is asked when they are placed
-        parameters = {p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        needed = sum(bytes_of(state_layout(p, self.master_bits, self.moment_bits)) for p in parameters)
+        needed = sum(self._state_bytes(optimizer) for optimizer in self.optimizers)
         if self._budget is not None:
             needed = min(needed, int(self._budget))
         on_device = self.root_device.type != "cpu"
@@ -413,13 +429,24 @@ class CompactStrategy(Base):
         needed -= sum(lower.nbytes for lower in here)  # there already
         there = free_device_bytes(self._module) if on_device else host_memory()[1]
         if needed > there:
+            less = "strategy.moment_bits=4 strategy.master_bits=16-stochastic"
             raise BudgetError(
                 f"strategy=compact: optimizer states of {format_bytes(needed)} in {format_bytes(there)} that are free"
-                f" on {'the device' if on_device else 'the host'}; write strategy.moment_bits=4"
-                " strategy.master_bits=16-stochastic, or take a smaller model",
+                f" on {'the device' if on_device else 'the host'}; write"
+                f" {less if self.back_end == 'own' else f'strategy.back_end=own {less}'}, or take a smaller model",
                 needed,
                 there,
             )
+
+    def _state_bytes(self, optimizer: Optimizer) -> int:
+        every = {p for group in optimizer.param_groups for p in group["params"]}
+        if self.back_end != "own":
+            return sum(back_ends.device_bytes(p, self.back_end) for p in every)
+        layouts = [state_layout(p, self.master_bits, self.moment_bits) for p in every]
+        if type(optimizer) in SERVED and type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+            corrections = [{name: kept for name, kept in layout.items() if name == "correction"} for layout in layouts]
+            return sum(map(bytes_of, corrections)) + state_bytes(optimizer)
+        return sum(map(bytes_of, layouts))
 
     def _say(self) -> None:
         """Say per category what is kept, and where."""
@@ -430,8 +457,11 @@ class CompactStrategy(Base):
         self._tell(f"gradients, {self._words_of_gradients()}")
 
     def _say_states(self) -> None:
-        for optimizer in self._compact_optimizers():
-            self._tell(f"optimizer states, {optimizer.summary()}")
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, OWN):
+                self._tell(f"optimizer states, {optimizer.summary()}")
+            elif self.back_end != "own":
+                self._tell(f"optimizer states, {back_ends.summary(optimizer)}")
 
     def _tell(self, words: str) -> None:
         importlib.import_module(f"{self.home}.utilities").rank_zero_info(f"compact: {words}")

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.optim import compressed_moments
+from lightning_solo.optim.gradient_release import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
@@ -81,6 +82,27 @@ def test_compact_states_hold_what_real_ones_hold(
     assert_equal(fake, real)
     breakdown = fake.log.breakdown(len(fake.log.events) - 1)
     assert breakdown["optimizer_states"] < 2 * breakdown["weights"]  # of moments in fp32 and corrections 4.5
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_BY_ONE if name not in ("Adam", "AdamW")])
+@pytest.mark.parametrize("extra", ARGUMENTS)
+def test_split_masters_of_other_optimizers_hold_what_real_ones_hold(name: str, extra: str) -> None:
+    make, batch = MODULES["dense"]
+
+    def with_optimizer() -> Any:
+        module = make()
+        module.optimizer = getattr(torch.optim, name)
+        return module
+
+    arranged = arrange(compose("compact"), {})
+    fake, real = both(with_optimizer, batch(), lambda: {**arranged.arguments(), **ARGUMENTS[extra]})
+    assert_equal(fake, real)
+
+
+def test_another_librarys_kernels_are_not_planned_as_ours() -> None:
+    said = r"back_end=torchao_8bit: .* can't be traced; plan strategy\.back_end=own with strategy\.master_bits=16-stoch"
+    with pytest.raises(PlanError, match=said):
+        arrange(compose("compact", ["strategy.back_end=torchao_8bit"]), {})
 
 
 # --- activation checkpointing, as the preset attaches it ---

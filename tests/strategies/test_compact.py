@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -15,17 +15,68 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
-from lightning_solo.errors import BudgetError, ConflictError, GradientError, PresetError
+from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, GradientError, PresetError
+from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import building
+from lightning_solo.optim import back_ends, building
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.master_weights import MasterWeights
+from lightning_solo.presets.conflicts import BACK_END_PRECISIONS
 from lightning_solo.strategies import compact
 from lightning_solo.strategies.compact import CompactStrategy, compact_class
 from tests.modules import Stack, loader, regression
 
 Make = Callable[..., Any]
 WIDTH = 64  # blocks of two matrices of 64 x 256 = 16,384 elements, which are compressed, and small vectors
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1e-4, "momentum": 0.9},
+    "NAdam": {"lr": 1e-3},
+    "RAdam": {"lr": 1e-3},
+    "Adamax": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "Adadelta": {"lr": 1.0},
+    "RMSprop": {"lr": 1e-3},
+    "Rprop": {"lr": 1e-3},
+    "ASGD": {"lr": 1e-3},
+    "Adafactor": {"lr": 1e-2},
+}
+BACK_ENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(not is_installed(package), reason=f"needs {package}"))
+    for name, package in (
+        ("torchao_8bit", "torchao"),
+        ("torchao_4bit", "torchao"),
+        ("bitsandbytes_8bit", "bitsandbytes"),
+    )
+]
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Leave torchao's step uncompiled: the same operators, without seconds of compiling for each shape."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def of_back_end(home: ModuleType, back_end: str, **kwargs: Any) -> Any:
+    return compact_class(home.__name__)(back_end=back_end, **kwargs)
+
+
+def stable(home: ModuleType) -> Any:
+    """Return a regression whose AdamW has an eps with which torchao's 8 bits do not diverge."""
+    module = regression(home, net())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
+    return module
+
+
+def other(home: ModuleType, name: str) -> Any:
+    """Return a regression with one of torch's other optimizers."""
+    module = regression(home, net())
+    module.configure_optimizers = lambda: getattr(torch.optim, name)(module.parameters(), **OTHERS[name])
+    return module
 
 
 def net(blocks: int = 2) -> Stack:
@@ -91,6 +142,22 @@ def test_acted_where_accumulation_and_clipping_keep_gradients(home: ModuleType, 
     assert kept[:4] == [{torch.float32}] * 3 + [set()]  # in a precision that doesn't saturate; none behind the step
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_acted_on_torchs_other_optimizers(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    with caplog.at_level("INFO"):
+        trainer = fit(home, make_trainer, compact_class(home.__name__)(), other(home, name), precision="bf16-true")
+    (optimizer,) = trainer.optimizers
+    assert type(optimizer) is MasterWeights
+    weight = trainer.lightning_module.net.blocks[0].up.weight
+    assert weight.dtype == torch.bfloat16
+    assert optimizer.state[weight]["correction"].dtype == torch.int8
+    assert not torch.equal(weight.float(), net().blocks[0].up.weight.bfloat16().float())
+    assert f"compact: optimizer states, {optimizer.bytes_per_parameter - 2:.2f} bytes per parameter" in caplog.text
+    assert f"; {name}" in caplog.text
+
+
 def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     import lightning.pytorch as home
 
@@ -116,6 +183,25 @@ def test_says_where_states_lie(make_trainer: Make, caplog: pytest.LogCaptureFixt
     assert caplog.text.index("as much stays on the device in the first step as is free") < caplog.text.index(
         "on the host"
     )
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_acted_with_another_librarys_optimizer(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, back_end: str
+) -> None:
+    precision = BACK_END_PRECISIONS[back_end][0]
+    with caplog.at_level("INFO"):
+        trainer = fit(home, make_trainer, of_back_end(home, back_end), stable(home), precision=precision)
+    (optimizer,) = trainer.optimizers
+    weight = trainer.lightning_module.net.blocks[0].up.weight
+    assert vars(optimizer)["back_end"] == back_end
+    assert weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    assert not torch.equal(weight.float(), net().blocks[0].up.weight.to(weight.dtype).float())
+    assert all(p.grad is None for p in trainer.lightning_module.parameters())
+    each = {"torchao_8bit": "2.1", "torchao_4bit": "1.1", "bitsandbytes_8bit": "2.1"}[back_end]
+    assert f"compact: optimizer states, {back_end}: {each}" in caplog.text
+    assert "net.blocks.0.norm.weight" in caplog.text
 
 
 # --- parity ---
@@ -172,6 +258,48 @@ def test_parity_of_split_weights_with_an_fp32_master_by_hand(make_trainer: Make)
         assert torch.equal(own.master_weight(p), masters[name.removeprefix("net.")]), name
 
 
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_parity_of_torchs_other_optimizers_in_fp32(make_trainer: Make, name: str, arguments: dict[str, Any]) -> None:
+    import lightning.pytorch as home
+
+    plain = fit(home, make_trainer, None, other(home, name), **arguments)
+    ours = fit(home, make_trainer, CompactStrategy(master_bits=32), other(home, name), **arguments)
+    assert type(ours.optimizers[0]) is MasterWeights
+    assert_same(weights(ours), weights(plain))
+    assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_parity_of_torchs_other_optimizers_split(make_trainer: Make, name: str) -> None:
+    """fp32 masters, rounded to bf16 for each forward, stepped by torch's own: the same bits, released or not."""
+    import lightning.pytorch as home
+
+    runs = [
+        fit(
+            home, make_trainer, CompactStrategy(32, release_gradients=release), other(home, name), precision="bf16-true"
+        )
+        for release in (True, False)
+    ]
+    module = net()
+    masters = {key: p.detach().clone() for key, p in module.named_parameters()}
+    optimizer = getattr(torch.optim, name)(masters.values(), **OTHERS[name])
+    module.to(torch.bfloat16)
+    for x, y in batches():
+        for key, p in module.named_parameters():
+            raw = masters[key].view(torch.int32)
+            p.data = ((raw + 0x8000) & -0x10000).view(torch.float32).to(torch.bfloat16)
+        module.zero_grad()
+        nn.functional.mse_loss(module(x.bfloat16()).float(), y.bfloat16().float()).backward()
+        for key, p in module.named_parameters():
+            assert p.grad is not None
+            masters[key].grad = p.grad.float()
+        optimizer.step()
+    for trainer in runs:
+        for key, p in trainer.lightning_module.named_parameters():
+            assert torch.equal(trainer.optimizers[0].master_weight(p), masters[key.removeprefix("net.")]), key
+
+
 @pytest.mark.parametrize("release", [True, False])
 def test_parity_of_compressed_states_in_the_loss(make_trainer: Make, release: bool) -> None:
     import lightning.pytorch as home
@@ -188,6 +316,30 @@ def test_parity_of_compressed_states_in_the_loss(make_trainer: Make, release: bo
     ours = last_loss(CompactStrategy(release_gradients=release), "bf16-true")
     assert ours == pytest.approx(plain, rel=0.05)  # bf16's forward is most of it
     assert plain < 0.6 * WIDTH  # from WIDTH, the variance of a sum of so many normal numbers
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_parity_of_another_librarys_optimizer_released(
+    make_trainer: Make, back_end: str, arguments: dict[str, Any]
+) -> None:
+    """In fp32, where nothing is rounded by chance: the bits of the same optimizer, stepped at once; with a schedule."""
+    import lightning.pytorch as home
+
+    def run(release: bool) -> Any:
+        module = stable(home)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+        strategy = of_back_end(home, back_end, release_gradients=release)
+        return fit(home, make_trainer, strategy, module, precision="32-true", **arguments)
+
+    released = run(True)
+    assert_same(weights(released), weights(run(False)))
+    steps = 3 if arguments else 10
+    assert float(released.optimizers[0].param_groups[0]["lr"]) == pytest.approx(1e-2 / (1 + steps))
+    assert not torch.equal(weights(released)["net.head.weight"], net().head.weight)
 
 
 def test_schedulers_act_on_the_converted_optimizer(make_trainer: Make) -> None:
@@ -351,6 +503,47 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(
     for p, q in zip(resumed.lightning_module.parameters(), whole.lightning_module.parameters(), strict=True):
         assert torch.equal(left.master_weight(p), right.master_weight(q))
         assert all(torch.equal(value, right.state[q][name]) for name, value in left.state[p].items())
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_trace_torchs_other_optimizers_resume(make_trainer: Make, tmp_path: Path, name: str, kind: str) -> None:
+    import lightning.pytorch as home
+
+    def run(**kwargs: Any) -> Any:
+        path = kwargs.pop("ckpt_path", None)
+        trainer = make_trainer(home, strategy=CompactStrategy(checkpoint_weights=kind), precision="bf16-true", **kwargs)
+        trainer.fit(other(home, name), batches(), **({"ckpt_path": path} if path else {}))
+        return trainer
+
+    whole, half = run(max_epochs=3), run(max_epochs=2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    resumed = run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert_same(weights(resumed), weights(whole))
+    file = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    for key, p in half.lightning_module.named_parameters():
+        if kind == "fp32":
+            assert torch.equal(file["state_dict"][key], half.optimizers[0].master_weight(p))
+        else:
+            assert file["state_dict"][key].dtype == torch.bfloat16
+    assert any("correction" in state for state in file["optimizer_states"][0]["state"].values()) == (kind == "bf16")
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_trace_another_librarys_optimizer_resumes(make_trainer: Make, tmp_path: Path, back_end: str) -> None:
+    import lightning.pytorch as home
+
+    def run(**kwargs: Any) -> Any:
+        path = kwargs.pop("ckpt_path", None)
+        trainer = make_trainer(home, strategy=of_back_end(home, back_end), precision="32-true", **kwargs)
+        trainer.fit(stable(home), batches(), **({"ckpt_path": path} if path else {}))
+        return trainer
+
+    whole, half = run(max_epochs=3), run(max_epochs=2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    assert_same(weights(run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")), weights(whole))
+    torch.load(tmp_path / "half.ckpt", weights_only=True)  # plain tensors, without the library's classes
 
 
 def test_trace_a_file_loads_where_the_library_is_not(make_trainer: Make, tmp_path: Path) -> None:
@@ -755,20 +948,53 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
     with pytest.raises(ConflictError, match=r"precision=32-true: write precision=bf16-true, or strategy\.master_bits"):
         fit(home, make_trainer, CompactStrategy())
     sgd = regression(home, net())
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    for kind in (Mine, torch.optim.LBFGS, torch.optim.SparseAdam):
+        sgd.configure_optimizers = lambda kind=kind: kind(list(sgd.parameters()), lr=1e-4)
+        with pytest.raises(ConflictError, match=rf"serves torch's SGD, .*\.{kind.__name__} computes something else"):
+            fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
-    with pytest.raises(ConflictError, match="SGD computes something else"):
-        fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
     released = fit(home, make_trainer, CompactStrategy(32, 32), sgd)  # nothing is compressed: any that can be released
     assert type(released.optimizers[0]) is torch.optim.SGD
     odd = regression(home, net())
     odd.configure_optimizers = lambda: torch.optim.AdamW(odd.parameters(), amsgrad=True)
     with pytest.raises(ConflictError, match="drop amsgrad"):
         fit(home, make_trainer, CompactStrategy(), odd, precision="bf16-true")
+    sgd = regression(home, net())
+    sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
+    with pytest.raises(ConflictError, match="only AdamW's and Adam's states lie on the host"):
+        fit(home, make_trainer, CompactStrategy(state_budget=0), sgd, precision="bf16-true")
     with pytest.raises(PresetError, match=r"strategy\.state_budget='much': write a number above 0 and one of B, KiB"):
         CompactStrategy(state_budget="much")
     monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
     with pytest.raises(BudgetError, match="optimizer states of"):
         fit(home, make_trainer, CompactStrategy(), precision="bf16-true")
+
+
+def test_refusals_of_back_ends_name_what_to_write(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch as home
+
+    with pytest.raises(PresetError, match="back_end='bnb': write 'own', 'torchao_8bit'"):
+        CompactStrategy(back_end="bnb")
+    with pytest.raises(ConflictError, match="has its own bits, on the device, and no masters to join: drop"):
+        CompactStrategy(master_bits=32, back_end="torchao_8bit")
+    refused = "back_end=bitsandbytes_8bit and precision=bf16-true, whose bf16 weights .*write precision=bf16-mixed or"
+    with pytest.raises(ConflictError, match=refused):
+        fit(home, make_trainer, CompactStrategy(back_end="bitsandbytes_8bit"), precision="bf16-true")
+    with pytest.raises(ConflictError, match=refused):
+        solo.trainer_kwargs("compact", overrides=["strategy.back_end=bitsandbytes_8bit"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CapabilityError, match="back_end=flashoptim needs a CUDA device"):
+        solo.trainer_kwargs("compact", overrides=["strategy.back_end=flashoptim"])
+    monkeypatch.setattr(back_ends, "is_installed", lambda package: False)
+    with pytest.raises(CapabilityError, match=r"torchao is not installed; write pip install lightning-solo\[compact\]"):
+        fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
+    monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
+    with pytest.raises(BudgetError, match=r"write strategy\.back_end=own strategy\.moment_bits=4"):
+        fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
 
 
 def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
