@@ -4,10 +4,10 @@ states        bytes per parameter of weights, gradients and optimizer states beh
 convergence   loss on held-out text after 1,000 steps of a byte GPT, three seeds
 resident      peak resident set of a few steps, 350 million parameters
 step          seconds of an optimizer's step, 100 million parameters, beside torch's fused AdamW
-largest       whether a model of so many parameters trains for three steps, and with what peak
+largest       whether a model of so many parameters trains for three steps of one batch, and with what peak
 
     python examples/measure_compact.py --only convergence
-    python examples/measure_compact.py --only largest --depth 70 --presets compact_checkpointing
+    python examples/measure_compact.py --only largest --depth 72 --presets compact_checkpointing
 
 Results are merged into examples/results/compact_cpu.json.
 """
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,21 @@ SEEDS, STEPS, LAST = (1, 2, 3), 1000, 100
 ELEMENTS, TIMED = 100_000_000, 7
 
 
-def trained(preset: str, *, width: int, depth: int, steps: int, batch_size: int, context: int, seed: int) -> Any:
-    """Return the Trainer and the losses of some steps of a byte GPT under a preset."""
+def trained(
+    preset: str,
+    *,
+    width: int,
+    depth: int,
+    steps: int,
+    batch_size: int,
+    context: int,
+    seed: int,
+    lr: float = 1e-3,
+    batches: int = 0,
+) -> Any:
+    """Return the Trainer and the losses of some steps of a byte GPT under a preset, of so many batches (0: all)."""
     import lightning as L
+    import torch
 
     import lightning_solo as solo
     from lightning_solo.reference.byte_gpt import ByteGPT
@@ -47,13 +60,20 @@ def trained(preset: str, *, width: int, depth: int, steps: int, batch_size: int,
             self.all.append(float(outputs["loss"]))
 
     L.seed_everything(seed, verbose=False)
-    module = ByteGPT(width=width, depth=depth, heads=width // 64, context=context)
+    adamw = partial(torch.optim.AdamW, lr=lr, betas=(0.9, 0.95))
+    module = ByteGPT(width=width, depth=depth, heads=width // 64, context=context, optimizer=adamw)
     data = StdlibText(context=context, batch_size=batch_size, max_bytes=4_000_000)
     losses = Losses()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
     arguments = solo.trainer_kwargs(preset, callbacks=[losses])
     trainer = L.Trainer(
-        **arguments, **quiet, enable_model_summary=False, accelerator="cpu", max_steps=steps, limit_val_batches=0
+        **arguments,
+        **quiet,
+        enable_model_summary=False,
+        accelerator="cpu",
+        max_steps=steps,
+        limit_val_batches=0,
+        overfit_batches=batches,
     )
     trainer.fit(module, data)
     return trainer, losses.all
@@ -119,7 +139,9 @@ def largest(preset: str, depth: int, seed: int) -> dict[str, Any]:
     from lightning_solo.memory.reading import read
 
     begun = time.perf_counter()
-    trainer, losses = trained(preset, width=2048, depth=depth, steps=3, batch_size=1, context=64, seed=1)
+    trainer, losses = trained(
+        preset, width=2048, depth=depth, steps=3, batch_size=1, context=64, seed=1, lr=2e-4, batches=1
+    )
     count = sum(p.numel() for p in trainer.lightning_module.parameters())
     return {
         "parameters": count,
