@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -40,12 +41,12 @@ def host_tensors(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device
     starts, size = _places([count * kind.itemsize for count, kind in wanted])
     if isinstance(torch.empty(0), FakeTensor):  # a plan, which counts bytes
         return [torch.zeros(count, dtype=kind) for count, kind in wanted]
-    slab = torch.zeros(size, dtype=torch.uint8)
-    memory = slab.numpy()
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)  # whose pages are taken as they are written
+    first = -memory.ctypes.data % ALIGNMENT
     if device.type == "cuda" and size:
-        _pin(memory, size)
+        _pin(memory, memory.nbytes)
     return [
-        torch.frombuffer(memory, dtype=kind, count=count, offset=at) if count else torch.zeros(0, dtype=kind)
+        torch.frombuffer(memory, dtype=kind, count=count, offset=first + at) if count else torch.zeros(0, dtype=kind)
         for at, (count, kind) in zip(starts, wanted, strict=True)
     ]
 

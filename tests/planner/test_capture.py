@@ -14,6 +14,7 @@ from torch import nn
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.optim import compressed_moments
+from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.gradient_release import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
@@ -82,6 +83,29 @@ def test_compact_states_hold_what_real_ones_hold(
     assert_equal(fake, real)
     breakdown = fake.log.breakdown(len(fake.log.events) - 1)
     assert breakdown["optimizer_states"] < 2 * breakdown["weights"]  # of moments in fp32 and corrections 4.5
+
+
+@pytest.mark.parametrize("extra", ARGUMENTS)
+def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_moments, "LEAST", 64)
+    make, batch = MODULES["attending"]
+    arranged = arrange(compose("compact_host"), {})
+    assert_equal(*both(make, batch(), lambda: {**arranged.arguments(), **ARGUMENTS[extra]}))
+
+
+def test_planned_for_a_gpu_states_on_the_host_are_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed_moments, "LEAST", 64)
+    make, batch = MODULES["attending"]
+    traces = {
+        preset: capture(make, batch(), arrange(compose(preset), {}).arguments(), cuda=True)
+        for preset in ("compact", "compact_host")
+    }
+    on_host = traces["compact_host"].host_bytes
+    large = [p.bfloat16() for p in make().parameters() if p.numel() >= 64]
+    assert on_host == sum(bytes_of(state_layout(p, 24, 8)) for p in large) > 0
+    assert traces["compact"].host_bytes == 0
+    resident = {name: trace.log.breakdown(len(trace.log.events) - 1) for name, trace in traces.items()}
+    assert resident["compact"]["optimizer_states"] - resident["compact_host"]["optimizer_states"] == on_host
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_BY_ONE if name not in ("Adam", "AdamW")])
