@@ -140,7 +140,7 @@ def largest(preset: str, depth: int, seed: int) -> dict[str, Any]:
 
     begun = time.perf_counter()
     trainer, losses = trained(
-        preset, width=2048, depth=depth, steps=3, batch_size=1, context=64, seed=1, lr=5e-5, batches=1
+        preset, width=2048, depth=depth, steps=3, batch_size=1, context=64, seed=1, lr=1e-5, batches=1
     )
     count = sum(p.numel() for p in trainer.lightning_module.parameters())
     return {
