@@ -14,7 +14,7 @@ Gradients come on top, 2 bytes in bf16, unless `GradientRelease` frees each as i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CheckpointError, GradientError, PresetError
+from lightning_solo.errors import BudgetError, CheckpointError, GradientError, PresetError
 from lightning_solo.machine import cxx_compiler, is_installed
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim import host_memory
@@ -47,7 +47,7 @@ from lightning_solo.optim.adamw_update import (
 )
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.names import name_in, names_of
-from lightning_solo.optim.split_weights import bits_of, join, join_into, split, split_into
+from lightning_solo.optim.split_weights import bits_of, join_into, split_into
 from lightning_solo.units import format_bytes
 
 STOCHASTIC = "16-stochastic"
@@ -59,7 +59,7 @@ UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
 _OWN = (
     *("master_bits", "moment_bits", "fused", "_index", "_sizes", "_numbers", "_given", "_splits", "_numel"),
-    *("state_budget", "_unplaced", "_left", "_on_host"),
+    *("state_budget", "_unplaced", "_budget_left", "is_settled", "_first", "_on_host"),
 )
 
 
@@ -85,9 +85,9 @@ class CompactAdamW(Optimizer):
             parameters stay what they are.
         fused: compile the step; None: where it can be, from 16 million elements on.
         state_budget: bytes of states that stay on the device; the others lie in host memory, and pass through the
-            device when they are stepped. "auto": what is free at the first step, when activations have had their peak;
-            None: all stay. The first parameters' states do, for in backward their gradients come last, when there is
-            little left to compute meanwhile.
+            device when they are stepped. "auto": what the first step has left free; in it as much lies on the host as
+            goes there. None: all stay. The first parameters' states do, for in backward their gradients come last,
+            when there is little left to compute meanwhile.
 
     Raises:
         PresetError: a value that is none of those allowed; parameters that are not fp32 or bf16, or have gaps in
@@ -118,7 +118,9 @@ class CompactAdamW(Optimizer):
         require_state_budget(state_budget, "CompactAdamW: state_budget")
         self.state_budget = state_budget
         self._unplaced: list[Tensor] = []  # parameters of which it isn't decided where their states lie
-        self._left: int | None = None  # of the budget
+        self._budget_left: int | None = None  # once states have been placed
+        self.is_settled = state_budget != "auto"  # else it isn't known yet what is free
+        self._first: Tensor | None = None  # that was stepped here: when it comes again, the first step is through
         self._on_host: dict[Tensor, dict[str, Tensor]] = {}
         self._staging: Staging | None = None
         self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
@@ -267,39 +269,67 @@ class CompactAdamW(Optimizer):
             self.place_states()
         state = self.state[p]
         if "step" not in state:
-            state.update(new_state(self._layout(p), p.device, {**self._on_host.get(p, {}), **state}))
-        return cast("dict[str, Tensor]", state)
+            state.update(new_state(self._layout(p), p.device, {**self._empty_home(p, state), **state}))
+        if not self.is_settled:
+            if self._first is p:  # memory has had its peak
+                self._settle()
+            self._first = p if self._first is None else self._first
+        return cast("dict[str, Tensor]", self.state[p])
 
     def _layout(self, p: Tensor) -> dict[str, tuple[int, torch.dtype]]:
         return state_layout(p, self.master_bits, self.moment_bits)
 
+    def _empty_home(self, p: Tensor, kept: Collection[str]) -> dict[str, Tensor]:
+        """Return a parameter's host tensors, zero but for those that are kept."""
+        home = self._on_host.get(p, {})
+        return {name: tensor if name in kept else tensor.zero_() for name, tensor in home.items()}
+
     @torch.no_grad()
     def place_states(self) -> None:
-        """Decide whose states lie on the host, and allocate them there: called by itself at the first step.
+        """Allocate what lies on the host: called by itself before the first step, and before states are loaded.
 
         Raises:
             BudgetError: the host has too little memory; none has been allocated.
         """
-        if self._left is None:
-            self._left = (
-                _free_bytes(self._unplaced[0].device) if self.state_budget == "auto" else int(self.state_budget or 0)
-            )
+        if not self._unplaced:
+            return
+        parameters, self._unplaced = self._unplaced, []
+        layouts = {p: self._layout(p) for p in parameters}
+        if self._budget_left is None and self.state_budget == "auto":  # for now what the host has no room for
+            self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_memory.host_room())
+        elif self._budget_left is None:
+            self._budget_left = int(self.state_budget or 0)
         away = {}
-        for p in self._unplaced:
-            layout = self._layout(p)
-            if bytes_of(layout) <= self._left or p.numel() < moments.LEAST:
-                self._left -= bytes_of(layout)
+        for p, layout in layouts.items():
+            if bytes_of(layout) <= self._budget_left or p.numel() < moments.LEAST:
+                self._budget_left -= bytes_of(layout)
             else:
                 away[p] = layout
         tensors = [tensor for layout in away.values() for tensor in layout.values()]
         remedy = "give a larger state_budget, write moment_bits=4 or master_bits='16-stochastic'"
-        host_memory.require_host_room("optimizer states", tensors, remedy)
-        made = iter(host_memory.host_tensors(tensors, self._unplaced[0].device))
-        self._on_host |= {p: {name: next(made) for name in layout} for p, layout in away.items()}
-        placed, self._unplaced = self._unplaced, []
-        for p in placed:
+        try:
+            host_memory.require_host_room("optimizer states", tensors, remedy)
+        except BudgetError:
+            self._unplaced = parameters
+            raise
+        made = iter(host_memory.host_tensors(tensors, parameters[0].device) if tensors else ())
+        for p in parameters:
+            if p in away:
+                self._on_host[p] = {name: next(made) for name in away[p]}
             if p in self.state:
                 self.state[p] = self._put(p, self.state[p])
+
+    def _settle(self) -> None:
+        """Bring states back to the device, from the first parameter on, as long as it has room."""
+        self.is_settled = True
+        self._wait()
+        left = _free_bytes(next(iter(self._index)).device)
+        for p in [p for p in self._index if p in self._on_host]:
+            left -= bytes_of(self._layout(p))
+            if left < 0:
+                break
+            del self._on_host[p]
+            self.state[p] = self._put(p, self.state[p])
 
     def _put(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's state in its place."""
@@ -315,6 +345,11 @@ class CompactAdamW(Optimizer):
             self._staging.wait()
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, wherever they lie."""
+        return sum(bytes_of(self._layout(p)) for p in self._index)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of the states that lie on the host, of what has been placed."""
         return sum(tensor.nbytes for home in self._on_host.values() for tensor in home.values())
@@ -322,8 +357,7 @@ class CompactAdamW(Optimizer):
     @property
     def bytes_per_parameter(self) -> float:
         """Weights and optimizer states over the number of parameters, without gradients."""
-        total = sum(p.nbytes + bytes_of(self._layout(p)) for p in self._index)
-        return total / max(1, sum(p.numel() for p in self._index))
+        return (sum(p.nbytes for p in self._index) + self.state_bytes) / max(1, self._numel)
 
     @property
     def uncompressed(self) -> dict[str, int]:
@@ -334,14 +368,16 @@ class CompactAdamW(Optimizer):
 
     def summary(self) -> str:
         """Return what the states take and where they lie, and what was left uncompressed, in a line."""
-        total, numel = sum(bytes_of(self._layout(p)) for p in self._index), max(1, self._numel)
+        total, numel = self.state_bytes, max(1, self._numel)
         where = f"{format_bytes(total - self.host_bytes)} on the device"
         if self._unplaced:
-            where = f"{format_bytes(total)}, of which as much stays on the device in the first step as is free"
+            where = f"{format_bytes(total)}, which are placed at the first step"
         elif self.host_bytes:
             where += f", {format_bytes(self.host_bytes)} on the host"
+        if not self.is_settled:
+            where += ", from where comes back what is free behind the first step"
         left = self.uncompressed
-        named = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
+        named = ", ".join(list(left)[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         small = f"; moments of {len(left)} small parameters in fp32, {format_bytes(sum(left.values()))}: {named}"
         return f"{total / numel:.2f} bytes per parameter: {where}{small if left else ''}"
 
@@ -353,7 +389,7 @@ class CompactAdamW(Optimizer):
             return parameter.detach().to(torch.float32)
         made = torch.empty_like(parameter, dtype=torch.float32)
         self._wait()
-        in_memory_order(made).copy_(join(in_memory_order(parameter.detach()), correction.to(parameter.device)))
+        join_into(in_memory_order(made), in_memory_order(parameter.detach()), correction.to(parameter.device))
         return made
 
     @torch.no_grad()
@@ -363,9 +399,8 @@ class CompactAdamW(Optimizer):
         if "correction" in state:
             self._wait()
             flat = in_memory_order(master.to(parameter.device), parameter.detach())
-            upper, lower = split(flat, bits_of(state["correction"]))
-            in_memory_order(parameter.detach()).copy_(upper)
-            state["correction"].copy_(lower)
+            weight, bits = in_memory_order(parameter.detach()), bits_of(state["correction"])
+            state["correction"].copy_(split_into(weight, flat, bits))
 
     # --- checkpoints ---
 
@@ -394,6 +429,8 @@ class CompactAdamW(Optimizer):
         states = {p: state_dict["state"].get(key, {}) for key, p in zip(saved, ours, strict=True)}
         for p, state in states.items():
             self._require_loadable(p, state)
+        if self._unplaced:
+            self.place_states()
         self._wait()
         corrections = {p: correction_of(state) for p, state in self.state.items()}
         try:
@@ -418,12 +455,11 @@ class CompactAdamW(Optimizer):
             )
 
     def _loaded(self, p: Tensor, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of a saved state in its place, or on the host where that isn't decided."""
-        home = self._on_host.get(p, {})
-        device = torch.device("cpu") if self._unplaced else p.device
+        """Return a copy of a saved state in its place."""
+        home = self._empty_home(p, saved)
         if not set(saved) - {"correction"}:  # before its first step
-            return {name: home[name].copy_(x) if home else x.to(device, copy=True) for name, x in saved.items()}
-        made = new_state(self._layout(p), device, home)
+            return {name: home[name].copy_(x) if home else x.to(p.device, copy=True) for name, x in saved.items()}
+        made = new_state(self._layout(p), p.device, home)
         moments_of = {name: x for name, x in saved.items() if name != "correction"}
         if is_plain(moments_of, p):
             compress(made, p, moments_of)

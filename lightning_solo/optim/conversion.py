@@ -40,6 +40,11 @@ def compacted(
         ConflictError: another optimizer, or a choice of AdamW's that has no compact form.
     """
     if isinstance(optimizer, (CompactAdamW, MasterWeights)):
+        if state_budget is not None and getattr(optimizer, "state_budget", None) is None:
+            raise ConflictError(
+                f"strategy.state_budget={state_budget!r} and a {type(optimizer).__name__} from configure_optimizers:"
+                " write CompactAdamW(state_budget=...) there, or strategy.state_budget=null"
+            )
         if optimizer.master_bits == master_bits:
             for p, lower in (corrections or {}).items():
                 optimizer.state[p]["correction"] = lower

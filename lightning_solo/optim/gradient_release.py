@@ -150,6 +150,7 @@ class GradientRelease:
             handle.remove()
         self._handles.clear()
         self.forget()
+        self._wait()
         self._host.clear()
         if vars(self.optimizer).get("zero_grad") == self._forget_and_zero:
             del self.optimizer.zero_grad
@@ -158,6 +159,10 @@ class GradientRelease:
         """Drop what was kept in this window, as the optimizer's ``zero_grad`` does."""
         self._kept.clear()
         self._used.clear()
+
+    def _wait(self) -> None:
+        if self._staging is not None:  # it may still write what is freed
+            self._staging.wait()
 
     def _forget_and_zero(self, *args: Any, **kwargs: Any) -> None:
         self.forget()
@@ -236,7 +241,7 @@ class GradientRelease:
     def _kept_on_host(self, parameter: Tensor, gradient: Tensor, kept: Tensor | None) -> Tensor:
         """Return the parameter's host tensor, to which the gradient has been added: flat, in the parameter's order."""
         if kept is None and (parameter not in self._host or self._host[parameter].dtype != self._kind(parameter)):
-            self._allocate(parameter.device)
+            self.allocate()
         self._staging = self._staging or Staging(parameter.device)
         target, flat = self._host[parameter], in_memory_order(gradient, parameter)
         for first in range(0, target.numel(), PIECE):
@@ -246,14 +251,19 @@ class GradientRelease:
                 staged["sum"].copy_(given) if kept is None else staged["sum"].add_(given)
         return target
 
-    def _allocate(self, device: torch.device) -> None:
-        """Have a slab for the gradients of all watched parameters that have no place of the right type."""
+    def allocate(self) -> None:
+        """Have room on the host for the gradients of all watched parameters: called by itself when the first one comes.
+
+        Raises:
+            BudgetError: the host has too little memory.
+        """
         lacking = [p for p in self._handles if p not in self._kept]
+        self._wait()
         wanted = [(p.numel(), self._kind(p)) for p in lacking]
         for p in lacking:
             self._host.pop(p, None)
         host_memory.require_host_room("gradients", wanted, "keep them on the device")
-        self._host |= dict(zip(lacking, host_memory.host_tensors(wanted, device), strict=True))
+        self._host |= dict(zip(lacking, host_memory.host_tensors(wanted, lacking[0].device), strict=True))
 
     # --- at the end of a window ---
 
@@ -280,7 +290,8 @@ class GradientRelease:
         """Return a kept gradient as the optimizer takes it."""
         if self.buffer == "device":
             return self._bounded(gradient)
-        if self.max_value is None and isinstance(self.optimizer, CompactAdamW):  # brings it to the device by itself
+        # brings it to the device by itself: all of it is on the host, for the norm has been waited for
+        if self.max_value is None and isinstance(self.optimizer, CompactAdamW):
             return gradient
         made = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False)
         in_memory_order(made).copy_(gradient)
@@ -308,7 +319,7 @@ class GradientRelease:
 
     def _pieces(self, gradient: Tensor) -> Iterator[Tensor]:
         """Yield a kept gradient on the device: as it is, or from the host piece by piece; nothing of an empty one."""
-        if self._staging is None or self.buffer == "device":
+        if self._staging is None:
             yield from (gradient,) if gradient.numel() else ()
             return
         for first in range(0, gradient.numel(), PIECE):

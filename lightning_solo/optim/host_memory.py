@@ -1,4 +1,4 @@
-"""Tensors that lie in host memory and are computed with on the device: one slab of exact size, and the way to and fro.
+"""Tensors that lie in host memory and are computed with on the device: in slabs of exact size, and the way to and fro.
 
 Torch's own pinned memory is rounded up to powers of two, 1.78 times of what is asked for where it was measured; a slab
 is as large as what lies in it. `Staging` brings a piece of it to the device and back on streams of its own: while one
@@ -9,12 +9,12 @@ there is under way long before the device needs it. On a CPU the same pieces are
 from __future__ import annotations
 
 import contextlib
+import mmap
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,73 +23,112 @@ from lightning_solo.errors import BudgetError
 from lightning_solo.machine import host_memory
 from lightning_solo.units import format_bytes
 
+Wanted = Sequence[tuple[int, torch.dtype]]
+"""(elements, type) of tensors."""
+
 ALIGNMENT = 128
-"""Bytes to which each tensor of a slab and of a staging buffer is aligned."""
+"""Bytes to which each tensor of a slab is aligned."""
+SLAB_BYTES = 2**30
+"""Of a slab: several tensors that together take more lie in several, so that memory of some can be given back."""
 SLOTS = {"cpu": 1, "cuda": 3}
 """Staging buffers: on a GPU one is on its way there, one computed with, one on its way back."""
 
 
-def host_tensors(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
-    """Return flat tensors of zeros, all of them in one slab of host memory, pinned where the device is a GPU.
+def host_tensors(wanted: Wanted, device: torch.device) -> list[Tensor]:
+    """Return flat tensors of zeros in slabs of host memory, pinned where the device is a GPU.
 
-    Each has a storage of its own, so that it is saved without the others. The slab is freed with the last of them.
+    Each has a storage of its own, so that it is saved without the others. A slab is freed with the last of its tensors.
 
     Args:
-        wanted: (elements, type) of each.
+        wanted: of each.
         device: that will read and write them.
     """
-    starts, size = _places([count * kind.itemsize for count, kind in wanted])
     if isinstance(torch.empty(0), FakeTensor):  # a plan, which counts bytes
         return [torch.zeros(count, dtype=kind) for count, kind in wanted]
-    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)  # whose pages are taken as they are written
-    first = -memory.ctypes.data % ALIGNMENT
-    if device.type == "cuda" and size:
-        _pin(memory, memory.nbytes)
-    return [
-        torch.frombuffer(memory, dtype=kind, count=count, offset=first + at) if count else torch.zeros(0, dtype=kind)
-        for at, (count, kind) in zip(starts, wanted, strict=True)
-    ]
+    made: list[Tensor] = []
+    for part in _slabs(wanted):
+        made += _slab(part, device)
+    return made
 
 
-def require_host_room(what: str, wanted: Sequence[tuple[int, torch.dtype]], remedy: str) -> None:
-    """Check that the host has the memory that `host_tensors` would take, by the limits of its control groups too.
+def _slabs(wanted: Wanted) -> Iterator[Wanted]:
+    """Yield what goes into one slab each, in order."""
+    part: list[tuple[int, torch.dtype]] = []
+    for tensor in wanted:
+        if part and _size([*part, tensor]) > SLAB_BYTES:
+            yield part
+            part = []
+        part.append(tensor)
+    if part:
+        yield part
+
+
+def _slab(wanted: Wanted, device: torch.device) -> list[Tensor]:
+    size = _size(wanted)
+    if not size:
+        return [torch.zeros(0, dtype=kind) for _, kind in wanted]
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages are taken as they are written
+    if device.type == "cuda":
+        memory.madvise(mmap.MADV_DONTFORK)  # else each data loader's worker would get a copy of what is pinned
+        _pin(memory, device)
+    made, at = [], 0
+    for count, kind in wanted:
+        whole = torch.frombuffer(memory, dtype=kind, count=count, offset=at) if count else torch.zeros(0, dtype=kind)
+        made.append(whole)
+        at += _aligned(count * kind.itemsize)
+    return made
+
+
+def _size(wanted: Wanted) -> int:
+    return sum(_aligned(count * kind.itemsize) for count, kind in wanted)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def host_room() -> int:
+    """Return the bytes that may be taken of the host, by its control groups too; a twentieth is left."""
+    return host_memory()[1] * 19 // 20
+
+
+def require_host_room(what: str, wanted: Wanted, remedy: str) -> None:
+    """Check that the host has the memory that `host_tensors` would take.
 
     Raises:
         BudgetError: it hasn't.
     """
-    needed, there = _places([count * kind.itemsize for count, kind in wanted])[1], host_memory()[1]
+    needed, there = _size(wanted), host_room()
     if needed > there and not isinstance(torch.empty(0), FakeTensor):  # a plan is judged by its sum
         raise BudgetError(
-            f"{what} of {format_bytes(needed)} on the host, of which {format_bytes(there)} are available; {remedy}, or"
+            f"{what} of {format_bytes(needed)} on the host, of which {format_bytes(there)} may be taken; {remedy}, or"
             " take a smaller model",
             needed,
             there,
         )
 
 
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where each tensor begins, and where all of them end."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return starts, end
-
-
-def _pin(memory: Any, size: int) -> None:
-    """Lock a numpy array's pages until it is freed, or warn that the system doesn't allow it."""
-    runtime, address = torch.cuda.cudart(), memory.ctypes.data  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(address, size, 0))
-    if error:
+def _pin(memory: mmap.mmap, device: torch.device) -> None:
+    """Lock memory's pages until it is freed, or warn that this can't be done."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    with torch.cuda.device(device):
+        error = int(runtime.cudaHostRegister(address, len(memory), 0))
+        if not error:
+            weakref.finalize(memory, _unpin, runtime, address).atexit = False
+            return
         with contextlib.suppress(RuntimeError):  # the next kernel raises it once more
-            torch.zeros(1, device="cuda")
-        warnings.warn(
-            f"{format_bytes(size)} of host memory could not be pinned (CUDA error {error}): copies to and from the"
-            " device will wait for one another; raise the limit of locked memory (ulimit -l)",
-            stacklevel=3,
-        )
-        return
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+            torch.zeros(1, device=device)
+    warnings.warn(
+        f"{format_bytes(len(memory))} of host memory could not be pinned (CUDA error {error}): copies to and from the"
+        " device will wait for one another",
+        stacklevel=3,
+    )
+
+
+def _unpin(runtime: Any, address: int) -> None:
+    torch.cuda.synchronize()  # copies may be under way
+    runtime.cudaHostUnregister(address)
 
 
 class Staging:
@@ -103,8 +142,9 @@ class Staging:
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
         self._device = device
         self._streams: Any = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else None  # type: ignore[no-untyped-call]
-        self._buffers: list[Tensor | None] = [None] * SLOTS.get(device.type, 1)
-        self._emptied: list[Any] = [None] * len(self._buffers)  # when each buffer's last pieces were back
+        # of each slot by name: a storage each, for torch.compile knows no views of one by several types
+        self._buffers: list[dict[str, Tensor]] = [{} for _ in range(SLOTS.get(device.type, 1))]
+        self._emptied: list[Any] = [None] * len(self._buffers)  # when each slot's last pieces were back
         self._stored: dict[int, Any] = {}  # address of a piece -> when it was back
         self._turn = 0
 
@@ -119,20 +159,14 @@ class Staging:
             unread: they are written without being read.
             unchanged: names of those that needn't go back.
         """
-        starts, size = _places([piece.nbytes for piece in pieces.values()])
-        slot = self.next_slot(size)
-        buffer = self._buffers[slot]
-        assert buffer is not None  # there since it had its turn
-        staged = {
-            name: buffer[at : at + piece.nbytes].view(piece.dtype)
-            for at, (name, piece) in zip(starts, pieces.items(), strict=True)
-        }
+        slot, buffers = self.next_slot(pieces)
+        staged = {name: buffers[name][: piece.nbytes].view(piece.dtype) for name, piece in pieces.items()}
         there = {} if unread else pieces
         back = {name: value for name, value in staged.items() if name not in unchanged}
         if self._streams is None:
-            _copy(there, staged)
+            self._copy(there, staged)
             yield staged
-            _copy(back, pieces)
+            self._copy(back, pieces)
             return
         up, down = self._streams
         now = torch.cuda.current_stream(self._device)
@@ -140,32 +174,36 @@ class Staging:
         with torch.cuda.stream(up):
             for event in filter(None, waits):
                 up.wait_event(event)
-            _copy(there, staged)
+            self._copy(there, staged)
         now.wait_stream(up)
-        yield staged
-        down.wait_stream(now)
-        with torch.cuda.stream(down):
-            _copy(back, pieces)
-        self._emptied[slot] = done = down.record_event()
-        self._stored.update((pieces[name].data_ptr(), done) for name in back)
+        try:
+            yield staged
+            down.wait_stream(now)
+            with torch.cuda.stream(down):
+                self._copy(back, pieces)
+        finally:
+            down.wait_stream(now)
+            self._emptied[slot] = done = down.record_event()
+            self._stored.update((pieces[name].data_ptr(), done) for name in back)
 
     def wait(self) -> None:
-        """Wait until all pieces are back, before the host reads or writes them."""
+        """Wait until all pieces are back, before the host reads, writes or frees them."""
         if self._streams is not None:
             self._streams[1].synchronize()
 
-    def next_slot(self, size: int) -> int:
-        """Return the number of the buffer whose turn it is; made larger where so many bytes don't go into it."""
+    def next_slot(self, pieces: Mapping[str, Tensor]) -> tuple[int, dict[str, Tensor]]:
+        """Return the slot whose turn it is, with its number; its buffers are made larger where they are too small."""
         slot, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
-        buffer = self._buffers[slot]
-        if buffer is None or buffer.numel() < size:
-            self.wait()
-            self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
-            if self._streams is not None:  # its memory may have been somebody's who is still at work
-                self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
-        return slot
+        buffers = self._buffers[slot]
+        for name, piece in pieces.items():
+            if name not in buffers or buffers[name].numel() < piece.nbytes:
+                self.wait()
+                buffers.pop(name, None)
+                buffers[name] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
+                if self._streams is not None:  # its memory may have been somebody's who is still at work
+                    self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+        return slot, buffers
 
-
-def _copy(sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    for name, source in sources.items():
-        targets[name].copy_(source, non_blocking=True)
+    def _copy(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+        for name, source in sources.items():
+            targets[name].copy_(source, non_blocking=self._streams is not None)

@@ -295,7 +295,7 @@ def host_tensors_within(around: Callable[[], AbstractContextManager[None]]) -> I
 
     @contextmanager
     def staged(self: host_memory.Staging, pieces: Mapping[str, Tensor], **how: Any) -> Iterator[dict[str, Tensor]]:
-        self.next_slot(sum(piece.nbytes for piece in pieces.values()))
+        self.next_slot(pieces)
         yield dict(pieces)
 
     host_memory.host_tensors = within  # type: ignore[assignment]

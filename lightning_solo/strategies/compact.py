@@ -19,7 +19,7 @@ import importlib
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ from lightning_solo.optim.compact_adamw import (
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
+from lightning_solo.optim.host_memory import host_room
 from lightning_solo.optim.master_weights import SERVED, MasterWeights, state_bytes
 from lightning_solo.presets.conflicts import compact_precision
 from lightning_solo.units import format_bytes, parse_bytes
@@ -73,7 +74,7 @@ class CompactStrategy(Base):
         release_gradients: Use and free each gradient in backward.
         gradient_buffer: Where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
         state_budget: Bytes of optimizer states that stay on the device, or a text such as "8GiB"; the others lie in
-            pinned memory of the host. "auto": as many as fit, found out in the first step; None: all.
+            pinned memory of the host. "auto": as many as the first step leaves room for; None: all.
         checkpoint_weights: What a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
             or "fp32" master weights.
         back_end: Whose optimizer steps: "own", or another library's, which has its own bits: "torchao_8bit",
@@ -128,7 +129,7 @@ class CompactStrategy(Base):
         self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
         self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._release: GradientRelease | None = None
-        self._places_later = False
+        self._settles = False  # whether it isn't known yet what of the states stays on the device
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._warned: set[str] = set()
         self._corrections: dict[Tensor, Tensor] = {}
@@ -214,15 +215,26 @@ class CompactStrategy(Base):
         built = self._built(precision)
         whole = [p for p in module.parameters() if self._is_split(p, precision)]
         bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours
-        corrections = split_parameters(whole, bits)
+        self._corrections = split_parameters(whole, bits)
         if not isinstance(bits, str):
-            corrections |= built
-        self._corrections = corrections
+            self._corrections |= built
+        parts = {*built, *whole}
+        del built
         try:
             super().setup(trainer)
+            self._set_up_states(trainer)  # behind it, for it moves all states of optimizers to the device
         except BaseException:
-            join_parameters({*built, *whole}, corrections)
+            self._join(parts)
             raise
+
+    def _join(self, parts: Iterable[Tensor]) -> None:
+        """Make parameters fp32 again, on the host, for the device may have no room for that."""
+        states = [item for optimizer in self.optimizers for item in optimizer.state.items()]
+        corrections = self._corrections | {p: state["correction"] for p, state in states if "correction" in state}
+        self._corrections = {}
+        for p in parts:
+            p.data = p.data.cpu()
+            join_parameters([p], corrections)
 
     def _is_split(self, p: Tensor, precision: str) -> bool:
         if not p.requires_grad or p.dtype != torch.float32 or precision not in BF16:
@@ -232,26 +244,41 @@ class CompactStrategy(Base):
         # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
         return precision == "bf16-true" or p.dim() > 1
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def _set_up_states(self, trainer: Any) -> None:
         """Convert the optimizers, and have gradients released."""
-        super().setup_optimizers(trainer)
         self._require_room()
-        stay = self._budget is None  # else the optimizer takes them where they belong
-        corrections = {p: lower.to(p.device) if stay else lower for p, lower in self._corrections.items()}
-        self._corrections = {}
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self.optimizers = [self._converted(optimizer, schedulers, corrections) for optimizer in self.optimizers]
-        for optimizer in self.optimizers:  # for messages; names in the groups would refuse groups that come without
-            vars(optimizer)["parameter_names"] = {p: name for name, p in self._module.named_parameters()}
-        self._places_later = self._budget == "auto"
-        if self._budget is not None and not self._places_later:
-            for optimizer in self._compact_optimizers():
-                optimizer.place_states()
+        optimizers, left = list(self.optimizers), self._budget
+        owned = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+        for number, own in enumerate(owned):
+            others = set().union(*owned) - own  # what is nobody's yet may be added to this one
+            given = {p: lower for p, lower in self._corrections.items() if p not in others}
+            if self._budget is None:  # else the optimizer takes them where they belong
+                given = {p: lower.to(p.device) for p, lower in given.items()}
+            made = self._converted(optimizers[number], schedulers, given, left)
+            optimizers[number], self.optimizers = made, optimizers
+            for p in own:
+                self._corrections.pop(p, None)
+            del given
+            if isinstance(made, CompactAdamW):
+                made.place_states()
+                if isinstance(left, int):
+                    left = max(0, left - made.state_bytes + made.host_bytes)
+            # for messages; names in the groups would refuse groups that come without
+            vars(made)["parameter_names"] = {p: name for name, p in self._module.named_parameters()}
+        self._corrections = {}
         if self.release_gradients:
             self._start_release(trainer)
+        self._settles = any(not optimizer.is_settled for optimizer in self._compact_optimizers())
         self._say()
 
-    def _converted(self, optimizer: Optimizer, schedulers: list[Any], corrections: Mapping[Tensor, Tensor]) -> Any:
+    def _converted(
+        self,
+        optimizer: Optimizer,
+        schedulers: list[Any],
+        corrections: Mapping[Tensor, Tensor],
+        budget: int | str | None,
+    ) -> Any:
         if self.back_end != "own":
             return back_ends.converted(optimizer, schedulers, back_end=self.back_end)
         # nothing to compress: any optimizer will do, as far as gradients can be released to it
@@ -263,7 +290,7 @@ class CompactStrategy(Base):
             master_bits=self.master_bits,
             moment_bits=self.moment_bits,
             corrections=corrections,
-            state_budget=self._budget,
+            state_budget=budget,
         )
 
     def _is_plain(self, corrections: Mapping[Tensor, Tensor]) -> bool:
@@ -296,6 +323,8 @@ class CompactStrategy(Base):
             max_value=float(value) if value and by_value and not by_hand else None,
             buffer=self.gradient_buffer,
         )
+        if self.gradient_buffer == "host" and not self._release.immediate:
+            self._release.allocate()
         self.precision_plugin.clip_gradients = self.clip_gradients  # type: ignore[method-assign]
 
     def _window(self) -> int:
@@ -304,12 +333,30 @@ class CompactStrategy(Base):
     def teardown(self) -> None:
         """Take the hooks off the module."""
         try:
-            super().teardown()
+            if self._can_leave():
+                super().teardown()
+            else:
+                self._warn_once(
+                    "the host has no room for what is on the device: weights and optimizer states stay there"
+                )
+                self.precision_plugin.teardown()
+                if self.accelerator is not None:
+                    self.accelerator.teardown()
+                self.checkpoint_io.teardown()
         finally:
             self._leave()
             building, self._building = self._building, None
             if building is not None:  # never set up
                 building.join()
+
+    def _can_leave(self) -> bool:
+        """Tell whether the host has room for what Lightning brings there at the end."""
+        if self._budget is None or self.lightning_module is None:
+            return True
+        states = [
+            x for optimizer in self._compact_optimizers() for state in optimizer.state.values() for x in state.values()
+        ]
+        return sum(x.nbytes for x in (*self._module.parameters(), *states) if x.is_cuda) <= host_room()
 
     def _leave(self) -> None:
         release, self._release = self._release, None
@@ -352,8 +399,8 @@ class CompactStrategy(Base):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; with released gradients the closure's backward has done it, or what was kept is stepped behind it."""
         result = self._step(optimizer, closure, model, **kwargs)
-        if self._places_later:
-            self._places_later = False
+        if self._settles and all(optimizer.is_settled for optimizer in self._compact_optimizers()):
+            self._settles = False
             self._say_states()
         return result
 
@@ -403,7 +450,8 @@ class CompactStrategy(Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states; masters from fp32 weights beside them."""
-        super().load_optimizer_state_dict(checkpoint)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)  # to where it belongs; Lightning's would move all of it to the device
         weights = checkpoint["state_dict"]
         for optimizer in self.optimizers:
             if isinstance(optimizer, OWN):
@@ -419,10 +467,12 @@ class CompactStrategy(Base):
         return self.lightning_module
 
     def _require_room(self) -> None:
-        if self._is_plain(self._corrections) or self._budget == "auto":
-            return  # any optimizer, whose states aren't known; or the host is asked when they are placed
+        if self._is_plain(self._corrections) and self._budget is None:
+            return  # any optimizer, whose states aren't known
         needed = sum(self._state_bytes(optimizer) for optimizer in self.optimizers)
-        if self._budget is not None:
+        if self._budget == "auto":
+            needed = max(0, needed - host_room())
+        elif self._budget is not None:
             needed = min(needed, int(self._budget))
         on_device = self.root_device.type != "cpu"
         here = [lower for lower in self._corrections.values() if lower.device.type == self.root_device.type]

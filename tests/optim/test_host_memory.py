@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_solo.errors import BudgetError, PresetError
-from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, gradient_release, host_memory
+from lightning_solo.machine import cxx_compiler
+from lightning_solo.optim import (
+    CompactAdamW,
+    GradientRelease,
+    adamw_update,
+    compact_adamw,
+    gradient_release,
+    host_memory,
+)
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.host_memory import Staging, host_tensors
 
@@ -108,9 +116,75 @@ def test_a_budget_is_what_stays_on_the_device_and_goes_to_the_first():
 def test_on_a_cpu_nothing_is_free_of_a_device():
     module = net()
     optimizer = optimizer_of(module, (24, 8), budget="auto")
-    assert "as is free" in optimizer.summary()
+    assert "placed at the first step" in optimizer.summary()
     train(module, optimizer, 1)
     assert len(optimizer._on_host) == 3
+    assert "from where comes back what is free" in optimizer.summary()
+    train(module, optimizer, 1)
+    assert len(optimizer._on_host) == 3
+    assert "from where" not in optimizer.summary()
+
+
+def test_what_the_first_step_leaves_free_is_filled_from_the_first_parameter_on(monkeypatch: pytest.MonkeyPatch):
+    ours, plain = net(), net()
+    first = bytes_of(state_layout(ours[0].weight.bfloat16(), 24, 8))
+    monkeypatch.setattr(compact_adamw, "_free_bytes", lambda device: first + 10)
+    optimizers = optimizer_of(ours, (24, 8), budget="auto"), optimizer_of(plain, (24, 8))
+    train(ours, optimizers[0], 1)
+    assert len(optimizers[0]._on_host) == 3
+    train(ours, optimizers[0], 3)
+    assert set(optimizers[0]._on_host) == {ours[2].weight, ours[4].weight}
+    train(plain, optimizers[1], 1)
+    train(plain, optimizers[1], 3)
+    assert_same(everything(ours, optimizers[0]), everything(plain, optimizers[1]))
+
+
+def test_what_the_host_has_no_room_for_stays_on_the_device_from_the_start(monkeypatch: pytest.MonkeyPatch):
+    module = net()
+    every = sum(bytes_of(state_layout(p.bfloat16(), 24, 8)) for p in module.parameters())
+    last = bytes_of(state_layout(module[4].weight.bfloat16(), 24, 8))
+    monkeypatch.setattr(host_memory, "host_memory", lambda: (2**40, -(-(last + 400) * 20 // 19)))
+    optimizer = optimizer_of(module, (24, 8), budget="auto")
+    optimizer.place_states()
+    assert optimizer.host_bytes <= last + 400
+    assert optimizer.state_bytes == every
+    assert set(optimizer._on_host) <= {module[4].weight}
+
+
+@pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler")
+def test_compiled_states_on_the_host_are_those_on_the_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which torch sets, and here is taken back
+    trained = []
+    for budget in (None, 0):
+        module = net()
+        optimizer = optimizer_of(module, (24, 8), budget=budget, fused=True)
+        train(module, optimizer, 2)
+        trained.append(everything(module, optimizer))
+    assert_same(*trained)
+
+
+def test_states_that_a_file_lacks_start_anew():
+    ours, plain = net(), net()
+    for module, budget in ((ours, 0), (plain, None)):
+        optimizer = optimizer_of(module, (24, 8), budget=budget)
+        before = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+        train(module, optimizer, 4)
+        module.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+        train(module, optimizer, 2)
+    assert_same(list(ours.parameters()), list(plain.parameters()))
+
+
+def test_placing_twice_or_without_a_budget_does_nothing():
+    module = net()
+    optimizer = optimizer_of(module, (24, 8), budget=0)
+    optimizer.place_states()
+    before = optimizer.host_bytes
+    optimizer.place_states()
+    assert optimizer.host_bytes == before > 0
+    plain = optimizer_of(net(), (24, 8))
+    plain.place_states()
+    assert plain.host_bytes == 0
 
 
 # --- parity ---
@@ -299,7 +373,7 @@ def test_a_host_that_is_too_small_is_told_before_anything_is_allocated(monkeypat
     monkeypatch.setattr(host_memory, "host_memory", lambda: (2**30, 1000))
     monkeypatch.setattr(host_memory, "host_tensors", lambda *arguments: pytest.fail("allocated"))
     module = net()
-    with pytest.raises(BudgetError, match=r"optimizer states of [\d.]+ KiB on the host, of which 1000 B are available"):
+    with pytest.raises(BudgetError, match=r"optimizer states of [\d.]+ KiB on the host, of which 950 B may be taken"):
         optimizer_of(module, (24, 8), budget=0).place_states()
     module = net()
     GradientRelease(torch.optim.AdamW(module.parameters()), accumulation=2, buffer="host")
