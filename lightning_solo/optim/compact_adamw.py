@@ -506,7 +506,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @functools.cache
 def can_compile(device: torch.device) -> bool:
-    """Tell whether torch.compile makes kernels for a device here: by Triton on a GPU, on a CPU by a compiler that works."""
+    """Tell whether torch.compile makes kernels for a device here: on a GPU by Triton, on a CPU by C++."""
     return is_installed("triton") if device.type == "cuda" else cpu_kernel.kernel() is not None
 
 

@@ -134,7 +134,9 @@ def _library(compiler: Sequence[str]) -> ctypes.CDLL:
         with suppress(PermissionError):  # a folder that may be read, and no more
             _build(compiler, path)
             return ctypes.CDLL(str(path))
-    with tempfile.TemporaryDirectory(prefix="lightning_solo-") as own:  # a library that is loaded needs its file no more
+    with tempfile.TemporaryDirectory(
+        prefix="lightning_solo-"
+    ) as own:  # a library that is loaded needs its file no more
         path = Path(own, name)
         _build(compiler, path)
         return ctypes.CDLL(str(path))

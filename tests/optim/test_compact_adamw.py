@@ -693,7 +693,10 @@ def test_hyperparameters_that_change_compile_nothing_anew(adam: bool, monkeypatc
     before = graphs()
     for step in range(4):
         optimizer.param_groups[0].update(
-            lr=1e-3 / (1 + step), betas=(0.85 + 0.03 * step, 0.99 + 0.001 * step), weight_decay=0.1 + step, eps=1e-8 + step
+            lr=1e-3 / (1 + step),
+            betas=(0.85 + 0.03 * step, 0.99 + 0.001 * step),
+            weight_decay=0.1 + step,
+            eps=1e-8 + step,
         )
         give_gradients(parameters, step)
         optimizer.step()
