@@ -144,6 +144,15 @@ def processor() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
+def processor_flags() -> str:
+    """Return the line of the processor's abilities: machine code for it runs where the line is the same."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
 def user_cache() -> Path | None:
     """Return the folder in which a user's programs keep what can be made again: ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
@@ -152,3 +161,9 @@ def user_cache() -> Path | None:
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
     return folder if folder.is_absolute() else None
+
+
+def is_private(path: Path) -> bool:
+    """Tell whether a file or folder belongs to this user and nobody else may write into it."""
+    status = path.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.compressed_moments import BLOCK
+from lightning_solo.optim.cpu_kernel import Kernel, serves
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import bits_of, join, round_stochastically, split
@@ -48,6 +49,7 @@ def step_parameter(
     scale: float = 1.0,
     index: int = 0,
     update: Update | None = None,
+    kernel: Kernel | None = None,
     on_host: Collection[str] = (),
     staging: Staging | None = None,
 ) -> None:
@@ -62,6 +64,7 @@ def step_parameter(
         scale: factor of the gradient, as clipping by norm has it.
         index: of the parameter among those of its optimizer; random numbers depend on it and on the step.
         update: `update_blocks`, or what torch.compile made of it.
+        kernel: the step in C++, which takes all of a parameter on a CPU at once; on one, all memory is the host's.
         on_host: names of the state's tensors, and ``grad``, that lie in host memory.
         staging: what those pass through to the weight's device.
     """
@@ -72,6 +75,9 @@ def step_parameter(
         others["book"], others["book_sq"] = moments.codebooks(weight.device)
     flat = {"weight": in_memory_order(weight), "grad": grad if grad.dim() == 1 else in_memory_order(grad, weight)}
     flat |= {name: value for name, value in state.items() if name != "step"}
+    if kernel is not None and serves(flat):
+        kernel(**flat, **others)
+        return
     widths = {name: _width(name, bits) for name in flat}
 
     def rows(name: str, part: Tensor) -> Any:
@@ -167,10 +173,15 @@ def update_blocks(
         v = moments.dequantize_second(exp_avg_sq, exp_avg_sq_scale, book_sq)
     grad = grad.to(torch.float32) * scale
     master.mul_(shrink)
-    if pull:
-        grad = grad.add(master, alpha=pull)
-    m.lerp_(grad, first)
-    v.mul_(keep).addcmul_(grad, grad, value=second)
+    if torch.compiler.is_compiling():  # weights of lerp_ and factors of addcmul_ it would take for constants
+        grad = grad + master * pull if pull else grad
+        m.add_((grad - m) * first)
+        v.mul_(keep).add_(grad * second * grad)
+    else:
+        if pull:
+            grad = grad.add(master, alpha=pull)
+        m.lerp_(grad, first)
+        v.mul_(keep).addcmul_(grad, grad, value=second)
     root = v.sqrt().div_(correction2).add_(eps)
     master.add_((m * -rate).div_(root))  # addcdiv_, whose factor a compiler takes for a constant
     if is_split and correction is None:

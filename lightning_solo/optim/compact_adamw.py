@@ -14,7 +14,7 @@ Gradients come on top, 2 bytes in bf16, unless `GradientRelease` frees each as i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import BudgetError, CheckpointError, GradientError, PresetError
-from lightning_solo.machine import cxx_compiler, is_installed
+from lightning_solo.machine import is_installed
 from lightning_solo.optim import compressed_moments as moments
-from lightning_solo.optim import host_memory
+from lightning_solo.optim import cpu_kernel, host_memory
 from lightning_solo.optim.adamw_states import (
     bytes_of,
     compress,
@@ -45,6 +45,7 @@ from lightning_solo.optim.adamw_update import (
     step_parameter,
     update_blocks,
 )
+from lightning_solo.optim.cpu_kernel import Kernel
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.names import name_in, names_of
 from lightning_solo.optim.split_weights import bits_of, join_into, split_into
@@ -53,7 +54,7 @@ from lightning_solo.units import format_bytes
 STOCHASTIC = "16-stochastic"
 MASTER_BITS = (32, 24, STOCHASTIC)
 FUSED_FROM = 2**24
-"""Elements in all from which compiling, which takes seconds, pays."""
+"""Elements in all from which torch.compile, which takes seconds, pays."""
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
@@ -83,7 +84,9 @@ class CompactAdamW(Optimizer):
         decoupled_weight_decay: False for Adam, whose weight decay is a part of the gradient.
         corrections: of bf16 parameters that were split, as `split_parameters` returns them; where it is given, fp32
             parameters stay what they are.
-        fused: compile the step; None: where it can be, from 16 million elements on.
+        fused: step in one pass: a parameter on a CPU with moments in 8 bits by a kernel in C++, which rounds as torch's
+            operators do, others by torch.compile. None: where there is a compiler, and by torch.compile from 16
+            million elements on; False: by torch's operators.
         state_budget: bytes of states that stay on the device; the others lie in host memory, and pass through the
             device when they are stepped. "auto": what the first step has left free; in it as much lies on the host as
             goes there. None: all stay. The first parameters' states do, for in backward their gradients come last,
@@ -216,7 +219,9 @@ class CompactAdamW(Optimizer):
             on_host.append("grad")
         if on_host and self._staging is None:
             self._staging = Staging(parameter.device)
-        update = self._update() if parameter.numel() >= moments.LEAST else None  # each kind is compiled for itself
+        kernel, update = self._kernel(parameter), None
+        if kernel is None and parameter.numel() >= moments.LEAST:  # each kind is compiled for itself
+            update = self._update()
         # detached, not .data: a weight that somebody else's backward still needs is then known to have changed
         step_parameter(
             parameter.detach(),
@@ -226,6 +231,7 @@ class CompactAdamW(Optimizer):
             scale=scale,
             index=self._index[parameter],
             update=update,
+            kernel=kernel,
             on_host=on_host,
             staging=self._staging,
         )
@@ -251,10 +257,17 @@ class CompactAdamW(Optimizer):
                     " this parameter to torch.optim.SparseAdam"
                 )
         full = [g for _, g in pairs if g.numel()]
-        if not full or bool(torch.stack(_extremes(full)).isfinite().all()):
+        if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
             return
         first = next(p for p, g in pairs if not bool(g.isfinite().all()))
         raise GradientError(f"the gradient of {name_in(self, first)} is not finite; no weight has been touched")
+
+    def _kernel(self, parameter: Tensor) -> Kernel | None:
+        """Return the step in C++, if it is wanted for a parameter, and there is one."""
+        has_codes = self.moment_bits == 8 and parameter.numel() >= moments.LEAST
+        if self.fused is False or not has_codes or parameter.device.type != "cpu":
+            return None
+        return cpu_kernel.kernel()
 
     def _update(self) -> Update | None:
         wanted = self.fused
@@ -529,8 +542,8 @@ def _free_bytes(device: torch.device) -> int:
 
 @functools.cache
 def can_compile(device: torch.device) -> bool:
-    """Tell whether torch.compile makes kernels for a device here: by Triton on a GPU, by a C++ compiler on a CPU."""
-    return is_installed("triton") if device.type == "cuda" else cxx_compiler() is not None
+    """Tell whether torch.compile makes kernels for a device here: on a GPU by Triton, on a CPU by C++."""
+    return is_installed("triton") if device.type == "cuda" else cpu_kernel.kernel() is not None
 
 
 @functools.cache
@@ -548,14 +561,12 @@ def _compiled() -> Update:
 # --- checks ---
 
 
-def _extremes(gradients: list[Tensor]) -> list[Tensor]:
-    """Return numbers, fp32, which are all finite if and only if the gradients are."""
-    on_cpu = [g for g in gradients if g.device.type == "cpu"]
+def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each gradient, none of which is empty: finite if and only if all of it is."""
     others = [g for g in gradients if g.device.type != "cpu"]
     # on a CPU the norm takes thirty times as long; elsewhere it is one kernel for all, and aminmax one for each
-    found = [value for g in on_cpu for value in g.aminmax()]
-    found += torch._foreach_norm(others, float("inf")) if others else []
-    return [value.float() for value in found]
+    norms = iter(torch._foreach_norm(others, float("inf")) if others else ())
+    return [torch.stack(g.aminmax()).abs().amax() if g.device.type == "cpu" else next(norms) for g in gradients]
 
 
 def _check(

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_solo.errors import ConflictError, GradientError, PresetError
 from lightning_solo.optim import host_memory
 from lightning_solo.optim.adamw_update import in_memory_order
-from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.compact_adamw import CompactAdamW, greatest
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.names import name_in
 
@@ -208,11 +208,10 @@ class GradientRelease:
     def _use(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self._used:
             self._require_several(parameter, ", and has been stepped with the first")
-        greatest = torch.linalg.vector_norm(gradient, float("inf"), dtype=torch.float32) if gradient.numel() else None
-        if greatest is not None:
-            self._used[parameter] = greatest
-            if not greatest.is_cuda:  # there it would wait for the device, at each parameter
-                self._require_finite(parameter, greatest)
+        if gradient.numel():
+            self._used[parameter] = measure = greatest([gradient])[0].float()
+            if not measure.is_cuda:  # there it would wait for the device, at each parameter
+                self._require_finite(parameter, measure)
         self._step_one(parameter, self._bounded(gradient), 1.0)
 
     def _require_several(self, parameter: Tensor, and_what: str) -> None:
@@ -303,15 +302,18 @@ class GradientRelease:
         if bool(total.isfinite().logical_not()):
             for parameter, gradient in kept.items():  # the norm of finite ones may be too large for fp32
                 if gradient.numel():
-                    self._require_finite(parameter, torch.linalg.vector_norm(gradient, float("inf")))
+                    self._require_finite(parameter, greatest([gradient])[0])
         return total
 
     def _norm(self, parameter: Tensor, gradient: Tensor, order: float) -> Tensor:
         """Return the norm of a kept gradient as it will be used, or, of order infinity, as it is."""
         norms = []
         for piece in self._pieces(gradient):
-            one = self._bounded(piece) if order == 2 else piece
-            norms.append(torch.linalg.vector_norm(one, order, dtype=_at_least_fp32(one.dtype)))
+            if order == 2:
+                one = self._bounded(piece)
+                norms.append(torch.linalg.vector_norm(one, order, dtype=_at_least_fp32(one.dtype)))
+            else:
+                norms.append(greatest([piece])[0].to(_at_least_fp32(piece.dtype)))
         if not norms:
             return torch.zeros((), device=parameter.device)
         whole: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
@@ -337,9 +339,9 @@ class GradientRelease:
 
     def _require_finite_used(self) -> None:
         used, self._used = self._used, {}
-        on_device = [(p, greatest) for p, greatest in used.items() if greatest.is_cuda]
-        if on_device and bool(torch.stack([greatest for _, greatest in on_device]).isfinite().logical_not().any()):
-            first = next(p for p, greatest in on_device if not bool(greatest.isfinite()))
+        on_device = [(p, measure) for p, measure in used.items() if measure.is_cuda]
+        if on_device and bool(torch.stack([measure for _, measure in on_device]).isfinite().logical_not().any()):
+            first = next(p for p, measure in on_device if not bool(measure.isfinite()))
             raise GradientError(
                 f"the gradient of {self._name(first)} is not finite; it and others have been stepped: go on from a"
                 " checkpoint, or write max_norm, with which gradients are kept and checked before any step"

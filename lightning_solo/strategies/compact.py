@@ -353,10 +353,11 @@ class CompactStrategy(Base):
         """Tell whether the host has room for what Lightning brings there at the end."""
         if self._budget is None or self.lightning_module is None:
             return True
-        states = [
-            x for optimizer in self._compact_optimizers() for state in optimizer.state.values() for x in state.values()
-        ]
-        return sum(x.nbytes for x in (*self._module.parameters(), *states) if x.is_cuda) <= host_room()
+        every: list[Tensor] = list(self._module.parameters())
+        for optimizer in self._compact_optimizers():
+            every += [tensor for state in optimizer.state.values() for tensor in state.values()]
+        leaving: int = sum(tensor.nbytes for tensor in every if tensor.is_cuda)
+        return leaving <= host_room()
 
     def _leave(self) -> None:
         release, self._release = self._release, None

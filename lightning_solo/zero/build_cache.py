@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from lightning_solo.errors import CapabilityError
-from lightning_solo.machine import user_cache
+from lightning_solo.machine import processor_flags, user_cache
 
 
 def cache_folder() -> Path:
@@ -73,18 +73,10 @@ def _key() -> str:
     The packages' places count too: two environments on one key would build over one another's headers.
     """
     spec = importlib.util.find_spec("deepspeed")
-    differs = (_processor_flags(), platform.machine(), torch.__file__, spec and spec.origin)
+    differs = (processor_flags(), platform.machine(), torch.__file__, spec and spec.origin)
     digest = hashlib.sha256(repr(differs).encode()).hexdigest()[:12]
     python = f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"
     return f"{python}-torch{torch.__version__}-deepspeed{version('deepspeed')}-{digest}"
-
-
-def _processor_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _require_private(folder: Path) -> None:

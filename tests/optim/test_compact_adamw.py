@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import CheckpointError, GradientError, PresetError
 from lightning_solo.machine import cxx_compiler, is_installed
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import adamw_update
+from lightning_solo.optim import adamw_update, cpu_kernel
 from lightning_solo.optim.compact_adamw import MASTER_BITS, STOCHASTIC, CompactAdamW, split_parameters
 from lightning_solo.optim.compressed_moments import BLOCK, LEAST
 
@@ -332,7 +332,7 @@ def test_the_size_of_chunks_changes_nothing(master_bits: int | str, moment_bits:
     for chunk in (2**18, 3 * BLOCK, BLOCK):
         monkeypatch.setattr(adamw_update, "CHUNK", {"cpu": chunk, "cuda": chunk})
         parameters = tensors()
-        optimizer = CompactAdamW(parameters, lr=0.1, master_bits=master_bits, moment_bits=moment_bits)
+        optimizer = CompactAdamW(parameters, lr=0.1, master_bits=master_bits, moment_bits=moment_bits, fused=False)
         for step in range(3):
             give_gradients(parameters, step)
             optimizer.step()
@@ -654,6 +654,7 @@ def graphs() -> int:
 @pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
 def test_compiled_it_does_the_same_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which torch sets, and here is taken back
+    monkeypatch.setattr(cpu_kernel, "kernel", lambda: None)
     torch._dynamo.reset()  # another test may have compiled the same
     made = []
     for fused in (False, True):
@@ -679,3 +680,24 @@ def test_compiled_it_does_the_same_and_is_compiled_once(monkeypatch: pytest.Monk
         codes = eager.state[p]["exp_avg"].int() - compiled.state[q]["exp_avg"].int()
         assert codes.abs().max() <= 1
         assert (codes != 0).float().mean() < 1e-3
+
+
+@pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("adam", [False, True], ids=["adamw", "adam"])
+def test_hyperparameters_that_change_compile_nothing_anew(adam: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    monkeypatch.setattr(cpu_kernel, "kernel", lambda: None)
+    torch._dynamo.reset()
+    parameters = tensors([4096 * 3])
+    optimizer = CompactAdamW(parameters, fused=True, decoupled_weight_decay=not adam)
+    before = graphs()
+    for step in range(4):
+        optimizer.param_groups[0].update(
+            lr=1e-3 / (1 + step),
+            betas=(0.85 + 0.03 * step, 0.99 + 0.001 * step),
+            weight_decay=0.1 + step,
+            eps=1e-8 + step,
+        )
+        give_gradients(parameters, step)
+        optimizer.step()
+    assert graphs() == before + 1

@@ -336,5 +336,5 @@ def test_a_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_another_processor_has_another_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = cache_folder()
-    monkeypatch.setattr(build_cache, "_processor_flags", lambda: "flags : sse2")
+    monkeypatch.setattr(build_cache, "processor_flags", lambda: "flags : sse2")
     assert cache_folder() != here

@@ -1,0 +1,201 @@
+"""The step of moments in 8 bits on a CPU, in C++: `adamw_cpu.cpp`, built once per machine, in about a second.
+
+It passes over memory once, and gives the numbers of torch's operators but for a root that torch's MKL rounds the other
+way. Nothing is built before a step needs it. What is built lies in ``$XDG_CACHE_HOME/lightning_solo/kernels``, with
+``~/.cache`` for the first part if that is not set, for every process of this user on such a processor; where no such
+folder can be written, each process builds for itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.machine import cxx_compiler, is_private, processor, processor_flags, tool_path, user_cache
+from lightning_solo.optim.compressed_moments import blocks
+
+SOURCE = Path(__file__).with_name("adamw_cpu.cpp")
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-fopenmp-simd"),
+    "-ffp-contract=off",  # rounded as torch's operators do
+    *("-fno-math-errno", "-fno-trapping-math"),  # or roots and comparisons are not vectorised; no result changes
+)
+PATIENCE_S = 300
+"""What a compiler may take that has hung."""
+
+_FP32, _STOCHASTIC, _BITS24, _BITS32 = range(4)  # `Master` in the source
+_POINTERS = ("weight", "grad", "correction", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+_NUMBERS = ("scale", "shrink", "pull", "first", "keep", "second", "correction2", "eps", "rate")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in ("numel", "threads")),
+        *((name, ctypes.c_uint64) for name in ("seed", "seed_of_weights")),
+        *((name, ctypes.c_float) for name in _NUMBERS),
+    )
+
+
+Kernel = Callable[..., None]
+"""Takes what `update_blocks` does, but all of a parameter, flat, and its scalars by name."""
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """Return the step in C++, or None where there is no compiler, or none that works, of which it warns."""
+    compiler = cxx_compiler()
+    if compiler is None or os.name != "posix":
+        return None
+    try:
+        function = _library(shlex.split(compiler)).lightning_solo_compact_adamw
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"CompactAdamW's step in C++ was not built, and torch's operators take several times as long: {error};"
+            " write CXX=<a C++ compiler that works> before the command",
+            stacklevel=2,
+        )
+        return None
+    function.argtypes = (ctypes.POINTER(_Step), ctypes.c_int32, ctypes.c_int32)
+    function.restype = None
+    return functools.partial(_step, function)
+
+
+def serves(tensors: dict[str, Tensor]) -> bool:
+    """Tell whether a parameter's flat tensors are what the step in C++ takes: it looks at addresses alone."""
+    weight, correction = tensors["weight"], tensors.get("correction")
+    if tensors["exp_avg"].dtype != torch.int8 or (weight.dtype == torch.float32 and correction is not None):
+        return False
+    return all(
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.numel() == (blocks(weight.numel()) if name.endswith("_scale") else weight.numel())
+        for name, tensor in tensors.items()
+    )
+
+
+def _step(
+    function: Callable[..., None],
+    *,
+    weight: Tensor,
+    grad: Tensor,
+    correction: Tensor | None = None,
+    seed: int,
+    seed_of_weights: int,
+    **rest: Any,
+) -> None:
+    """Step a parameter in place, in as many threads as torch has."""
+    if grad.dtype not in (torch.float32, torch.bfloat16):
+        grad = grad.float()
+    if weight.dtype == torch.float32:
+        master = _FP32
+    elif correction is None:
+        master = _STOCHASTIC
+    else:
+        master = _BITS24 if correction.dtype == torch.int8 else _BITS32
+    tensors = {"weight": weight, "grad": grad, "correction": correction, **rest}
+    by = _Step(
+        *(None if tensors[name] is None else tensors[name].data_ptr() for name in _POINTERS),
+        *(weight.numel(), torch.get_num_threads(), seed, seed_of_weights),
+        *(rest[name] for name in _NUMBERS),
+    )
+    function(by, master, grad.dtype == torch.float32)
+    if not weight.is_inference():
+        torch.autograd.graph.increment_version(weight)  # a backward that still needs it then knows
+
+
+# --- building ---
+
+
+def _library(compiler: Sequence[str]) -> ctypes.CDLL:
+    """Return the library, built where it isn't there."""
+    name = f"adamw-{_key(compiler)}.so"
+    folder = _folder()
+    if folder is not None:
+        path = folder / name
+        if path.is_file() and is_private(path):
+            with suppress(OSError):  # half of it, left by a machine that went down
+                return ctypes.CDLL(str(path))
+        with suppress(PermissionError):  # a folder that may be read, and no more
+            _build(compiler, path)
+            return ctypes.CDLL(str(path))
+    with tempfile.TemporaryDirectory(
+        prefix="lightning_solo-"
+    ) as own:  # a library that is loaded needs its file no more
+        path = Path(own, name)
+        _build(compiler, path)
+        return ctypes.CDLL(str(path))
+
+
+def _build(compiler: Sequence[str], path: Path) -> None:
+    """Compile into a file, at once or not at all: others may build and load it at the same time."""
+    handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        _output([*compiler, *FLAGS, str(SOURCE), "-o", made])
+        os.chmod(made, 0o700)
+        os.replace(made, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(made)
+
+
+def _folder() -> Path | None:
+    """Return where libraries are kept: a folder into which nobody else may write, or None where there can't be one."""
+    folder = user_cache()
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in ("lightning_solo", "kernels"):
+            folder = folder / part
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if not is_private(folder):
+                warnings.warn(
+                    f"the folder {folder} is not yours alone, and what is in it would be loaded as machine code:"
+                    " CompactAdamW's step in C++ is built in each process anew; write"
+                    f" chmod -R go-w '{folder}' if it is yours and you trust what it holds",
+                    stacklevel=2,
+                )
+                return None
+    except OSError:
+        return None
+    return folder
+
+
+def _key(compiler: Sequence[str]) -> str:
+    """Return what differs where a library can't be loaded again: it is compiled for this very processor."""
+    version = _output([*compiler, "--version"])
+    differs = (list(compiler), version, FLAGS, platform.machine(), processor(), processor_flags())
+    return hashlib.sha256(SOURCE.read_bytes() + repr(differs).encode()).hexdigest()[:16]
+
+
+def _output(command: Sequence[str]) -> str:
+    """Return what a command prints.
+
+    Raises:
+        OSError: it can't be run, or fails: with its last words.
+    """
+    environment = {**os.environ, "PATH": tool_path()}
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=environment, timeout=PATIENCE_S, check=False
+    )
+    if done.returncode:
+        words = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise OSError(f"{shlex.join(command)} ended with {done.returncode}: {words}")
+    return done.stdout
