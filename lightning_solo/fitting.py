@@ -130,15 +130,16 @@ def compact_bytes(node: dict[str, Any], precision: str = "bf16-true") -> tuple[f
     >>> compact_bytes({"master_bits": 24, "moment_bits": 8, "release_gradients": True})  # 2, and 1 + 2 x (1 + 1 / 32)
     (2, 3.0625)
     """
-    gradient = 0 if node.get("release_gradients", True) else 2
+    gradient = 0 if node.get("release_gradients", True) else 4 if precision == "32-true" else 2
     if (back_end := node.get("back_end", "own")) != "own":
         kind = torch.bfloat16 if precision != "32-true" and BACK_ENDS[back_end].bf16_weights else torch.float32
-        kept = kind.itemsize + gradient * kind.itemsize // 2
+        kept = kind.itemsize + (kind.itemsize if gradient else 0)
         return kept, bytes_per_parameter(back_end, kind) - kind.itemsize
-    correction = {32: 2, 24: 1}.get(node.get("master_bits", 24), 0)
+    weight = 4 if precision == "32-true" else 2
+    correction = {32: 4 - weight, 24: 1}.get(node.get("master_bits", 24), 0)
     moment = {32: 4.0, 8: 1.0, 4: 0.5}[node.get("moment_bits", 8)]
     scales = 0 if moment == 4 else 8 / BLOCK
-    return 2 + gradient, correction + 2 * moment + scales
+    return weight + gradient, correction + 2 * moment + scales
 
 
 def _on_host(budget: int | str | None, states: int) -> int:

@@ -189,7 +189,7 @@ class CompactAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         pairs = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.require_finite(pairs)
+        require_finite(self, pairs)
         for p, grad in pairs:
             self.step_one(p, grad)
         return loss
@@ -242,25 +242,6 @@ class CompactAdamW(Optimizer):
             self._sizes = sizes
             self._numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         return self.param_groups[self._numbers[parameter]]
-
-    def require_finite(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Check gradients, at the price of one wait for the device.
-
-        Raises:
-            GradientError: one is sparse, infinite or NaN; names the first.
-        """
-        pairs = list(gradients)
-        for p, grad in pairs:
-            if grad.is_sparse:
-                raise GradientError(
-                    f"the gradient of {name_in(self, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
-                    " this parameter to torch.optim.SparseAdam"
-                )
-        full = [g for _, g in pairs if g.numel()]
-        if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
-            return
-        first = next(p for p, g in pairs if not bool(g.isfinite().all()))
-        raise GradientError(f"the gradient of {name_in(self, first)} is not finite; no weight has been touched")
 
     def _kernel(self, parameter: Tensor) -> Kernel | None:
         """Return the step in C++, if it is wanted for a parameter, and there is one."""
@@ -489,6 +470,26 @@ class CompactAdamW(Optimizer):
         stepped = {key: state for key, state in made["state"].items() if "step" in state}
         made["state"] = {key: plain(every[key], state) for key, state in stepped.items()}
         return made
+
+
+def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Check gradients of an optimizer's parameters, at the price of one wait for the device.
+
+    Raises:
+        GradientError: one is sparse, infinite or NaN; names the first.
+    """
+    pairs = list(gradients)
+    for p, grad in pairs:
+        if grad.is_sparse:
+            raise GradientError(
+                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
+                " this parameter to torch.optim.SparseAdam"
+            )
+    full = [g for _, g in pairs if g.numel()]
+    if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
+        return
+    first = next(p for p, g in pairs if not bool(g.isfinite().all()))
+    raise GradientError(f"the gradient of {name_in(optimizer, first)} is not finite; no weight has been touched")
 
 
 def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> dict[Tensor, Tensor]:

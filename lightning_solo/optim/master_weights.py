@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.optim.adamw_update import CHUNK, in_memory_order, is_dense
-from lightning_solo.optim.compact_adamw import MASTER_BITS, STOCHASTIC, split_parameters
+from lightning_solo.optim.compact_adamw import MASTER_BITS, STOCHASTIC, require_finite, split_parameters
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_release import ONE_BY_ONE
 from lightning_solo.optim.names import name_in, names_of
@@ -110,15 +110,19 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient."""
+        """Step every parameter that has a gradient.
+
+        Raises:
+            GradientError: a gradient is sparse, infinite or NaN; no parameter has been touched.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._step_in(group, p, p.grad, 1.0)
+        stepped = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        require_finite(self, ((p, p.grad) for _, p in stepped))
+        for group, p in stepped:
+            self._step_in(group, p, p.grad, 1.0)
         return loss
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import GradientRelease, MasterWeights
 from lightning_solo.optim.adamw_update import CHUNK
@@ -392,3 +392,13 @@ def test_files_of_others_are_refused() -> None:
     with pytest.raises(CheckpointError, match="states of 1 parameters; this optimizer has 4"):
         optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9).state_dict())
     assert_same(contents(module, optimizer), before)
+
+
+def test_a_gradient_that_is_not_finite_touches_nothing():
+    layer = nn.Linear(64, 64)
+    optimizer = MasterWeights(torch.optim.SGD(layer.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in layer.parameters()]
+    layer(torch.full((2, 64), float("nan"), dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(GradientError, match="not finite; no weight has been touched"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))

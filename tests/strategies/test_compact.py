@@ -545,6 +545,59 @@ def test_trace_another_librarys_optimizer_resumes(make_trainer: Make, tmp_path: 
     torch.load(tmp_path / "half.ckpt", weights_only=True)  # plain tensors, without the library's classes
 
 
+def test_trace_what_lightning_moves_to_the_device_is_not_what_lies_on_the_host(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU a tensor that is moved to the device stays the same one; here it becomes another."""
+    import lightning.fabric.utilities.optimizer as moving
+    import lightning.pytorch as home
+
+    seen: list[int] = []
+
+    class Watch(home.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            for p, tensors in optimizer._on_host.items():
+                assert all(optimizer.state[p][name] is tensor for name, tensor in tensors.items())
+            seen.append(len(optimizer._on_host))
+
+    monkeypatch.setattr(moving, "move_data_to_device", lambda tensor, device: tensor.clone())
+    for budget in (0, "auto"):
+        strategy = CompactStrategy(state_budget=budget)
+        first = fit(home, make_trainer, strategy, precision="bf16-true", callbacks=[Watch()])
+        first.save_checkpoint(tmp_path / "first.ckpt", weights_only=False)
+        again = make_trainer(
+            home,
+            strategy=CompactStrategy(state_budget=budget),
+            precision="bf16-true",
+            max_epochs=2,
+            callbacks=[Watch()],
+        )
+        again.fit(regression(home, net()), batches(), ckpt_path=tmp_path / "first.ckpt")
+    assert seen == [4] * 40
+
+
+def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, net())
+    module.automatic_optimization = False
+    parts = [list(block.parameters()) for block in module.net.blocks]
+    module.configure_optimizers = lambda: [torch.optim.AdamW(part) for part in parts]
+
+    def step(batch: Any, batch_idx: int) -> None:
+        module.manual_backward(module.net(batch[0]).float().square().mean())
+        for optimizer in module.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module.training_step = step
+    strategy = CompactStrategy(state_budget="60KiB", release_gradients=False)
+    trainer = fit(home, make_trainer, strategy, module, precision="bf16-true", max_steps=2)
+    assert sum(optimizer.state_bytes - optimizer.host_bytes for optimizer in trainer.optimizers) <= 60 * 1024
+    assert [len(optimizer._on_host) for optimizer in trainer.optimizers] == [1, 2]
+
+
 def test_trace_a_file_loads_where_the_library_is_not(make_trainer: Make, tmp_path: Path) -> None:
     import lightning.pytorch as home
 
