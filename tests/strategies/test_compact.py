@@ -1067,3 +1067,19 @@ def test_presets_train(home: ModuleType, make_trainer: Make, preset: str) -> Non
     trainer.fit(regression(home, net()), batches())
     assert type(trainer.optimizers[0]) is CompactAdamW
     assert trainer.global_step == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [0, "60KiB", "auto"])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_gpu_states_on_the_host(make_trainer: Make, budget: Any, arguments: dict[str, Any]) -> None:
+    import lightning.pytorch as home
+
+    more = {"precision": "bf16-true", "accelerator": "gpu", "max_epochs": 2, **arguments}
+    resident = fit(home, make_trainer, CompactStrategy(gradient_buffer="host"), **more)
+    ours = fit(home, make_trainer, CompactStrategy(state_budget=budget, gradient_buffer="host"), **more)
+    assert_same(weights(ours), weights(resident))
+    (optimizer,) = ours.optimizers
+    assert (optimizer.host_bytes > 0) == (budget != "auto")  # all of it fits
+    for tensors in optimizer._on_host.values():
+        assert all(tensor.is_pinned() for tensor in tensors.values())
