@@ -257,6 +257,8 @@ class GradientRelease:
             BudgetError: the host has too little memory.
         """
         lacking = [p for p in self._handles if p not in self._kept]
+        if not lacking:
+            return
         self._wait()
         wanted = [(p.numel(), self._kind(p)) for p in lacking]
         for p in lacking:

@@ -43,7 +43,7 @@ def host_tensors(wanted: Wanted, device: torch.device) -> list[Tensor]:
         wanted: of each.
         device: that will read and write them.
     """
-    if isinstance(torch.empty(0), FakeTensor):  # a plan, which counts bytes
+    if is_planned():
         return [torch.zeros(count, dtype=kind) for count, kind in wanted]
     made: list[Tensor] = []
     for part in _slabs(wanted):
@@ -54,11 +54,14 @@ def host_tensors(wanted: Wanted, device: torch.device) -> list[Tensor]:
 def _slabs(wanted: Wanted) -> Iterator[Wanted]:
     """Yield what goes into one slab each, in order."""
     part: list[tuple[int, torch.dtype]] = []
-    for tensor in wanted:
-        if part and _size([*part, tensor]) > SLAB_BYTES:
+    size = 0
+    for count, kind in wanted:
+        more = _aligned(count * kind.itemsize)
+        if part and size + more > SLAB_BYTES:
             yield part
-            part = []
-        part.append(tensor)
+            part, size = [], 0
+        part.append((count, kind))
+        size += more
     if part:
         yield part
 
@@ -87,6 +90,11 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def is_planned() -> bool:
+    """Tell whether tensors are without data here: a plan counts bytes, and is judged by their sum."""
+    return isinstance(torch.empty(0), FakeTensor)
+
+
 def host_room() -> int:
     """Return the bytes that may be taken of the host, by its control groups too; a twentieth is left."""
     return host_memory()[1] * 19 // 20
@@ -99,7 +107,7 @@ def require_host_room(what: str, wanted: Wanted, remedy: str) -> None:
         BudgetError: it hasn't.
     """
     needed, there = _size(wanted), host_room()
-    if needed > there and not isinstance(torch.empty(0), FakeTensor):  # a plan is judged by its sum
+    if needed > there and not is_planned():
         raise BudgetError(
             f"{what} of {format_bytes(needed)} on the host, of which {format_bytes(there)} may be taken; {remedy}, or"
             " take a smaller model",

@@ -45,7 +45,7 @@ from lightning_solo.optim.compact_adamw import (
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
-from lightning_solo.optim.host_memory import host_room
+from lightning_solo.optim.host_memory import host_room, is_planned
 from lightning_solo.optim.master_weights import SERVED, MasterWeights, state_bytes
 from lightning_solo.presets.conflicts import compact_precision
 from lightning_solo.units import format_bytes, parse_bytes
@@ -468,8 +468,8 @@ class CompactStrategy(Base):
         return self.lightning_module
 
     def _require_room(self) -> None:
-        if self._is_plain(self._corrections) and self._budget is None:
-            return  # any optimizer, whose states aren't known
+        if is_planned() or (self._is_plain(self._corrections) and self._budget is None):
+            return  # or any optimizer, whose states aren't known
         needed = sum(self._state_bytes(optimizer) for optimizer in self.optimizers)
         if self._budget == "auto":
             needed = max(0, needed - host_room())

@@ -285,6 +285,18 @@ def _mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 
 
+def test_memory_of_some_is_given_back_before_that_of_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "SLAB_BYTES", 2**20)
+    before = _mapped()
+    made = host_tensors([(2**19, torch.uint8)] * 8, CPU)
+    for tensor in made:
+        tensor.fill_(1)
+    four = _mapped() - before
+    assert 4 * 2**20 <= four <= 4 * 2**20 * 1.03
+    del made[:4], tensor
+    assert _mapped() - before <= four - 2 * 2**20
+
+
 def test_host_bytes_over_useful_bytes():
     module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
     layouts = [state_layout(layer.weight.bfloat16(), 24, 8) for layer in module]

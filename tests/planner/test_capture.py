@@ -13,12 +13,13 @@ from torch import nn
 
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.ledger import storages_of
-from lightning_solo.optim import compressed_moments
+from lightning_solo.optim import compressed_moments, host_memory
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.gradient_release import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
+from lightning_solo.strategies import compact
 from tests.planner.modules import MODULES, Classifier, vectors
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -91,6 +92,14 @@ def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: py
     make, batch = MODULES["attending"]
     arranged = arrange(compose("compact_host"), {})
     assert_equal(*both(make, batch(), lambda: {**arranged.arguments(), **ARGUMENTS[extra]}))
+
+
+@pytest.mark.parametrize("preset", ["compact", "compact_host"])
+def test_what_this_host_has_limits_no_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (compact, host_memory):
+        monkeypatch.setattr(room, "host_memory", lambda: (2**30, 100))
+    make, batch = MODULES["attending"]
+    assert capture(make, batch(), arrange(compose(preset), {}).arguments(), cuda=True).log.peak()[0] > 0
 
 
 def test_planned_for_a_gpu_states_on_the_host_are_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
