@@ -186,7 +186,8 @@ def in_a_process(part: str, preset: str, depth: int, seed: int) -> dict[str, Any
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"ended_with": done.returncode, "last_words": done.stderr.strip().splitlines()[-1:]}
+        print(done.stderr[-2000:], file=sys.stderr)
+        return {"ended_with": done.returncode}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
