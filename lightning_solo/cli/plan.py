@@ -22,7 +22,7 @@ from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.devices import budget_on
 from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.report.plan_chart import write_picture
+from lightning_solo.report.plan_chart import write_pictures
 from lightning_solo.units import format_bytes
 
 TIMEOUT_S = 3600.0
@@ -75,14 +75,13 @@ def run(arguments: Sequence[str]) -> int:
     plans, failed = planned(request, host)
     failed = {**refused, **failed}
     advice = what_to_write(plans, given.overrides, checked)
-    if given.picture is not None and plans:
-        write_picture(plans, given.picture)
+    pictures = write_pictures(plans, given.picture) if given.picture is not None and plans else []
     if given.as_json:
         print(json.dumps(as_plain(plans, failed, arguments, advice), indent=2))
     else:
         print_plans(plans, failed, longer_steps(plans, presets), advice)
-        if given.picture is not None and plans:
-            print(f"picture: {given.picture}")
+        for picture in pictures:
+            print(f"picture: {picture}")
     return 0 if any(plan.fits for plan in plans) else 1
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.capture import Trace
-from lightning_solo.planner.tracer import Cost
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Affine:
         ]
         held = {storage: line(first, high.log.held[storage]) for storage, first in low.log.held.items()}
         costs = [
-            Cost(line(a.flops, b.flops), line(a.bytes, b.bytes), a.dtype)
+            a._replace(flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes))
             for a, b in zip(low.costs, high.costs, strict=True)
         ]
         host = line(low.host_bytes, high.host_bytes)

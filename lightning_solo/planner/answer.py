@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from lightning_solo.planner.timeline import Span
 from lightning_solo.units import format_bytes
 
 TIGHT = 0.05  # of the need: libraries that take memory unseen (cuDNN, sorting), and the context, are estimates
@@ -38,6 +39,8 @@ class Plan:
         largest_micro_batch: the most examples per forward that fit; 0 if none does, None if that could not be priced.
         assumptions: what the plan took for granted, in words.
         traced: how: ``fake tensors``, or ``real steps on the CPU``.
+        timeline: of a preset that copies while it computes: when the device's streams are at work in an optimizer step
+            of at most two micro-batches, joined to what a picture can show; empty for other presets.
     """
 
     preset: str
@@ -58,6 +61,7 @@ class Plan:
     traced: str = "fake tensors"
     accumulation: int = 1
     host_memory_bytes: int | None = None
+    timeline: tuple[Span, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -101,7 +105,8 @@ class Plan:
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
         """Return the plan that `as_dict` wrote."""
         known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(**{**known, "assumptions": tuple(known.get("assumptions", ()))})
+        timeline = tuple(Span(*span) for span in known.get("timeline", ()))
+        return cls(**{**known, "assumptions": tuple(known.get("assumptions", ())), "timeline": timeline})
 
 
 def verdict_of(needed: int, there: int) -> str:

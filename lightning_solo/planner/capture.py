@@ -112,7 +112,7 @@ def capture(
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
         if cuda:
             stack.enter_context(cuda_policy(attention))
-            stack.enter_context(host_tensors_within(tracer.on_host))
+            stack.enter_context(host_tensors_within(tracer.on_host, tracer.copy))
             _copy_batches(trainer, tracer)
         elif fake:
             stack.enter_context(cpu_policy())

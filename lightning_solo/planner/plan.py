@@ -27,8 +27,9 @@ from lightning_solo.planner.beside import beside
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.fake import empty_parameters
-from lightning_solo.planner.rules import Arrangement, arrange
-from lightning_solo.planner.seconds import step_seconds
+from lightning_solo.planner.rules import WINDOW, Arrangement, arrange
+from lightning_solo.planner.seconds import step_schedule, step_seconds
+from lightning_solo.planner.timeline import COMPUTE, Span, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
 from lightning_solo.planner.zero_offload import layout_for, offload_seconds, with_layout
 from lightning_solo.presets.schema import SoloConfig
@@ -99,7 +100,7 @@ class Planner:
         trace = at(self.micro_batch)
         peak, breakdown = self._peak(trace)
         needed = self._needed(trace)
-        seconds, flops, moved = self._cost(trace, arranged)
+        seconds, flops, moved, timeline = self._cost(trace, arranged)
         return Plan(
             preset=name,
             device=self.device.name,
@@ -118,6 +119,7 @@ class Planner:
             assumptions=tuple(dict.fromkeys(assumptions)),
             traced=traced.how,
             accumulation=arranged.accumulation,
+            timeline=tuple(timeline),
         )
 
     # --- memory ---
@@ -158,28 +160,29 @@ class Planner:
 
     # --- time ---
 
-    def _cost(self, trace: Trace, arranged: Arrangement) -> tuple[float, int, int]:
-        """Return (seconds, FLOPs, bytes moved) of the second optimizer step, its micro-batches as many as there are."""
+    def _cost(self, trace: Trace, arranged: Arrangement) -> tuple[float, int, int, list[Span]]:
+        """Return (seconds, FLOPs, bytes moved, schedule) of the second optimizer step with all its micro-batches."""
         first, last = trace.steps[-2], trace.steps[-1]
         firsts = [costs for _, costs, _ in trace.phases]
-        in_step: list[Cost] = []
-        of_batches: list[Cost] = []
-        for index in range(first, last):
-            name = trace.phases[bisect_right(firsts, index) - 1][2]
-            (in_step if name == "optimizer_step" else of_batches).append(trace.costs[index])
+        phases = [trace.phases[bisect_right(firsts, index) - 1][2] for index in range(first, last)]
+        costs = trace.costs[first:last]
         # the trace has a window of two at most
-        windows = arranged.accumulation / min(arranged.accumulation, 2)
-        batches = step_seconds(of_batches, self.device) * windows
+        windows = arranged.accumulation / min(arranged.accumulation, WINDOW)
+        of_batches = [cost for cost, phase in zip(costs, phases, strict=True) if phase != "optimizer_step"]
+        in_step = [cost for cost, phase in zip(costs, phases, strict=True) if phase == "optimizer_step"]
         if arranged.zero_offload is None:
-            seconds = batches + step_seconds(in_step, self.device)
+            seconds = step_seconds(costs, self.device)
+            if windows > 1:
+                seconds += (windows - 1) * step_seconds(of_batches, self.device)
         else:
             node = arranged.zero_offload
             layout = layout_for(node, arranged.precision, arranged.accumulation, trace)
             moved, update = offload_seconds(layout, node, trace, self.device, arranged.accumulation)
-            seconds, in_step = max(batches, moved) + update, []
+            seconds, in_step = max(windows * step_seconds(of_batches, self.device), moved) + update, []
         flops = round(sum(cost.flops for cost in of_batches) * windows) + sum(cost.flops for cost in in_step)
-        bytes_ = round(sum(cost.bytes for cost in of_batches) * windows) + sum(cost.bytes for cost in in_step)
-        return seconds, flops, bytes_
+        bytes_ = round(_moved(of_batches) * windows) + _moved(in_step)
+        overlaps = any(cost.stream != COMPUTE for cost in costs)
+        return seconds, flops, bytes_, condensed(step_schedule(costs, self.device, phases)) if overlaps else []
 
     # --- traces ---
 
@@ -288,6 +291,11 @@ def _by_real_steps(one: Callable[[int], Trace], given: int) -> _Traced:
     trace = one(given)
     trace.assumptions.append(UNLIKE)
     return _Traced(given, trace, None, "real steps on the CPU")
+
+
+def _moved(costs: Sequence[Cost]) -> int:
+    """Return the bytes that operators read and write on the device."""
+    return sum(cost.bytes for cost in costs if cost.stream == COMPUTE)
 
 
 def _phase_peaks(trace: Trace) -> dict[str, int]:

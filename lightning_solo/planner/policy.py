@@ -6,7 +6,7 @@ Lists after ``ATen/autocast_mode.h`` of torch 2.13; kernels after ``transformers
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_solo.optim import host_memory
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -282,10 +283,16 @@ def _pieces_of_cuda() -> Iterator[None]:
 
 
 @contextmanager
-def host_tensors_within(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def host_tensors_within(
+    around: Callable[[], AbstractContextManager[None]], copied: Callable[[str, int, int], None]
+) -> Iterator[None]:
     """Allocate what is for the host within a context: planned on a CPU, nothing else tells it from the device.
 
     What passes through the device takes its buffers there, and isn't copied.
+
+    Args:
+        around: returns the context.
+        copied: is called with stream, bytes and staging buffer of each copy that a GPU would make.
     """
     allocate, stage = host_memory.host_tensors, host_memory.Staging.on_device
 
@@ -294,9 +301,17 @@ def host_tensors_within(around: Callable[[], AbstractContextManager[None]]) -> I
             return allocate(*arguments)
 
     @contextmanager
-    def staged(self: host_memory.Staging, pieces: Mapping[str, Tensor], **how: Any) -> Iterator[dict[str, Tensor]]:
-        self.next_slot(pieces)
+    def staged(
+        self: host_memory.Staging,
+        pieces: Mapping[str, Tensor],
+        *,
+        unread: bool = False,
+        unchanged: Collection[str] = (),
+    ) -> Iterator[dict[str, Tensor]]:
+        slot, _ = self.next_slot(pieces)
+        copied(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), slot)
         yield dict(pieces)
+        copied(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
 
     host_memory.host_tensors = within  # type: ignore[assignment]
     host_memory.Staging.on_device = staged  # type: ignore[method-assign]

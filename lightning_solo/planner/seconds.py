@@ -1,12 +1,13 @@
-"""How long a step takes, from the operators' costs: for the order of presets, not for a promise in milliseconds."""
+"""How long a step takes, from its operators' costs and their schedule: to rank presets, not to promise milliseconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from lightning_solo.planner.device import Device
+from lightning_solo.planner.timeline import COMPUTE, TO_DEVICE, Operation, Span, length, schedule
 from lightning_solo.planner.tracer import Cost
 
 KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; what Python takes to launch one
@@ -18,19 +19,53 @@ KINDS = {
 }
 
 
-def step_seconds(costs: Iterable[Cost], device: Device) -> float:
-    """Return the seconds that operators take one after the other: the slower of device and host.
+def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] = ()) -> list[Span]:
+    """Return when each operator and each copy of a step runs.
 
-    Each takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, and 10 us to launch. Speed and bandwidth are the
-    device's peaks times the shares of them that are reached: 0.70 and 0.80, where those were not measured.
+    Args:
+        costs: in order.
+        device: that runs them.
+        phases: of each operator, which name the spans; empty for none.
     """
-    on_device, count = 0.0, 0
+    return schedule(operations(costs, device, phases), LAUNCH_S)
+
+
+def step_seconds(costs: Sequence[Cost], device: Device) -> float:
+    """Return the seconds from one step to the next, when steps follow one another.
+
+    What a step leaves under way, such as copies to the host, overlaps with the next one.
+    """
+    once, twice = (schedule(operations([*costs] * times, device), LAUNCH_S) for times in (1, 2))
+    return length(twice) - length(once)
+
+
+def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()) -> list[Operation]:
+    """Return operators and copies with what each waits for.
+
+    An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth in one
+    direction. Speed and bandwidth are the device's peaks times the shares of them that are reached: 0.70 and 0.80,
+    where those were not measured. As in `host_memory.Staging`, a copy to the device waits until its buffer has been
+    emptied, what is computed next waits for that copy, and a copy to the host for what was computed before.
+    """
     bandwidth = device.bandwidth_reached * device.memory_bandwidth
-    for cost in costs:
-        compute = cost.flops / _speed(device, cost.dtype) if cost.flops else 0.0
-        on_device += max(compute, cost.bytes / bandwidth, KERNEL_S)
-        count += 1
-    return max(on_device, count * LAUNCH_S)
+    made: list[Operation] = []
+    arrived = computed = -1  # the last copy to the device that nothing waits for yet; the last operator
+    emptied: dict[int, int] = {}  # slot -> the last copy from it
+    for number, cost in enumerate(costs):
+        name = phases[number] if phases else ""
+        if cost.stream == COMPUTE:
+            compute = cost.flops / _speed(device, cost.dtype) if cost.flops else 0.0
+            seconds = max(compute, cost.bytes / bandwidth, KERNEL_S)
+            waits, arrived, computed = arrived, -1, number
+        else:
+            seconds = cost.bytes / device.host_bandwidth
+            waits = emptied.get(cost.slot, -1) if cost.stream == TO_DEVICE else computed
+            if cost.stream == TO_DEVICE:
+                arrived = number
+            else:
+                emptied[cost.slot] = number
+        made.append(Operation(cost.stream, seconds, () if waits < 0 else (waits,), name))
+    return made
 
 
 def _speed(device: Device, dtype: torch.dtype) -> float:

@@ -15,6 +15,7 @@ from lightning_solo.memory.ledger import Ledger, tensors_of
 from lightning_solo.planner.indices import check_indices
 from lightning_solo.planner.policy import HALF
 from lightning_solo.planner.stand_ins import STAND_INS
+from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten
 PHASES = ("forward", "backward", "optimizer_step", "between")
@@ -31,11 +32,16 @@ _META = torch.device("meta")
 
 
 class Cost(NamedTuple):
-    """What one operator takes: floating-point operations, bytes read and written, and the type it computes in."""
+    """What one operator takes: floating-point operations, bytes read and written, and the type it computes in.
+
+    A copy to the device or back has its direction for a stream, and the staging buffer through which it goes.
+    """
 
     flops: int
     bytes: int
     dtype: torch.dtype
+    stream: str = COMPUTE
+    slot: int = -1
 
 
 class Tracer(Ledger):  # type: ignore[no-untyped-call]
@@ -71,6 +77,10 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
     def enter(self, phase: str) -> None:
         """A phase begins."""
         self.phases.append((len(self.log.events), len(self.costs), phase))
+
+    def copy(self, stream: str, size: int, slot: int) -> None:
+        """Bytes go to the device, or back, through one of the staging buffers."""
+        self.costs.append(Cost(0, size, torch.uint8, stream, slot))
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or answer in its stead."""

@@ -152,6 +152,35 @@ def stacks(
     return _finished(alt, chart, data, palette, height=max(90, 30 * len(rows)))
 
 
+def spans(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, Any]:
+    """Return a row per lane with a bar for each time at which something goes on there, coloured by what.
+
+    Args:
+        rows: ``lane``, ``begin``, ``end``, ``part``, and ``share`` of the time, by which a bar is as opaque; lanes are
+            drawn in the order in which they come.
+        x: what the horizontal axis shows.
+        palette: colours.
+    """
+    alt = altair()
+    drawn = [{**row, "begin": short(row["begin"]), "end": short(row["end"])} for row in rows]
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    lanes = list(dict.fromkeys(row["lane"] for row in rows))
+    legend = alt.Legend(title=None, orient="top", columns=4, labelLimit=200, symbolType="square", symbolSize=160)
+    chart = (
+        alt.Chart(alt.NamedData("data"))
+        .mark_bar()
+        .encode(
+            y=alt.Y("lane:N", title=None, sort=lanes, axis=alt.Axis(labelLimit=300, ticks=False, domain=False)),
+            x=alt.X("begin:Q", title=x, scale=alt.Scale(nice=False)),
+            x2="end:Q",
+            color=alt.Color("part:N", scale=_scale(alt, parts, palette.marks), legend=legend),
+            opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0, 1]), legend=None),
+            tooltip=[alt.Tooltip(f"{name}:N") for name in ("lane", "part", "begin", "end", "share")],
+        )
+    )
+    return _finished(alt, chart, {"data": drawn}, palette, height=max(90, 26 * len(lanes)))
+
+
 def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:
     """Return a point per job; those on the front are filled diamonds with their number, joined by a line.
 

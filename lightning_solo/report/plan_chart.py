@@ -1,4 +1,4 @@
-"""The picture of plans: the peak of each preset by category, as stacked bars, and a rule at the budget."""
+"""The pictures of plans: the peak of each preset by category, and when a device computes and copies in a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning_solo.errors import PresetError
 from lightning_solo.planner.answer import Plan
-from lightning_solo.report.charts import stacks
+from lightning_solo.planner.timeline import COMPUTE, STREAMS, busy
+from lightning_solo.report.charts import spans, stacks
 from lightning_solo.report.model import Cell, Figure, Table, number
 from lightning_solo.report.pictures import png
 from lightning_solo.report.write import write_whole
@@ -77,15 +78,64 @@ def picture(plans: Sequence[Plan]) -> Figure:
     )
 
 
-def write_picture(plans: Sequence[Plan], path: Path) -> None:
-    """Write the chart as a PNG file.
+def timelines(plans: Sequence[Plan]) -> Figure | None:
+    """Return the chart of the presets that copy while they compute; None where there are none."""
+    streamed = [plan for plan in plans if plan.timeline]
+    if not streamed:
+        return None
+    rows = [
+        {
+            "lane": f"{plan.preset}, {span.stream}",
+            "begin": 1e3 * span.start_s,
+            "end": 1e3 * span.end_s,
+            "part": "copies" if span.stream != COMPUTE else span.name.replace("_", " "),
+            "share": span.share,
+        }
+        for plan in streamed
+        for span in sorted(plan.timeline, key=lambda span: STREAMS.index(span.stream))
+    ]
+    title = f"One optimizer step on its streams: {plans[0].device}, micro-batch {plans[0].micro_batch}"
+    shares = [_hidden(plan) for plan in streamed]
+    return Figure(
+        name="plan-timeline",
+        title=title,
+        caption="Planned, not measured: at most two micro-batches of a step. The paler, the more a stream waits.",
+        alternative=f"Bars over time: {title}, in milliseconds. {'; '.join(shares)}.",
+        draw=partial(spans, rows, "milliseconds"),
+        table=Table(
+            f"{title}: data",
+            ("lane", "what", "from ms", "to ms", "busy"),
+            [
+                (
+                    Cell(row["lane"], row["lane"]),
+                    Cell(row["part"]),
+                    *(number(row[name]) for name in ("begin", "end", "share")),
+                )
+                for row in rows
+            ],
+        ),
+    )
+
+
+def _hidden(plan: Plan) -> str:
+    """Return in words how long a preset's device computes and copies."""
+    seconds = {stream: busy(plan.timeline, stream) for stream in STREAMS}
+    return f"{plan.preset}: " + ", ".join(f"{stream} {1e3 * time:.3g} ms" for stream, time in seconds.items())
+
+
+def write_pictures(plans: Sequence[Plan], path: Path) -> list[Path]:
+    """Write the charts as PNG files and return those: the peaks, and beside it the timelines, where there are any.
 
     Raises:
         CapabilityError: Altair or vl-convert is not installed.
-        PresetError: the file can't be written.
+        PresetError: a file can't be written.
     """
-    drawn = png(picture(plans))
-    try:
-        write_whole(path, drawn)
-    except OSError as error:
-        raise PresetError(f"--picture {path}: can't be written: {error.strerror}") from error
+    drawn = {path: png(picture(plans))}
+    if (figure := timelines(plans)) is not None:
+        drawn[path.with_stem(f"{path.stem}-timeline")] = png(figure)
+    for file, content in drawn.items():
+        try:
+            write_whole(file, content)
+        except OSError as error:
+            raise PresetError(f"--picture {file}: can't be written: {error.strerror}") from error
+    return list(drawn)

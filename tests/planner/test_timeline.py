@@ -1,0 +1,178 @@
+"""The schedule of operations on streams, and the one that a preset with states on the host is planned by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import lightning_solo as solo
+from lightning_solo.optim.adamw_states import state_layout
+from lightning_solo.planner.answer import Plan
+from lightning_solo.planner.device import device
+from lightning_solo.planner.seconds import KERNEL_S, LAUNCH_S, operations, step_schedule, step_seconds
+from lightning_solo.planner.timeline import (
+    COMPUTE,
+    STREAMS,
+    TO_DEVICE,
+    TO_HOST,
+    Operation,
+    busy,
+    condensed,
+    length,
+    schedule,
+)
+from lightning_solo.planner.tracer import Cost
+from lightning_solo.report.plan_chart import timelines
+from tests.modules import regression
+
+H200 = replace(device("h200"), host_bandwidth=50e9, memory_bandwidth=4e12, bandwidth_reached=1.0)
+
+
+def kernel(seconds: float) -> Cost:
+    return Cost(0, round(seconds * 4e12), torch.float32)
+
+
+def copies(up: float, down: float, slot: int) -> tuple[Cost, Cost]:
+    """Return the copies of a piece to the device and back, which take so many seconds."""
+    return (
+        Cost(0, round(up * 50e9), torch.uint8, TO_DEVICE, slot),
+        Cost(0, round(down * 50e9), torch.uint8, TO_HOST, slot),
+    )
+
+
+def streamed(pieces: int, slots: int, copy: float, compute: float) -> list[Cost]:
+    costs = []
+    for number in range(pieces):
+        up, down = copies(copy, copy, number % slots)
+        costs += [up, kernel(compute), down]
+    return costs
+
+
+def test_streams_overlap_and_wait_for_one_another() -> None:
+    spans = schedule(
+        [
+            Operation(TO_DEVICE, 2.0),
+            Operation(COMPUTE, 3.0, after=(0,)),
+            Operation(TO_DEVICE, 2.0),  # while the first is computed with
+            Operation(COMPUTE, 1.0, after=(2,)),
+            Operation(TO_HOST, 4.0, after=(3,)),
+        ]
+    )
+    assert [(span.start_s, span.end_s) for span in spans] == [(0, 2), (2, 5), (2, 4), (5, 6), (6, 10)]
+    assert length(spans) == 10
+    assert busy(spans, TO_DEVICE) == 4
+
+
+def test_the_host_launches_one_after_the_other() -> None:
+    spans = schedule([Operation(COMPUTE, 0.1)] * 3, launch_s=1.0)
+    assert [span.start_s for span in spans] == [0.0, 1.0, 2.0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(STREAMS), st.floats(0, 1), st.integers(0, 5)), max_size=20))
+def test_any_schedule_keeps_its_rules(given: list[tuple[str, float, int]]) -> None:
+    made = [Operation(stream, s, (n - back,) if 0 < back <= n else ()) for n, (stream, s, back) in enumerate(given)]
+    spans = schedule(made)
+    for number, operation in enumerate(made):
+        before = [span.end_s for span in spans[:number] if span.stream == operation.stream]
+        expected = max([*before[-1:], *(spans[other].end_s for other in operation.after), 0.0])
+        assert spans[number].start_s == expected
+    total = length(spans)
+    assert total <= sum(seconds for _, seconds, _ in given) * (1 + 1e-9)
+    for stream in STREAMS:
+        assert busy(spans, stream) <= total * (1 + 1e-9)
+        if total > 1e-3:
+            assert busy(condensed(spans), stream) == pytest.approx(busy(spans, stream), abs=0.02 * total)
+
+
+def test_a_step_without_copies_is_the_sum_of_its_operators_or_what_launching_takes() -> None:
+    assert step_seconds([kernel(1.0), kernel(2.0)], H200) == pytest.approx(3.0)
+    many = [kernel(0.0)] * 1000  # each 4 us long and 10 us to launch
+    assert KERNEL_S < LAUNCH_S
+    assert step_seconds(many, H200) == pytest.approx(1000 * LAUNCH_S)
+
+
+@pytest.mark.parametrize(
+    ("copy", "compute", "slots", "expected"),
+    [
+        (1.0, 3.0, 3, 3.0),  # hidden behind what is computed
+        (3.0, 1.0, 3, 3.0),  # as fast as the bus, one way at a time
+        (1.0, 1.0, 1, 3.0),  # one buffer: up, compute, down, one after the other
+        (1.0, 1.0, 2, 1.5),  # two: each is there every 3 seconds
+        (1.0, 1.0, 3, 1.0),
+    ],
+)
+def test_pieces_through_staging_buffers(copy: float, compute: float, slots: int, expected: float) -> None:
+    assert step_seconds(streamed(60, slots, copy, compute), H200) / 60 == pytest.approx(expected, rel=0.01)
+
+
+def test_what_is_copied_back_overlaps_with_the_next_step() -> None:
+    # at the end of a step the last piece is on its way back, while the next forward runs
+    step = [kernel(5.0), *streamed(1, 1, 1.0, 1.0)]
+    assert length(step_schedule(step, H200)) == pytest.approx(7.0)  # its copy to the device hides behind the forward
+    assert step_seconds(step, H200) == pytest.approx(6.0)
+
+
+def test_a_buffer_is_filled_when_it_has_been_emptied() -> None:
+    made = operations(streamed(3, 2, 1.0, 1.0), H200, ["backward"] * 9)
+    assert [(operation.stream, operation.after) for operation in made] == [
+        (TO_DEVICE, ()),
+        (COMPUTE, (0,)),
+        (TO_HOST, (1,)),
+        (TO_DEVICE, ()),
+        (COMPUTE, (3,)),
+        (TO_HOST, (4,)),
+        (TO_DEVICE, (2,)),  # the first buffer again
+        (COMPUTE, (6,)),
+        (TO_HOST, (7,)),
+    ]
+    assert {operation.name for operation in made} == {"backward"}
+
+
+# --- plans ---
+
+WIDTH = 512
+
+
+def plan_of(budget: str = "0", accumulation: int = 1) -> Any:
+    import lightning.pytorch as home
+
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
+    batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    given = [f"strategy.state_budget={budget}", f"accumulate_grad_batches={accumulation}"]
+    module = regression(home, nn.Sequential(*layers))
+    return solo.plan(module, batch, preset="compact", overrides=given, device="h200")
+
+
+def moved(plan: Plan, stream: str) -> float:
+    """Return the bytes that the copies of a plan's timeline stand for."""
+    return busy(plan.timeline, stream) * device("h200").host_bandwidth
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_preset_with_states_on_the_host_is_planned_with_its_copies(accumulation: int) -> None:
+    plan = plan_of(accumulation=accumulation)
+    layer = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16().weight
+    states = 4 * sum(count * kind.itemsize for count, kind in state_layout(layer, 24, 8).values())
+    for stream in (TO_DEVICE, TO_HOST):
+        assert moved(plan, stream) == pytest.approx(states, rel=0.05)  # a picture's parts are a two-hundredth each
+    assert {span.name for span in plan.timeline if span.stream == COMPUTE} >= {"forward", "backward"}
+    assert Plan.from_dict(plan.as_dict()) == plan
+
+
+def test_states_on_the_device_have_no_timeline() -> None:
+    assert plan_of("null").timeline == ()
+
+
+def test_the_picture_has_a_lane_per_stream() -> None:
+    plan = plan_of()
+    figure = timelines([replace(plan, preset="a", timeline=()), plan])
+    assert figure is not None
+    assert {row[0].text for row in figure.table.rows} == {f"{plan.preset}, {stream}" for stream in STREAMS}
+    assert "to host" in figure.alternative
+    assert timelines([replace(plan, timeline=())]) is None
