@@ -83,7 +83,7 @@ def timelines(plans: Sequence[Plan]) -> Figure | None:
     streamed = [plan for plan in plans if plan.timeline]
     if not streamed:
         return None
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "lane": f"{plan.preset}, {span.stream}",
             "begin": 1e3 * span.start_s,
