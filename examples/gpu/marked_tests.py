@@ -1,0 +1,40 @@
+"""Part c of `make gpu`: the tests marked `gpu`, each with how it ended and why it was skipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+from result import SMALL, Result
+
+SOME = ["tests/memory", "tests/optim/test_host_memory.py"]
+"""What a small run looks at."""
+
+
+def main() -> int:
+    """Run the tests, and write a row for each that did not pass."""
+    result = Result("marked_tests")
+    report = result.path.with_name("tests.xml")
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", "-q"]
+    if through := os.environ.get("GPU_THROUGH"):
+        command = [sys.executable, "-m", through, "-m", *command[2:]]
+    status = subprocess.run([*command, *(SOME if SMALL else [])], check=False).returncode
+    with result.attempt("tests"):
+        passed = 0
+        for case in ElementTree.parse(report).iter("testcase"):
+            name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+            end = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
+            if end is None:
+                passed += 1
+            else:
+                kind = {"skipped": "skipped"}.get(end.tag, "failed")
+                result.add(name, **{kind: (end.get("message") or "")[:300], "seconds": float(case.get("time", 0))})
+        result.add("tests", passed=passed, status=status)
+        report.unlink()
+    return result.end() or status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Trains a byte GPT for a few steps under a preset on the GPU, and prints figures as JSON: one run of parts d and f.
+
+python examples/gpu/train.py compact --model 1b --context 2048 --batch 4 --plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_solo as solo
+from lightning_solo.reference.byte_gpt import ByteGPT
+
+MODELS = {  # width, depth, heads
+    "tiny": (128, 2, 2),
+    "124m": (768, 12, 12),
+    "1b": (2048, 20, 16),
+    "7b": (4096, 35, 32),
+}
+
+
+class Clock(L.Callback):
+    """Takes the time of each optimizer step, the device waited for, and a profile of one of them.
+
+    Args:
+        profiled: the step that is profiled, and not timed.
+    """
+
+    def __init__(self, profiled: int) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.kernels: dict[str, float] = {}
+        self._profiled = profiled
+        self._profiler: Any = None
+        self._begun = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start the clock with a device that has nothing to do."""
+        torch.cuda.synchronize()
+        if trainer.global_step == self._profiled and self._profiler is None:
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler.__enter__()
+        self._begun = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        """Stop it when the device is done."""
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - self._begun
+        if self._profiler is None or self.kernels:
+            self.seconds.append(taken)
+        else:
+            self._profiler.__exit__(None, None, None)
+            self.kernels = kernels(self._profiler, taken)
+        self.losses.append(float(outputs["loss"]))
+
+
+def kernels(profiler: Any, taken: float) -> dict[str, float]:
+    """Return launches, and the share of a step in which no kernel runs."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    at, busy = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, at))
+        at = max(at, end)
+    return {"launches": len(spans), "idle_share": 1 - busy / 1e6 / taken}
+
+
+class Built(L.LightningModule):
+    """A byte GPT that is built on the device, where random numbers of billions of weights take no time."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        """Build it."""
+        if self.net is None:
+            with torch.device("cuda"):
+                self.net = self.make()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss of the net."""
+        logits = self.net(batch[:, :-1].long())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten().long())
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def main() -> int:
+    """Plan if asked, train, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("preset")
+    parser.add_argument("--model", choices=list(MODELS), default="1b")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args()
+    print(json.dumps(run(given)))
+    return 0
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of a run."""
+    width, depth, heads = MODELS[given.model]
+    make = partial(ByteGPT, width=width, depth=depth, heads=heads, context=given.context)
+    tokens = torch.randint(256, (given.batch, given.context + 1), dtype=torch.uint8)
+    figures: dict[str, Any] = {}
+    if given.plan:
+        # the module's own make() has another AdamW, whose states are as large
+        plan = solo.plan(make, tokens, preset=given.preset, overrides=given.overrides)
+        figures |= {"planned_bytes": plan.peak_bytes, "planned_host_bytes": plan.host_bytes}
+        figures |= {"planned_s": plan.seconds_per_step}
+    L.seed_everything(1, verbose=False)
+    clock = Clock(profiled=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    arguments = solo.trainer_kwargs(given.preset, given.overrides, callbacks=[clock])
+    trainer = L.Trainer(
+        **{"accelerator": "gpu", **arguments}, **quiet, enable_model_summary=False, max_steps=given.steps, max_epochs=-1
+    )
+    trainer.fit(Built(make), DataLoader(tokens, batch_size=given.batch))
+    timed = clock.seconds[1:]  # the first compiles
+    taken = statistics.median(timed)
+    accumulation = trainer.accumulate_grad_batches
+    optimizers = [optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "host_bytes")]
+    return figures | {
+        "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
+        "micro_batch_s": taken,
+        "accumulation": accumulation,
+        "tokens_per_s": given.batch * given.context / taken,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "host_bytes": sum(optimizer.host_bytes for optimizer in optimizers),
+        **clock.kernels,
+        "first_loss": clock.losses[0],
+        "last_loss": clock.losses[-1],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
