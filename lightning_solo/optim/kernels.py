@@ -1,0 +1,112 @@
+"""What `CompactAdamW` and `GradientRelease` run on a device: the step of many parameters, and sums of gradients.
+
+`Kernels` is what each implementation offers: `OperatorKernels` here, by torch's operators on any device, and
+`gpu_kernel.TritonKernels`, one launch for all pieces of a call. Nothing in a call waits for the device: what decides
+whether a step is taken (`Control.scale`) and what was found on the way (`Control.not_finite`, `Sum.partials`) are
+tensors there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+PER_PARTIAL = 2**14
+"""Elements of a gradient whose squares make one partial sum."""
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of one parameter's step, as `adamw_update.update_blocks` names them."""
+
+    shrink: float
+    pull: float
+    first: float
+    keep: float
+    second: float
+    correction2: float
+    eps: float
+    rate: float
+    seed: int
+    seed_of_weights: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, or some of its blocks of 128, to be stepped.
+
+    Attributes:
+        tensors: flat, on the device: ``weight``, ``grad``, ``exp_avg``, ``exp_avg_sq``, and ``correction``,
+            ``exp_avg_scale`` and ``exp_avg_sq_scale`` where the parameter has them. Only a piece that ends its
+            parameter may have a number of elements that is no multiple of 128.
+        scalars: of the step.
+        first_row: which block of the parameter is the piece's first.
+        index: of the parameter's entry in ``Control.not_finite``.
+    """
+
+    tensors: Mapping[str, Tensor]
+    scalars: Scalars
+    first_row: int = 0
+    index: int = 0
+
+    @property
+    def layout(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """Names and types of the tensors: pieces of one layout share a launch."""
+        return tuple((name, self.tensors[name].dtype) for name in sorted(self.tensors))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A gradient that is added to a total, and the squares of what that makes.
+
+    Attributes:
+        gradient: flat, on the device.
+        total: flat, of as many elements: becomes its sum with the gradient. None: the gradient is only measured.
+        is_first: the total is overwritten by the gradient.
+        partials: fp32, of `partials_of` elements: each becomes the sum of the squares of ``PER_PARTIAL`` elements,
+            clamped to ``Control.bound``; NaN if one of them isn't finite before that.
+    """
+
+    gradient: Tensor
+    total: Tensor | None
+    is_first: bool
+    partials: Tensor
+
+
+@dataclass
+class Control:
+    """What the kernels of a step share on the device.
+
+    Attributes:
+        scale: fp32 of no dimensions: factor of every gradient. NaN: nothing is stepped, all stays as it is.
+        not_finite: int32, per parameter: becomes 1 where a stepped gradient had an element that isn't finite.
+        bound: gradients are clamped to it, before they are scaled.
+    """
+
+    scale: Tensor
+    not_finite: Tensor
+    bound: float = field(default=float("inf"))
+
+
+class Kernels(Protocol):
+    """The step of compact states and the sums of gradients, on one device."""
+
+    grouped_below: int
+    """Elements below which a parameter had better wait for others, with which it shares a launch; 0: none."""
+    piece: int
+    """Elements that are brought from the host at once."""
+
+    def step(self, pieces: Sequence[Piece], control: Control) -> None:
+        """Step pieces, all of one layout, in place."""
+
+    def add(self, sums: Sequence[Sum], control: Control) -> None:
+        """Add gradients of one type to totals of one type, and measure what that makes."""
+
+
+def partials_of(numel: int) -> int:
+    """Return how many partial sums of squares a gradient has."""
+    return -(-numel // PER_PARTIAL)
