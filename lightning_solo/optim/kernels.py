@@ -1,15 +1,17 @@
 """What `CompactAdamW` and `GradientRelease` run on a device: the step of many parameters, and sums of gradients.
 
-`Kernels` is what each implementation offers: `OperatorKernels` here, by torch's operators on any device, and
-`gpu_kernel.TritonKernels`, one launch for all pieces of a call. Nothing in a call waits for the device: what decides
+`Kernels` is what each implementation offers: `operator_kernels` by torch's operators on any device and in C++ on a CPU,
+`gpu_kernel` by Triton, one launch for all pieces of a call. There nothing in a call waits for the device: what decides
 whether a step is taken (`Control.scale`) and what was found on the way (`Control.not_finite`, `Sum.partials`) are
-tensors there.
+tensors on it. `kernels_on` chooses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -67,14 +69,15 @@ class Sum:
         gradient: flat, on the device.
         total: flat, of as many elements: becomes its sum with the gradient. None: the gradient is only measured.
         is_first: the total is overwritten by the gradient.
-        partials: fp32, of `partials_of` elements: each becomes the sum of the squares of ``PER_PARTIAL`` elements,
-            clamped to ``Control.bound``; NaN if one of them isn't finite before that.
+        partials: of `partials_of` elements, fp32 or the total's wider type: each becomes the norm of ``PER_PARTIAL``
+            elements of the total, clamped to ``Control.bound``, and isn't finite if one of them isn't before that; the
+            norm of all is that of the partials. None: nothing is measured.
     """
 
     gradient: Tensor
-    total: Tensor | None
-    is_first: bool
-    partials: Tensor
+    total: Tensor | None = None
+    is_first: bool = False
+    partials: Tensor | None = None
 
 
 @dataclass
@@ -89,7 +92,12 @@ class Control:
 
     scale: Tensor
     not_finite: Tensor
-    bound: float = field(default=float("inf"))
+    bound: float = math.inf
+
+    @cached_property
+    def scale_on_host(self) -> float:
+        """The scale as a number, for which the host waits once."""
+        return float(self.scale)
 
 
 class Kernels(Protocol):
@@ -97,8 +105,15 @@ class Kernels(Protocol):
 
     grouped_below: int
     """Elements below which a parameter had better wait for others, with which it shares a launch; 0: none."""
-    piece: int
-    """Elements that are brought from the host at once."""
+    folds: bool
+    """Whether a step sets ``Control.not_finite``, and partials take no second pass over a gradient."""
+
+    @property
+    def piece(self) -> int:
+        """Elements that are brought from the host at once: a multiple of 128."""
+
+    def reads_host(self, piece: Piece) -> bool:
+        """Return whether a piece may be stepped where it is, with tensors of the host among its own."""
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Step pieces, all of one layout, in place."""
