@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PER_ROW = 3242174889  # 2**32 / p
+_PER_ROW = 3242174889 - 2**32  # 2**32 / p, less 2**32: compiled for a GPU it is multiplied in int32
 _PER_COLUMN = 0.5698402909980532  # 1 / p**2
 
 

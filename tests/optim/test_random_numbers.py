@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_solo.optim import random_numbers
 from lightning_solo.optim.random_numbers import seed_of, uniform
 
 CPU = torch.device("cpu")
@@ -22,6 +23,12 @@ def test_the_sequence_is_that_of_the_source(seed: int, row: int, column: int):
     off = abs(got - by_hand(row, column, seed))
     # cut to 24 bits; fp32 up to 74 has an ulp of 2**-17; the step of a row, 2**-32 / 2 too large or small, x 2**24 rows
     assert min(off, 1 - off) < 2**-24 + 2 * 2**-17 + 2**-9
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**40))
+def test_all_factors_are_of_32_bits_with_a_sign_and_give_the_bits_of_the_source(seed: int, row: int):
+    assert -(2**31) <= random_numbers._PER_ROW < 2**31  # Triton refuses an int32 that is multiplied by another
+    assert uniform(1, 1, row, seed, CPU).item() == ((row * 3242174889 + seed) >> 8 & 0xFFFFFF) / 2**24
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 50), st.integers(1, 50))

@@ -1,0 +1,419 @@
+"""The step of compact states and the sum of gradients on a GPU, in Triton: `adamw_update.update_blocks` in one pass.
+
+A program steps ``ROWS`` blocks of 128 elements. A launch steps one piece whose addresses are arguments, or many whose
+addresses and scalars are rows of a table. Importing this module imports Triton.
+
+Each operation is one of torch's on a CPU and rounds as it does: products are added with one rounding where `tl.fma`
+says so and nowhere else (compile with ``enable_fp_fusion=False``), quotients and roots are those of IEEE 754. The one
+exception is the root of which only the whole part is used, `_code_of_second`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(128)  # `compressed_moments.BLOCK`
+PER_PARTIAL = tl.constexpr(2**14)  # `kernels.PER_PARTIAL`
+PER_SUM = tl.constexpr(2**11)  # elements of a gradient that a program holds at once
+
+COLUMNS = tl.constexpr(21)  # of the table of `step_many`, as `gpu_kernel` writes it
+SUM_COLUMNS = tl.constexpr(6)  # of that of `add_many`
+
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INFINITE = tl.constexpr(0x7F800000)
+QUIET_NAN = tl.constexpr(0x7FC00000)
+UPPER = tl.constexpr(-0x10000)
+TINY = tl.constexpr(2.0**-126)
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no bits below 1, and its lower bits are the integer
+PER_ROW = tl.constexpr(3242174889 - 2**32)  # `random_numbers`
+PER_COLUMN = tl.constexpr(0.5698402909980532)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(x):
+    """Round to an integer, ties to even, of magnitude below 2**22."""
+    return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def _below(x):
+    """Round down to an integer, of magnitude below 2**22; NaN stays NaN."""
+    near = _nearest(x)
+    return tl.where(near > x, near - 1.0, near)
+
+
+@triton.jit
+def _uniform(row, column, seed):
+    """Return `random_numbers.uniform` of rows and columns."""
+    start = (((row * PER_ROW + seed) >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+    number = start[:, None] + (column.to(tl.float32) * PER_COLUMN)[None, :]
+    return number - _below(number)
+
+
+@triton.jit
+def _join(weight, correction, BITS: tl.constexpr):
+    """Return the fp32 master of a bf16 weight, as fp32, and its correction."""
+    units = correction.to(tl.int32)
+    units = tl.where(weight == 0.0, tl.maximum(units, 0), units)
+    return _float(_bits(weight) + (units << (32 - BITS)))
+
+
+@triton.jit
+def _nearest_bf16(raw):
+    """Return the bits of the nearest bf16, ties to even, as those of an fp32; in integers, as the interpreter's cast
+    carries nothing into the exponent.
+    """
+    return (raw + 0x7FFF + ((raw >> 16) & 1)) & UPPER
+
+
+@triton.jit
+def _upper_half(raw):
+    """Return the bf16 of the upper 16 of 32 bits."""
+    return (raw >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _split(master, BITS: tl.constexpr):
+    """Return the upper 16 bits of the nearest bf16, in the upper 16 bits, and the correction of the master."""
+    raw = tl.where(master == master, _bits(master), QUIET_NAN)
+    if BITS == 32:
+        upper = (raw + 0x8000) & UPPER
+        units = raw - upper
+    else:
+        upper = _nearest_bf16(raw)
+        units = tl.minimum(tl.maximum((raw - upper + 0x80) >> 8, -127), 127)
+    return upper, units
+
+
+@triton.jit
+def _rounded(master, uniform):
+    """Return a bf16 in the upper 16 bits, rounded up or down by a uniform number."""
+    raw = _bits(master)
+    up = raw + (uniform * 65536.0).to(tl.int32)
+    finite = (raw & MAGNITUDE) < INFINITE
+    kept = tl.where(master == master, raw, QUIET_NAN)
+    return tl.where(finite, up, kept) & UPPER
+
+
+@triton.jit
+def _first_of(code, scale):
+    """Return ``exp_avg`` of its codes."""
+    curve = code.to(tl.float32) * 0.007874015748031496
+    return tl.div_rn(curve, 2.0 - tl.abs(curve)) * scale[:, None]
+
+
+@triton.jit
+def _second_of(code, scale):
+    """Return ``exp_avg_sq`` of its codes."""
+    root = code.to(tl.float32) * 0.00392156862745098
+    return root * root * scale[:, None]
+
+
+@triton.jit
+def _scale_of(values):
+    """Return the largest magnitude of each block, NaN if one is, and the factor that brings the block within 1."""
+    largest = tl.max(_bits(values) & MAGNITUDE, 1)
+    scale = _float(tl.where(largest == INFINITE, INFINITE - 1, largest))  # the greatest number
+    least = tl.where(scale < TINY, TINY, scale)
+    return scale, tl.div_rn(tl.full(least.shape, 1.0, tl.float32), least)
+
+
+@triton.jit
+def _code_of_first(values, factor):
+    scaled = values * factor[:, None]
+    curve = tl.div_rn(254.0 * scaled, 1.0 + tl.abs(scaled))
+    return _bits(curve + ROUNDER).to(tl.int8)  # of NaN, the lower bits are 0
+
+
+@triton.jit
+def _code_of_second(values, factor, uniform):
+    """Return codes rounded stochastically.
+
+    The root may be 2 units of its last place off, as the device's fast one is. Its whole part then differs where the
+    square is within 2**-21 of that of a code, and the code only where the random number, besides, is within 2**-20 of
+    its end: once in some 10**11 elements, by one.
+    """
+    square = tl.minimum(values * factor[:, None] * 65025.0, 65025.0)  # of NaN and the most, the most
+    below = _below(tl.sqrt(square))
+    up = square - below * below > uniform * (2.0 * below + 1.0)
+    code = tl.where(up, below + 1.0, below)
+    code = tl.maximum(code, tl.where(values > 0.0, 1.0, 0.0))
+    return _bits(code + ROUNDER).to(tl.uint8)
+
+
+@triton.jit
+def _load(pointer, at, ok, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointer + at, ok, 0)
+    return tl.load(pointer + at)
+
+
+@triton.jit
+def _store(pointer, at, value, ok, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + at, value, ok)
+    else:
+        tl.store(pointer + at, value)
+
+
+@triton.jit
+def _step_rows(
+    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, correction_ptr, first_scale_ptr, second_scale_ptr,
+    program, numel, first_row, flag_ptr, scale, bound,
+    shrink, pull, part, keep, second, correction2, eps, rate, seed, seed_of_weights,
+    BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
+    IS_NEAR: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Step ``ROWS`` blocks of a piece, of which ``numel`` elements are left from the first of them on.
+
+    ``BITS`` are those of the master weight: 16 with no correction, 32 with a correction or in fp32.
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    at = row[:, None] * BLOCK + column[None, :]
+    ok = at < numel
+    ok_row = row * BLOCK < numel
+    number = first_row + program * ROWS + row  # of the block in its parameter
+
+    grad = _load(grad_ptr, at, ok, MASKED).to(tl.float32)
+    largest = tl.max(_bits(grad) & MAGNITUDE, 1)
+    tl.store(flag_ptr + row * 0, 1, largest >= INFINITE)
+    if HAS_BOUND:
+        grad = tl.clamp(grad, -bound, bound, tl.PropagateNan.ALL)
+    grad = grad * scale
+
+    stored = _load(weight_ptr, at, ok, MASKED)
+    master = stored.to(tl.float32)
+    if correction_ptr is not None:
+        master = _join(master, _load(correction_ptr, at, ok, MASKED), BITS)
+    master = master * shrink
+    if HAS_PULL:
+        grad = tl.where(pull != 0.0, tl.fma(pull, master, grad), grad)
+
+    m = _load(exp_avg_ptr, at, ok, MASKED)
+    v = _load(exp_avg_sq_ptr, at, ok, MASKED)
+    if HAS_CODES:
+        m = _first_of(m, _load(first_scale_ptr, row, ok_row, MASKED))
+        v = _second_of(v, _load(second_scale_ptr, row, ok_row, MASKED))
+    if IS_NEAR:  # torch's lerp starts from the nearer end
+        m = tl.fma(part, grad - m, m)
+    else:
+        m = tl.fma(tl.where(part < 0.5, part, part - 1.0), grad - m, tl.where(part < 0.5, m, grad))
+    v = tl.fma(second * grad, grad, v * keep)
+    master += tl.div_rn(m * -rate, tl.div_rn(tl.sqrt_rn(v), correction2) + eps)
+
+    if BITS == 16:
+        upper = _rounded(master, _uniform(number, column, seed_of_weights))
+        _store(weight_ptr, at, _upper_half(upper), ok, MASKED)
+    elif correction_ptr is not None:
+        upper, units = _split(master, BITS)
+        _store(weight_ptr, at, _upper_half(upper), ok, MASKED)
+        _store(correction_ptr, at, units.to(correction_ptr.dtype.element_ty), ok, MASKED)
+    else:
+        _store(weight_ptr, at, master, ok, MASKED)
+    if HAS_CODES:
+        scale_of_m, factor = _scale_of(m)
+        _store(first_scale_ptr, row, scale_of_m, ok_row, MASKED)
+        _store(exp_avg_ptr, at, _code_of_first(m, factor), ok, MASKED)
+        scale_of_v, factor = _scale_of(v)
+        _store(second_scale_ptr, row, scale_of_v, ok_row, MASKED)
+        _store(exp_avg_sq_ptr, at, _code_of_second(v, factor, _uniform(number, column, seed)), ok, MASKED)
+    else:
+        _store(exp_avg_ptr, at, m, ok, MASKED)
+        _store(exp_avg_sq_ptr, at, v, ok, MASKED)
+
+
+@triton.jit
+def _step_program(
+    weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale,
+    program, numel, first_row, flag, scale, bound,
+    shrink, pull, part, keep, second, correction2, eps, rate, seed, seed_of_weights,
+    BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
+    IS_NEAR: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Step the blocks of one program, without masks but where the piece ends among them."""
+    start = program.to(tl.int64) * (ROWS * BLOCK)
+    weight += start
+    grad += start
+    exp_avg += start
+    exp_avg_sq += start
+    if correction is not None:
+        correction += start
+    if HAS_CODES:
+        first_scale += program.to(tl.int64) * ROWS
+        second_scale += program.to(tl.int64) * ROWS
+    left = tl.minimum(numel - start, ROWS * BLOCK).to(tl.int32)
+    if IS_WHOLE:
+        _step_rows(
+            weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale,
+            program, left, first_row, flag, scale, bound,
+            shrink, pull, part, keep, second, correction2, eps, rate, seed, seed_of_weights,
+            BITS, HAS_CODES, HAS_BOUND, HAS_PULL, IS_NEAR, False, ROWS,
+        )  # fmt: skip
+    elif left == ROWS * BLOCK:
+        _step_rows(
+            weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale,
+            program, left, first_row, flag, scale, bound,
+            shrink, pull, part, keep, second, correction2, eps, rate, seed, seed_of_weights,
+            BITS, HAS_CODES, HAS_BOUND, HAS_PULL, IS_NEAR, False, ROWS,
+        )  # fmt: skip
+    else:
+        _step_rows(
+            weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale,
+            program, left, first_row, flag, scale, bound,
+            shrink, pull, part, keep, second, correction2, eps, rate, seed, seed_of_weights,
+            BITS, HAS_CODES, HAS_BOUND, HAS_PULL, IS_NEAR, True, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "first_row", "index", "seed", "seed_of_weights"])
+def step_one(
+    weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale, scale_ptr, not_finite,
+    numel, first_row, index, seed, seed_of_weights,
+    bound, shrink, pull, part, keep, second, correction2, eps, rate,
+    BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
+    IS_NEAR: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Step a piece."""
+    scale = tl.load(scale_ptr)
+    if scale == scale:  # NaN: nothing is stepped
+        _step_program(
+            weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale,
+            tl.program_id(0), numel, first_row, not_finite + index, scale, bound,
+            shrink, pull, part, keep, second, correction2, eps, rate, seed, seed_of_weights,
+            BITS, HAS_CODES, HAS_BOUND, HAS_PULL, IS_NEAR, IS_WHOLE, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _address(entry, column, TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Return the address in a column of the table, of elements of a type."""
+    pointer = tl.load(entry + column).to(tl.pointer_type(TYPE))
+    if IS_ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _number(entry, column):
+    """Return the fp32 number in a column of the table."""
+    return _float(tl.load(entry + column).to(tl.int32))
+
+
+@triton.jit
+def step_many(
+    table, owners, scale_ptr, not_finite, bound,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, CORRECTION: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
+    IS_NEAR: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Step many pieces of one layout: ``owners`` says which of them each program belongs to."""
+    scale = tl.load(scale_ptr)
+    if scale == scale:
+        entry = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * COLUMNS
+        weight = _address(entry, 0, WEIGHT, IS_ALIGNED)
+        grad = _address(entry, 1, GRAD, IS_ALIGNED)
+        exp_avg = _address(entry, 2, FIRST, IS_ALIGNED)
+        exp_avg_sq = _address(entry, 3, SECOND, IS_ALIGNED)
+        correction = None
+        if CORRECTION is not None:
+            correction = _address(entry, 4, CORRECTION, IS_ALIGNED)
+        first_scale = None
+        second_scale = None
+        if HAS_CODES:
+            first_scale = _address(entry, 5, tl.float32, IS_ALIGNED)
+            second_scale = _address(entry, 6, tl.float32, IS_ALIGNED)
+        _step_program(
+            weight, grad, exp_avg, exp_avg_sq, correction, first_scale, second_scale,
+            tl.program_id(0) - tl.load(entry + 7).to(tl.int32), tl.load(entry + 8), tl.load(entry + 9).to(tl.int32),
+            not_finite + tl.load(entry + 10), scale, bound,
+            _number(entry, 11), _number(entry, 12), _number(entry, 13), _number(entry, 14), _number(entry, 15),
+            _number(entry, 16), _number(entry, 17), _number(entry, 18),
+            tl.load(entry + 19).to(tl.int32), tl.load(entry + 20).to(tl.int32),
+            BITS, HAS_CODES, HAS_BOUND, HAS_PULL, IS_NEAR, IS_WHOLE, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _narrowed(value, TYPE: tl.constexpr):
+    """Return fp32 numbers in a floating type, rounded to the nearest."""
+    if tl.bfloat16 == TYPE:
+        return _upper_half(_nearest_bf16(tl.where(value == value, _bits(value), QUIET_NAN)))
+    return value.to(TYPE)
+
+
+@triton.jit
+def _add_part(
+    gradient, total, at, ok, is_first, bound,
+    IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add elements of a gradient to a total, and return the squares of what that makes, NaN where it isn't finite."""
+    value = _load(gradient, at, ok, MASKED)
+    if not IS_MEASURED:
+        value = value.to(tl.float32)
+        if is_first == 0:
+            value = _load(total, at, ok, MASKED).to(tl.float32) + value
+        value = _narrowed(value, total.dtype.element_ty)
+        _store(total, at, value, ok, MASKED)
+    value = value.to(tl.float32)
+    wrong = value - value
+    if HAS_BOUND:
+        value = tl.clamp(value, -bound, bound)
+    return value * value + wrong
+
+
+@triton.jit
+def _add_program(
+    gradient, total, partials, program, numel, is_first, bound, IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr
+):
+    """Add ``PER_PARTIAL`` elements of a gradient to a total, and store the sum of the squares of what that makes."""
+    start = program.to(tl.int64) * PER_PARTIAL
+    left = tl.minimum(numel - start, PER_PARTIAL).to(tl.int32)
+    gradient += start
+    if not IS_MEASURED:
+        total += start
+    squares = tl.zeros((PER_SUM,), tl.float32)
+    whole = left // PER_SUM * PER_SUM
+    for first in range(0, whole, PER_SUM):
+        at = first + tl.arange(0, PER_SUM)
+        squares += _add_part(gradient, total, at, at >= 0, is_first, bound, IS_MEASURED, HAS_BOUND, False)
+    if whole < left:
+        at = whole + tl.arange(0, PER_SUM)
+        squares += _add_part(gradient, total, at, at < left, is_first, bound, IS_MEASURED, HAS_BOUND, True)
+    tl.store(partials + program, tl.sum(squares, 0))
+
+
+@triton.jit(do_not_specialize=["numel", "is_first"])
+def add_one(gradient, total, partials, numel, is_first, bound, IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr):
+    """Add a gradient to a total."""
+    _add_program(gradient, total, partials, tl.program_id(0), numel, is_first, bound, IS_MEASURED, HAS_BOUND)
+
+
+@triton.jit
+def add_many(
+    table, owners, bound,
+    GRADIENT: tl.constexpr, TOTAL: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
+    """Add many gradients to totals: ``owners`` says which of them each program belongs to."""
+    entry = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * SUM_COLUMNS
+    total = None
+    if not IS_MEASURED:
+        total = _address(entry, 1, TOTAL, IS_ALIGNED)
+    _add_program(
+        _address(entry, 0, GRADIENT, IS_ALIGNED), total, _address(entry, 2, tl.float32, False),
+        tl.program_id(0) - tl.load(entry + 3).to(tl.int32), tl.load(entry + 4), tl.load(entry + 5).to(tl.int32),
+        bound, IS_MEASURED, HAS_BOUND,
+    )  # fmt: skip
