@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check gpu wheel ladder architectures clean
+.PHONY: demo test simcuda check gpu wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -23,6 +23,11 @@ test: $(VENV)/.installed
 	$(BIN)/python -c "from lightning_solo.zero.extension import BUILDERS, load_extension, what_is_missing; \
 	  [load_extension(name) for name in BUILDERS if what_is_missing(name) is None]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=300 --numprocesses=2
+	$(MAKE) simcuda
+
+# Tests of CUDA code on a device simulated on the CPU, which looks for races; in a process that has torch find it.
+simcuda: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.simcuda.plugin -m "simcuda" tests/simcuda --timeout=300
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

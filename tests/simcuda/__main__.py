@@ -1,0 +1,50 @@
+"""Run a script or a module on the simulated CUDA device: ``python -m tests.simcuda [-m] <script.py or module> ...``.
+
+Races go to the standard error's end. Exit status 3 if the program ended well, but raced; 2 if there can be no device.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from tests.simcuda import device
+from tests.simcuda.build import UnavailableError
+
+RACED, UNAVAILABLE = 3, 2
+
+
+def main() -> int:
+    """Run what the command line names, and return the exit status."""
+    arguments = sys.argv[1:]
+    as_module = arguments[:1] == ["-m"]
+    arguments = arguments[as_module:]
+    if not arguments:
+        print("python -m tests.simcuda [-m] <script.py or module> ...: write what to run", file=sys.stderr)
+        return UNAVAILABLE
+    if as_module and arguments[0] == "pytest":  # its plugin looks for races test by test
+        arguments[1:1] = ["-p", "tests.simcuda.plugin"]
+    try:
+        device.install()
+    except UnavailableError as error:
+        print(f"no simulated CUDA device: {error}", file=sys.stderr)
+        return UNAVAILABLE
+    sys.argv = arguments
+    try:
+        if as_module:
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(arguments[0]).resolve().parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    races = device.races()
+    for race in races:
+        print(f"race: {race}", file=sys.stderr)
+    return RACED if races else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

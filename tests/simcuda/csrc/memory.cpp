@@ -1,0 +1,282 @@
+// The device's memory, cut as torch's caching allocator cuts CUDA's, and pages of the host that are pinned.
+#include "simcuda.h"
+
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace simcuda {
+
+MemoryStats memory;
+int64_t total_bytes = int64_t(141) << 30;
+
+namespace {
+
+constexpr size_t kMiB = 1 << 20;
+constexpr size_t kRound = 512, kSmall = kMiB;
+const c10::Device kCuda(c10::kCUDA, 0);
+
+size_t round_up(size_t size, size_t to) { return (size + to - 1) / to * to; }
+
+struct Block {
+  char* begin;
+  size_t size;
+  size_t requested;
+  int stream;
+  bool small;
+  bool live;
+  char* segment;
+  std::set<int> used_on;  // other streams, by record_stream
+};
+std::map<char*, Block> blocks;
+std::map<char*, size_t> segments;
+
+size_t segment_size(size_t size) {
+  if (size <= kSmall) return 2 * kMiB;
+  return size < 10 * kMiB ? 20 * kMiB : round_up(size, 2 * kMiB);
+}
+
+char* best_free(size_t size, int stream) {
+  char* best = nullptr;
+  for (auto& [begin, block] : blocks)
+    if (!block.live && block.stream == stream && block.small == (size <= kSmall) && block.size >= size &&
+        (!best || block.size < blocks[best].size))
+      best = begin;
+  return best;
+}
+
+char* new_segment(size_t size, int stream) {
+  const size_t whole = segment_size(size);
+  if (memory.reserved + int64_t(whole) > total_bytes) {
+    ++memory.retries;
+    empty_cache();
+    if (memory.reserved + int64_t(whole) > total_bytes) {
+      ++memory.out_of_memory;
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes of the simulated device's ",
+          total_bytes, ", of which ", memory.reserved, " are reserved");
+    }
+  }
+  void* begin = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(begin != MAP_FAILED, "the host has no memory for the simulated device's ", whole, " bytes");
+  blocks[(char*)begin] = {(char*)begin, whole, 0, stream, size <= kSmall, false, (char*)begin, {}};
+  segments[(char*)begin] = whole;
+  ++memory.segments;
+  memory.reserved += whole;
+  memory.peak_reserved = std::max(memory.peak_reserved, memory.reserved);
+  return (char*)begin;
+}
+
+void split(Block& block, size_t size) {
+  const size_t rest = block.size - size;
+  if (block.small ? rest < kRound : rest <= kSmall) return;
+  blocks[block.begin + size] = {block.begin + size, rest, 0, block.stream, block.small, false, block.segment, {}};
+  block.size = size;
+}
+
+void merge(std::map<char*, Block>::iterator it) {
+  auto next = std::next(it);
+  if (next != blocks.end() && !next->second.live && next->second.segment == it->second.segment) {
+    it->second.size += next->second.size;
+    blocks.erase(next);
+  }
+  if (it == blocks.begin()) return;
+  auto before = std::prev(it);
+  if (before->second.live || before->second.segment != it->second.segment) return;
+  before->second.size += it->second.size;
+  blocks.erase(it);
+}
+
+void free_device(void* begin) {
+  if (!begin) return;
+  Lock lock(mutex);
+  auto it = blocks.find((char*)begin);
+  auto& block = it->second;
+  memory.allocated -= block.size;
+  memory.requested -= block.requested;
+  // the allocator lets nobody have it before the work of these streams is done
+  for (int stream : block.used_on) {
+    finish_pending(clock_of(stream));
+    forget(block.begin, block.begin + block.size, stream, at(clock_of(stream), stream));
+  }
+  block.used_on.clear();
+  block.live = false;
+  merge(it);
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t wanted) override {
+    Lock lock(mutex);
+    if (!wanted) return {nullptr, nullptr, &free_device, kCuda};
+    const size_t size = round_up(wanted, kRound);
+    const int stream = current_stream();
+    char* begin = best_free(size, stream);
+    if (!begin) begin = new_segment(size, stream);
+    auto& block = blocks[begin];
+    split(block, size);
+    block.live = true;
+    block.requested = wanted;
+    memset(begin, 0xFF, wanted);  // NaN in any floating type
+    memory.allocated += block.size;
+    memory.requested += wanted;
+    memory.peak_allocated = std::max(memory.peak_allocated, memory.allocated);
+    note_peaks();
+    return {begin, begin, &free_device, kCuda};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+} the_device_allocator;
+
+// --- the host's pages ---
+
+struct Pinned {
+  size_t size;
+  bool registered;  // by cudaHostRegister, else torch's own
+  std::vector<Access> under_way;
+};
+std::map<char*, Pinned> pinned;
+
+std::map<char*, Pinned>::iterator find_pinned(const void* address) {
+  auto it = pinned.upper_bound((char*)address);
+  if (it == pinned.begin()) return pinned.end();
+  --it;
+  return (char*)address < it->first + std::max<size_t>(it->second.size, 1) ? it : pinned.end();
+}
+
+size_t power_of_two(size_t size) {
+  size_t rounded = 1;
+  while (rounded < size) rounded *= 2;
+  return rounded;
+}
+
+void free_pinned(void* begin) {
+  if (!begin) return;
+  Lock lock(mutex);
+  auto it = pinned.find((char*)begin);
+  // torch's allocator records an event for each copy, and lets nobody have the memory before
+  for (const auto& access : it->second.under_way) finish_pending(clock_of(access.timeline));
+  forget(it->first, it->first + it->second.size);
+  memory.pinned -= power_of_two(it->second.size);
+  pinned.erase(it);
+  free(begin);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t wanted) override {
+    if (!wanted) return {nullptr, nullptr, &free_pinned, c10::Device(c10::kCPU)};
+    void* begin = nullptr;
+    TORCH_CHECK(!posix_memalign(&begin, 4096, wanted), "the host has no ", wanted, " bytes to pin");
+    Lock lock(mutex);
+    pinned[(char*)begin] = {wanted, false, {}};
+    memory.pinned += power_of_two(wanted);
+    return {begin, begin, &free_pinned, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+} the_pinned_allocator;
+
+bool page_is_mapped(char* address) {
+  const uintptr_t page = sysconf(_SC_PAGESIZE);
+  unsigned char resident;
+  return mincore((void*)(uintptr_t(address) / page * page), page, &resident) == 0;
+}
+
+void remove_known(Pinned& region) {
+  const auto& known = clock_of(kHost);
+  auto& list = region.under_way;
+  list.erase(
+      std::remove_if(list.begin(), list.end(), [&](const Access& one) { return at(known, one.timeline) >= one.time; }),
+      list.end());
+}
+
+Access by_host(char* begin, size_t size, const std::string& name, const Site& site) {
+  return {begin, begin + size, kHost, at(clock_of(kHost), kHost), true, name, site};
+}
+
+}  // namespace
+
+c10::Allocator* const device_allocator = &the_device_allocator;
+c10::Allocator* const pinned_allocator = &the_pinned_allocator;
+
+void use_on_stream(const void* start, int stream) {
+  auto it = blocks.find((char*)start);
+  if (it != blocks.end() && it->second.stream != stream) it->second.used_on.insert(stream);
+}
+
+void empty_cache() {
+  finish_pending(clock_of_all());  // cudaFree waits for the device
+  for (auto it = segments.begin(); it != segments.end();) {
+    auto block = blocks.find(it->first);
+    if (block->second.live || block->second.size != it->second) {
+      ++it;
+      continue;
+    }
+    forget(it->first, it->first + it->second);
+    munmap(it->first, it->second);
+    memory.reserved -= it->second;
+    --memory.segments;
+    blocks.erase(block);
+    it = segments.erase(it);
+  }
+}
+
+bool is_pinned(const void* address) { return address && find_pinned(address) != pinned.end(); }
+
+bool memory_is_pinned() {
+  Lock lock(mutex);
+  return !pinned.empty();
+}
+
+bool is_mapped(char* begin, char* end) { return page_is_mapped(begin) && page_is_mapped(end - 1); }
+
+void copies_under_way(char* begin, const Access& access) {
+  auto it = find_pinned(begin);
+  if (it == pinned.end()) return;
+  remove_known(it->second);
+  it->second.under_way.push_back(access);
+}
+
+void check_mapped(const Site& site) {
+  for (auto& [begin, region] : pinned) {
+    if (region.under_way.empty()) continue;
+    if (!is_mapped(begin, begin + region.size)) {
+      for (const auto& access : region.under_way)
+        report("unmapped", by_host(begin, region.size, "munmap, at the latest", site), access);
+      region.under_way.clear();
+    }
+    remove_known(region);
+  }
+}
+
+int register_host(char* begin, size_t size, const Site& site) {
+  constexpr int kAlreadyRegistered = 712, kInvalid = 1;
+  if (!size || !is_mapped(begin, begin + size)) return kInvalid;
+  auto next = pinned.lower_bound(begin);
+  if (find_pinned(begin) != pinned.end() || (next != pinned.end() && next->first < begin + size))
+    return kAlreadyRegistered;
+  pinned[begin] = {size, true, {}};
+  note({"register", "cudaHostRegister", -1, int64_t(size), true, 0, site});
+  return 0;
+}
+
+int unregister_host(char* begin, const Site& site) {
+  constexpr int kNotRegistered = 713;
+  auto it = pinned.find(begin);
+  if (it == pinned.end() || !it->second.registered) return kNotRegistered;
+  auto& region = it->second;
+  const auto access = by_host(begin, region.size, "cudaHostUnregister", site);
+  remove_known(region);
+  for (const auto& copy : region.under_way) report("unregistered", access, copy);
+  if (!is_mapped(begin, begin + region.size)) report("unmapped", access, access);
+  else finish_pending(clock_of_all());  // so that nothing that is held back reads it later
+  drop_pending(begin, begin + region.size);
+  forget(begin, begin + region.size);
+  note({"unregister", "cudaHostUnregister", -1, int64_t(region.size), true, 0, site});
+  pinned.erase(it);
+  return 0;
+}
+
+}  // namespace simcuda

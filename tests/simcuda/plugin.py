@@ -1,0 +1,59 @@
+"""A pytest plugin, ``-p tests.simcuda.plugin``: tests run on the simulated CUDA device, and a test that raced fails.
+
+Where there can be no such device, every test is skipped with the reason; so are those that need what the device has no
+notion of, ``@pytest.mark.gpu(needs="time")`` or ``"kernels"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simcuda import device
+from tests.simcuda.build import UnavailableError
+
+_reason = ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Install the device before a conftest imports torch."""
+    global _reason
+    try:
+        device.install()
+    except UnavailableError as error:
+        _reason = f"no simulated CUDA device: {error}"
+
+
+def pytest_report_header() -> str:
+    """Say on what the tests run."""
+    return _reason or "cuda: simulated on the CPU, races are looked for"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what can't run on it."""
+    for item in items:
+        if _reason:
+            item.add_marker(pytest.mark.skip(reason=_reason))
+        for mark in item.iter_markers("gpu"):
+            if needs := mark.kwargs.get("needs"):
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU's {needs}, which aren't simulated"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail the test with the races that it didn't ask for itself by `device.races`."""
+    if not device.is_installed():
+        return (yield)
+    device.forget()
+    try:
+        result = yield
+    finally:
+        found = device.races()
+        words = f"{len(found)} races on the simulated CUDA device:\n" + "\n".join(f"  {race}" for race in found)
+        if found:
+            item.add_report_section("call", "races", words)
+    if found:
+        pytest.fail(words, pytrace=False)
+    return result
