@@ -153,7 +153,9 @@ def test_many_in_one_launch_are_each_as_alone(master: str, moment_bits: int, siz
     pieces = [
         Piece(
             tensors_of(master, moment_bits, size, seed),
-            replace(SCALARS, rate=0.01 * (seed + 1), seed=2**32 - 1 - seed, seed_of_weights=seed, eps=1e-6 * seed),
+            replace(
+                SCALARS, rate=0.01 * (seed + 1), seed=2**32 - 1 - seed, seed_of_weights=seed, eps=1e-6 * (seed + 1)
+            ),
             first_row=1000 * seed,
             index=seed,
         )
@@ -183,8 +185,8 @@ def test_addresses_in_the_middle_of_memory(master: str):
 @every_master
 @pytest.mark.parametrize(
     "changes",
-    [{"pull": 0.1, "shrink": 1.0}, {"first": 0.75}, {"first": 0.5}, {"eps": 0.0}],
-    ids=["adam", "far", "half", "no eps"],
+    [{"pull": 0.1, "shrink": 1.0}, {"first": 0.75}, {"first": 0.5}, {"eps": 1e-30}],
+    ids=["adam", "far", "half", "little eps"],
 )
 def test_scalars_of_every_kind(master: str, changes: dict[str, float]):
     scalars = replace(SCALARS, **changes)
@@ -194,17 +196,26 @@ def test_scalars_of_every_kind(master: str, changes: dict[str, float]):
     assert_steps_alike(mixed, control_of())
 
 
-@every_master
-@every_moment
-def test_extremes(master: str, moment_bits: int):
+def extremes(master: str, moment_bits: int) -> Piece:
+    """Return a piece with gradients whose squares fp32 hardly holds, or doesn't hold, and what is no number."""
     tensors = tensors_of(master, moment_bits, 8 * BLOCK, gradient=torch.float32)
     grad = tensors["grad"].view(8, BLOCK)
     grad[0] = 0
-    grad[1] *= 1e-25  # squares below the least normal number
+    grad[1] *= 1e-19
     grad[2, 3] = 1e30  # a square above the greatest
     grad[3, 5], grad[4, 6], grad[5, 7] = float("inf"), -float("inf"), float("nan")
     grad[6] = 3e-42
-    assert_steps_alike([Piece(tensors, SCALARS)], control_of())
+    if moment_bits == 32:
+        tensors["exp_avg"][128:256] *= 1e-19
+        tensors["exp_avg_sq"][128:256] = 0
+        tensors["weight"][128:256] = 0
+    return Piece(tensors, replace(SCALARS, eps=1e-30))
+
+
+@every_master
+@every_moment
+def test_extremes(master: str, moment_bits: int):
+    assert_steps_alike([extremes(master, moment_bits)], control_of())
 
 
 # --- what decides on the device, and what is found there ---
@@ -334,16 +345,20 @@ MUTATIONS = {
     "first scale of the next block": ("_scale_of(m)", "_scale_of(m * 2.0)"),
     "second scale": ("_scale_of(v)", "_scale_of(v * 2.0)"),
     "scale not of the block": ("tl.max(_bits(values) & MAGNITUDE, 1)", "(tl.max(_bits(values) & MAGNITUDE, 1) | 1)"),
-    "first rounded down": ("_bits(curve + ROUNDER).to(tl.int8)", "_bits(_below(curve) + ROUNDER).to(tl.int8)"),
-    "second to nearest": ("> uniform * (2.0 * below + 1.0)", "> 0.5 * (2.0 * below + 1.0)"),
+    "first rounded down": ("_bits(curve + ROUNDER).to(tl.int8)", "_bits(tl.floor(curve) + ROUNDER).to(tl.int8)"),
+    "second to nearest": ("> uniform * tl.fma", "> 0.5 * tl.fma"),
     "second may become 0": ("tl.where(values > 0.0, 1.0, 0.0)", "0.0"),
-    "curve of the first": ("2.0 - tl.abs(curve)", "2.0 + tl.abs(curve)"),
+    "curve of the first": ("least = 2.0 - tl.abs(curve)", "least = 2.0 + tl.abs(curve)"),
     "curve of the second": ("return root * root * scale", "return root * scale"),
     "two roundings": ("tl.fma(part, grad - m, m)", "(part * (grad - m) + m)"),
     "two roundings of the second": ("tl.fma(second * grad, grad, v * keep)", "(second * grad * grad + v * keep)"),
-    "second correction": ("tl.div_rn(tl.sqrt_rn(v), correction2)", "tl.sqrt_rn(v)"),
-    "root by a reciprocal": ("tl.div_rn(tl.sqrt_rn(v), correction2)", "(tl.sqrt_rn(v) * (1.0 / correction2))"),
-    "eps forgotten": (" + eps)", ")"),
+    "second correction": ("_quotient(_root(v), correction2, inverse2)", "_root(v)"),
+    "quotient by a reciprocal": ("_quotient(_root(v), correction2, inverse2)", "_root(v) * inverse2"),
+    "root that isn't refined": ("root = tl.fma(tl.fma(-guess, guess, x), 0.5 * near, guess)", "root = guess"),
+    "root of small numbers": ("is_small = x < 5.421010862427522e-20", "is_small = x < 0.0"),
+    "quotient that isn't refined": ("return tl.fma(tl.fma(-b, guess, a), near, guess)", "return guess"),
+    "a square above the greatest": ("change * 0.0, quotient", "quotient, quotient"),
+    "eps forgotten": ("inverse2) + eps", "inverse2)"),
     "random numbers of the piece": ("first_row + program * ROWS + row", "program * ROWS + row"),
     "random numbers of the program": ("first_row + program * ROWS + row", "first_row + row"),
     "seeds confused": ("_uniform(number, column, seed))", "_uniform(number, column, seed_of_weights))"),
@@ -381,7 +396,7 @@ def ties() -> Piece:
 
 
 def assert_equal_everywhere() -> None:
-    """Compare the kernels with the operators on what is least: every master, one and many, bound, ties, NaN."""
+    """Compare the kernels with the operators on what is least: every master, one and many, bound, ties, extremes, NaN."""
     large = 5.0  # a gradient that makes a block's scale, and updates that are far from 0
     for seed, master in enumerate(MASTERS):
         one = tensors_of(master, 8, 33 * BLOCK + 50, seed)
@@ -390,6 +405,7 @@ def assert_equal_everywhere() -> None:
         many = [Piece(tensors_of(master, 8, 300, 9 + at), SCALARS, first_row=at, index=at) for at in range(2)]
         assert_steps_alike(many, control_of(entries=2))
     assert_steps_alike([ties()], control_of(1.0))
+    assert_steps_alike([extremes("fp32", 32)], control_of())
     for count in (1, 2):
         pieces = [Piece(tensors_of("24", 8, 256, at), SCALARS, index=at) for at in range(2)][-count:]
         pieces[-1].tensors["grad"][3] = float("inf")
@@ -402,6 +418,19 @@ def assert_equal_everywhere() -> None:
 
 
 def test_what_the_mutations_are_caught_by_passes_without_one():
+    assert_equal_everywhere()
+
+
+@pytest.mark.parametrize("factor", [1 - 2.0**-23, 1 + 2.0**-23])
+def test_the_least_exact_approximations_of_a_device_give_the_same(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = Path(gpu_kernel._functions().__file__ or "").read_text()
+    for exact in ("return 1.0 / x", "return 1.0 / tl.sqrt_rn(x)", "return tl.sqrt_rn(x)"):
+        assert source.count(exact) == 1
+        source = source.replace(exact, f"{exact} * {factor}")
+    module = mutant(source, tmp_path)
+    monkeypatch.setattr(gpu_kernel, "_functions", lambda: module)
     assert_equal_everywhere()
 
 
@@ -436,7 +465,7 @@ class Counting:
 
 def test_what_does_not_compile_is_left_to_others_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = Path(gpu_kernel._functions().__file__ or "").read_text()
-    module = mutant(source.replace("_nearest(x)\n", "_no_such_function(x)\n"), tmp_path)
+    module = mutant(source.replace("_root(v)", "_no_such_function(v)"), tmp_path)
     monkeypatch.setattr(gpu_kernel, "_functions", lambda: module)
     others = Counting()
     kernels = TritonKernels(CPU, others)
