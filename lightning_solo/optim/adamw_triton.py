@@ -18,7 +18,7 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(128)  # `compressed_moments.BLOCK`
 PER_PARTIAL = tl.constexpr(2**14)  # `kernels.PER_PARTIAL`
-PER_SUM = tl.constexpr(2**11)  # elements of a gradient that a program holds at once
+PER_SUM = tl.constexpr(2**11)  # elements of a gradient that a program adds up at once
 
 COLUMNS = tl.constexpr(22)  # of the table of `step_many`, as `gpu_kernel` writes it
 SUM_COLUMNS = tl.constexpr(6)  # of that of `add_many`
@@ -403,11 +403,11 @@ def _narrowed(value, TYPE: tl.constexpr):
 @triton.jit
 def _add_part(
     gradient, total, at, ok, is_first, bound,
-    IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr, MASKED: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HAS_BOUND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add elements of a gradient to a total, and return the squares of what that makes, NaN where it isn't finite."""
     value = _load(gradient, at, ok, MASKED)
-    if not IS_MEASURED:
+    if HAS_TOTAL:
         value = value.to(tl.float32)
         if is_first == 0:
             value = _load(total, at, ok, MASKED).to(tl.float32) + value
@@ -422,44 +422,49 @@ def _add_part(
 
 @triton.jit
 def _add_program(
-    gradient, total, partials, program, numel, is_first, bound, IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr
-):
-    """Add ``PER_PARTIAL`` elements of a gradient to a total, and store the sum of the squares of what that makes."""
+    gradient, total, partials, program, numel, is_first, bound,
+    HAS_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
+    """Add ``PER_PARTIAL`` elements of a gradient to a total, and store the norm of what that makes."""
     start = program.to(tl.int64) * PER_PARTIAL
     left = tl.minimum(numel - start, PER_PARTIAL).to(tl.int32)
     gradient += start
-    if not IS_MEASURED:
+    if HAS_TOTAL:
         total += start
     squares = tl.zeros((PER_SUM,), tl.float32)
     whole = left // PER_SUM * PER_SUM
     for first in range(0, whole, PER_SUM):
         at = first + tl.arange(0, PER_SUM)
-        squares += _add_part(gradient, total, at, at >= 0, is_first, bound, IS_MEASURED, HAS_BOUND, False)
+        squares += _add_part(gradient, total, at, at >= 0, is_first, bound, HAS_TOTAL, HAS_BOUND, False)
     if whole < left:
         at = whole + tl.arange(0, PER_SUM)
-        squares += _add_part(gradient, total, at, at < left, is_first, bound, IS_MEASURED, HAS_BOUND, True)
-    tl.store(partials + program, tl.sum(squares, 0))
+        squares += _add_part(gradient, total, at, at < left, is_first, bound, HAS_TOTAL, HAS_BOUND, True)
+    if HAS_NORM:
+        tl.store(partials + program, tl.sqrt_rn(tl.sum(squares, 0)))
 
 
 @triton.jit(do_not_specialize=["numel", "is_first"])
-def add_one(gradient, total, partials, numel, is_first, bound, IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr):
+def add_one(
+    gradient, total, partials, numel, is_first, bound,
+    HAS_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     """Add a gradient to a total."""
-    _add_program(gradient, total, partials, tl.program_id(0), numel, is_first, bound, IS_MEASURED, HAS_BOUND)
+    _add_program(gradient, total, partials, tl.program_id(0), numel, is_first, bound, HAS_TOTAL, HAS_NORM, HAS_BOUND)
 
 
 @triton.jit
 def add_many(
     table, owners, bound,
     GRADIENT: tl.constexpr, TOTAL: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    IS_MEASURED: tl.constexpr, HAS_BOUND: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BOUND: tl.constexpr,
 ):  # fmt: skip
     """Add many gradients to totals: ``owners`` says which of them each program belongs to."""
     entry = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * SUM_COLUMNS
     total = None
-    if not IS_MEASURED:
+    if HAS_TOTAL:
         total = _address(entry, 1, TOTAL, IS_ALIGNED)
     _add_program(
         _address(entry, 0, GRADIENT, IS_ALIGNED), total, _address(entry, 2, tl.float32, False),
         tl.program_id(0) - tl.load(entry + 3).to(tl.int32), tl.load(entry + 4), tl.load(entry + 5).to(tl.int32),
-        bound, IS_MEASURED, HAS_BOUND,
+        bound, HAS_TOTAL, HAS_NORM, HAS_BOUND,
     )  # fmt: skip

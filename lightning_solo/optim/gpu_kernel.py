@@ -6,12 +6,12 @@ seconds, and keeps it in its cache on disk.
 
 What differs from torch's operators on a CPU (`adamw_update.update_blocks`, not compiled):
 
-- codes of 8 bits, by one: `adamw_triton` says why. Of ``exp_avg_sq`` once in some 10**11 elements; of ``exp_avg`` never
-  in 3 * 10**8 tried;
+- codes of 8 bits, by one: `adamw_triton` says why. Of ``exp_avg_sq`` once in some 10**11 elements; of ``exp_avg``
+  not once in 3 * 10**8;
 - a change of a weight below 2**-100, by a unit of its last place; and where ``eps`` and ``exp_avg_sq`` are both 0, it is
-  NaN, which is infinite there if ``exp_avg`` isn't 0;
+  NaN, where theirs is infinite if ``exp_avg`` isn't 0;
 - the payload of NaN, and the codes of a block that holds one, whose scale is NaN;
-- partial sums of squares are added in another order, which is the same every time.
+- squares are added up in another order, which is the same every time.
 
 On a GPU, torch's operators themselves round some products differently than on a CPU.
 """
@@ -66,6 +66,7 @@ class TritonKernels:
 
     grouped_below = 2**20  # a launch costs about what stepping as many elements does: 3 to 5 microseconds
     piece = 2**24
+    folds = True
 
     def __init__(self, device: torch.device, otherwise: Kernels) -> None:
         self.device = device
@@ -85,6 +86,10 @@ class TritonKernels:
             and has_codes == has_scales
         )
 
+    def reads_host(self, piece: Piece) -> bool:
+        """Return that a piece is not stepped with tensors of the host among its own."""
+        return False
+
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Step pieces, all of one layout, in place."""
         pieces = [piece for piece in pieces if piece.tensors["weight"].numel()]
@@ -96,12 +101,14 @@ class TritonKernels:
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
         """Add gradients of one type to totals of one type, and measure what that makes."""
-        for is_measured in (False, True):
-            chosen = [each for each in sums if (each.total is None) is is_measured and each.gradient.numel()]
-            if not chosen:
-                continue
+        alike: dict[tuple[bool, bool], list[Sum]] = {}
+        for each in sums:
+            if each.gradient.numel():
+                alike.setdefault((each.total is None, each.partials is None), []).append(each)
+        for chosen in alike.values():
             name = "add_one" if len(chosen) == 1 else "add_many"
-            if not self._runs(name, functools.partial(_add, chosen, control, self.device)):
+            launch = functools.partial(_add, chosen, control, self.device)
+            if not _is_served(chosen[0]) or not self._runs(name, launch):
                 self.otherwise.add(chosen, control)
 
     def _runs(self, name: str, launch: Callable[[], None]) -> bool:
@@ -130,6 +137,12 @@ def kernels(device: torch.device, otherwise: Kernels) -> TritonKernels | None:
     if device.type != "cuda" or torch.version.hip is not None or not is_installed("triton"):
         return None
     return TritonKernels(device, otherwise) if torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY else None
+
+
+def _is_served(one: Sum) -> bool:
+    """Return whether sums like this are added up here: not those of 64 bits."""
+    tensors = (one.gradient, one.total, one.partials)
+    return all(tensor is None or tensor.dtype in _GRADIENTS for tensor in tensors)
 
 
 def _step(pieces: Sequence[Piece], control: Control, device: torch.device) -> None:
@@ -194,7 +207,8 @@ def _add(sums: Sequence[Sum], control: Control, device: torch.device) -> None:
     source = _functions()
     total = sums[0].total
     variant: dict[str, Any] = {
-        "IS_MEASURED": total is None,
+        "HAS_TOTAL": total is not None,
+        "HAS_NORM": sums[0].partials is not None,
         "HAS_BOUND": control.bound != float("inf"),
         "num_warps": WARPS,
         "enable_fp_fusion": False,

@@ -56,6 +56,10 @@ class Never:
     """Kernels that must not be called."""
 
     grouped_below = piece = 0
+    folds = True
+
+    def reads_host(self, piece: Piece) -> bool:
+        return False
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         pytest.fail("was left to others")
@@ -293,7 +297,7 @@ def expected_of(each: Sum, bound: float) -> tuple[Tensor, list[float]]:
         made = each.gradient.to(each.total.dtype) if each.is_first else each.total.clone().add_(each.gradient)
     parts = made.double().clamp(-bound, bound).split(PER_PARTIAL)
     finite = [bool(part.isfinite().all()) for part in made.split(PER_PARTIAL)]
-    return made, [part.square().sum().item() if ok else float("nan") for part, ok in zip(parts, finite, strict=True)]
+    return made, [part.norm().item() if ok else float("nan") for part, ok in zip(parts, finite, strict=True)]
 
 
 @pytest.mark.parametrize("total", [None, "same", torch.float32], ids=str)
@@ -318,15 +322,26 @@ def test_sums_are_those_of_the_operators(gradient: torch.dtype, total: Any, size
             torch.testing.assert_close(each.partials, torch.tensor(parts), rtol=1e-5, atol=0, equal_nan=True)
 
 
-def test_measured_and_added_sums_may_be_mixed():
+def test_sums_with_and_without_a_total_and_norms_may_be_mixed():
     sums = [
         *sums_of(torch.bfloat16, None, (100, 200), (True, True)),
-        *sums_of(torch.bfloat16, torch.float32, (5,), (True,)),
+        *sums_of(torch.bfloat16, torch.float32, (5, 6, 7), (True, False, False)),
     ]
+    sums[3:] = [replace(each, partials=None) for each in sums[3:]]
     expected = [expected_of(each, float("inf")) for each in sums]
     TritonKernels(CPU, Never()).add(sums, control_of())
-    for each, (_, parts) in zip(sums, expected, strict=True):
-        torch.testing.assert_close(each.partials, torch.tensor(parts), rtol=1e-5, atol=0)
+    for each, (made, parts) in zip(sums, expected, strict=True):
+        if each.partials is not None:
+            torch.testing.assert_close(each.partials, torch.tensor(parts), rtol=1e-5, atol=0)
+        if each.total is not None:
+            assert torch.equal(each.total, made)
+
+
+def test_sums_of_64_bits_are_left_to_others():
+    others = Counting()
+    wide = Sum(torch.ones(3), torch.ones(3, dtype=torch.float64), False, torch.zeros(1, dtype=torch.float64))
+    TritonKernels(CPU, others).add([wide], control_of())
+    assert others.calls == ["add"]
 
 
 # --- wrong kernels are caught ---
@@ -372,6 +387,20 @@ MUTATIONS = {
 """What a wrong kernel has -> (what stands in the source, what is written in its place)."""
 
 
+SUM_MUTATIONS = {
+    "total forgotten": ("MASKED).to(tl.float32) + value", "MASKED).to(tl.float32)"),
+    "first isn't heeded": ("if is_first == 0:", "if is_first <= 1:"),
+    "rounded to zero": ("(raw + 0x7FFF + ((raw >> 16) & 1)) & UPPER", "raw & UPPER"),
+    "squares, not norms": ("tl.sqrt_rn(tl.sum(squares, 0))", "tl.sum(squares, 0)"),
+    "norm of the gradient": ("wrong = value", "value = _load(gradient, at, ok, MASKED).to(tl.float32)\n    wrong = value"),
+    "bound forgotten": ("tl.clamp(value, -bound, bound)", "value"),
+    "infinities are clamped": ("wrong = value - value", "wrong = 0.0"),
+    "end left out": ("if whole < left:", "if whole > left:"),
+    "partials in one place": ("tl.store(partials + program", "tl.store(partials"),
+    "first part again": ("at = first + tl.arange(0, PER_SUM)", "at = tl.arange(0, PER_SUM)"),
+}  # fmt: skip
+
+
 def mutant(source: str, folder: Path) -> ModuleType:
     """Return the kernels of a source, which Triton reads from a file."""
     path = folder / "mutant.py"
@@ -396,7 +425,7 @@ def ties() -> Piece:
 
 
 def assert_equal_everywhere() -> None:
-    """Compare the kernels with the operators on what is least: every master, one and many, bound, ties, extremes, NaN."""
+    """Compare the kernels with the operators on every master, one and many, bound, ties, extremes and NaN."""
     large = 5.0  # a gradient that makes a block's scale, and updates that are far from 0
     for seed, master in enumerate(MASTERS):
         one = tensors_of(master, 8, 33 * BLOCK + 50, seed)
@@ -419,6 +448,7 @@ def assert_equal_everywhere() -> None:
 
 def test_what_the_mutations_are_caught_by_passes_without_one():
     assert_equal_everywhere()
+    assert_sums_equal_everywhere()
 
 
 @pytest.mark.parametrize("factor", [1 - 2.0**-23, 1 + 2.0**-23])
@@ -434,15 +464,28 @@ def test_the_least_exact_approximations_of_a_device_give_the_same(
     assert_equal_everywhere()
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+def assert_sums_equal_everywhere() -> None:
+    """Compare sums with the operators' on whole parts and short ones, one and many, both types, bound, infinities."""
+    for bound in (0.3, float("inf")):
+        for total, sizes in ((torch.bfloat16, (PER_PARTIAL + 3000,)), (torch.float32, (5, PER_PARTIAL + 1))):
+            sums = sums_of(torch.bfloat16, total, sizes, (False, True)[: len(sizes)])
+            sums[-1].gradient[-1] = float("inf")
+            expected = [expected_of(each, bound) for each in sums]
+            TritonKernels(CPU, Never()).add(sums, control_of(bound=bound))
+            for each, (made, parts) in zip(sums, expected, strict=True):
+                assert torch.equal(each.total, made)
+                torch.testing.assert_close(each.partials, torch.tensor(parts), rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [*MUTATIONS, *SUM_MUTATIONS])
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    right, wrong = MUTATIONS[name]
+    right, wrong = (MUTATIONS | SUM_MUTATIONS)[name]
     source = Path(gpu_kernel._functions().__file__ or "").read_text()
     assert right in source
     module = mutant(source.replace(right, wrong), tmp_path)
     monkeypatch.setattr(gpu_kernel, "_functions", lambda: module)
     with pytest.raises(AssertionError):
-        assert_equal_everywhere()
+        (assert_equal_everywhere if name in MUTATIONS else assert_sums_equal_everywhere)()
 
 
 # --- a kernel that does not run ---
@@ -452,6 +495,10 @@ class Counting:
     """Kernels that count their calls."""
 
     grouped_below = piece = 0
+    folds = True
+
+    def reads_host(self, piece: Piece) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.calls: list[str] = []
