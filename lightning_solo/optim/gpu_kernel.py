@@ -8,8 +8,8 @@ What differs from torch's operators on a CPU (`adamw_update.update_blocks`, not 
 
 - codes of 8 bits, by one: `adamw_triton` says why. Of ``exp_avg_sq`` once in some 10**11 elements; of ``exp_avg``
   not once in 3 * 10**8;
-- a change of a weight below 2**-100, by a unit of its last place; and where ``eps`` and ``exp_avg_sq`` are both 0, it is
-  NaN, where theirs is infinite if ``exp_avg`` isn't 0;
+- a change of a weight below 2**-100, by a unit of its last place; and where ``eps`` and ``exp_avg_sq`` are both 0, it
+  is NaN, where theirs is infinite if ``exp_avg`` isn't 0;
 - the payload of NaN, and the codes of a block that holds one, whose scale is NaN;
 - squares are added up in another order, which is the same every time.
 

@@ -392,7 +392,7 @@ SUM_MUTATIONS = {
     "first isn't heeded": ("if is_first == 0:", "if is_first <= 1:"),
     "rounded to zero": ("(raw + 0x7FFF + ((raw >> 16) & 1)) & UPPER", "raw & UPPER"),
     "squares, not norms": ("tl.sqrt_rn(tl.sum(squares, 0))", "tl.sum(squares, 0)"),
-    "norm of the gradient": ("wrong = value", "value = _load(gradient, at, ok, MASKED).to(tl.float32)\n    wrong = value"),
+    "gradient's norm": ("wrong = value", "value = _load(gradient, at, ok, MASKED).to(tl.float32)\n    wrong = value"),
     "bound forgotten": ("tl.clamp(value, -bound, bound)", "value"),
     "infinities are clamped": ("wrong = value - value", "wrong = 0.0"),
     "end left out": ("if whole < left:", "if whole > left:"),
