@@ -38,7 +38,7 @@ LEAST_CAPABILITY = (8, 0)
 ROWS = 16
 """Blocks of 128 elements that a program steps."""
 WARPS = 4
-"""Warps of a program: 16 elements per thread."""
+"""Of a program: 16 elements per thread. Twice as many for fp32 weights with codes, which spill otherwise on sm_100."""
 
 Layout = tuple[tuple[str, torch.dtype], ...]
 
@@ -149,16 +149,17 @@ def _step(pieces: Sequence[Piece], control: Control, device: torch.device) -> No
     source = _functions()
     types = dict(pieces[0].layout)
     master = (types["weight"], types.get("correction"))
+    has_codes = "exp_avg_scale" in types
     per_program = ROWS * BLOCK
     variant: dict[str, Any] = {
         "BITS": _MASTERS[master],
-        "HAS_CODES": "exp_avg_scale" in types,
+        "HAS_CODES": has_codes,
         "HAS_BOUND": control.bound != float("inf"),
         "HAS_PULL": any(piece.scalars.pull for piece in pieces),
         "IS_NEAR": all(piece.scalars.first < 0.5 for piece in pieces),
         "IS_WHOLE": all(piece.tensors["weight"].numel() % per_program == 0 for piece in pieces),
         "ROWS": ROWS,
-        "num_warps": WARPS,
+        "num_warps": 2 * WARPS if has_codes and types["weight"] == torch.float32 else WARPS,
         "enable_fp_fusion": False,
     }
     programs = [-(-piece.tensors["weight"].numel() // per_program) for piece in pieces]
