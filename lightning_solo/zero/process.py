@@ -101,7 +101,9 @@ def open_process_group(backend: str) -> bool:
     opened = not torch.distributed.is_initialized()
     if opened:
         hook = sys.excepthook
-        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        # else torch warns at each barrier that it guesses the device
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
         sys.excepthook = hook  # torch's would print "[rank0]:" before each line of a traceback, for good
     elif torch.distributed.get_world_size() > 1:
         raise CapabilityError(

@@ -222,7 +222,7 @@ def test_a_process_that_fails_is_an_error_with_its_last_line(cache: Path, monkey
     assert not cache.exists()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="time")
 def test_this_gpu_from_end_to_end(cache: Path) -> None:
     table = this_device()
     found, readings, _ = calibrate()

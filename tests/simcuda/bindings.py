@@ -99,8 +99,9 @@ def bind(native: Any) -> None:
     """Put the device's answers into ``torch.cuda``."""
     _put(_properties(native))  # first, for the others ask whether there is a device
     _put(_streams() | _memory(native) | _random(native))
-    _names_of_the_extension()
+    _names_of_the_extension(native)
     _watch_reads_by_others(native)
+    _group_of_one_process()
     torch.version.cuda = "13.0"
 
 
@@ -162,6 +163,9 @@ def _memory(native: Any) -> dict[str, Any]:
                 made[name] = value
         return made
 
+    def record_history(enabled: str | None = "all", *args: Any, max_entries: int = 2**31, **kwargs: Any) -> None:
+        native.record_history(max_entries if enabled else 0)
+
     class Runtime:
         """CUDA's runtime, as ``torch.cuda.cudart()`` has it."""
 
@@ -183,6 +187,8 @@ def _memory(native: Any) -> dict[str, Any]:
         "reset_accumulated_memory_stats": lambda device=None: None,
         "empty_cache": native.empty_cache,
         "memory_summary": lambda *args, **kwargs: str(native.memory_stats()),
+        "_record_memory_history": record_history,
+        "_snapshot": lambda device=None, **kwargs: native.snapshot(),
         "cudart": Runtime,
     }
 
@@ -233,6 +239,7 @@ def _properties(native: Any) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,
         "device_count": lambda: 1,
         "_device_count_nvml": lambda: 1,
         "current_device": lambda: 0,
@@ -252,7 +259,7 @@ def _properties(native: Any) -> dict[str, Any]:
     }
 
 
-def _names_of_the_extension() -> None:
+def _names_of_the_extension(native: Any) -> None:
     """Add what ``torch._C`` has in CUDA builds alone, and libraries ask for by name."""
     names = {
         "_cuda_getCurrentRawStream": lambda device: torch.accelerator.current_stream().stream_id,
@@ -264,12 +271,39 @@ def _names_of_the_extension() -> None:
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_cuda_isHistoryEnabled": lambda: False,
+        "_cuda_isHistoryEnabled": native.records_history,
         "_cuda_cudaHostAllocator": lambda: 0,
     }
     for name, value in names.items():
         if not hasattr(torch._C, name):
             setattr(torch._C, name, value)
+
+
+def _group_of_one_process() -> None:
+    """Let NCCL's group of one process be torch's own stand-in, whose collectives copy what one process would get."""
+
+    group = torch._C._distributed_c10d.FakeProcessGroup
+    group._set_sequence_number_for_group = lambda self: None
+    collectives = torch.distributed.distributed_c10d
+
+    class AnyGroup(type):
+        def __instancecheck__(cls, one: object) -> bool:
+            return isinstance(one, group)
+
+    class ProcessGroupNCCL(metaclass=AnyGroup):
+        class Options:
+            pass
+
+        def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+            if size != 1:
+                raise RuntimeError(f"the simulated CUDA device is of one process, not of {size}")
+            return group._create_internal(rank, size)
+
+    for module in (torch.distributed, collectives):
+        vars(module).update(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
+    vars(collectives)["default_pg_nccl_timeout"] = collectives.default_pg_timeout
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
+    vars(torch.cuda.nvtx).update(range_push=lambda text: 0, range_pop=lambda: 0, mark=lambda text: None)
 
 
 def _watch_reads_by_others(native: Any) -> None:

@@ -1,6 +1,8 @@
 // The device's memory, cut as torch's caching allocator cuts CUDA's, and pages of the host that are pinned.
 #include "simcuda.h"
 
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -30,9 +32,19 @@ struct Block {
   bool live;
   char* segment;
   std::set<int> used_on;  // other streams, by record_stream
+  std::vector<Site> frames;
 };
 std::map<char*, Block> blocks;
 std::map<char*, size_t> segments;
+
+size_t most_traces = 0;
+std::vector<Trace> traces;
+
+void trace(const char* action, char* address, size_t size, int stream, const std::vector<Site>& frames) {
+  if (!most_traces) return;
+  if (traces.size() >= most_traces) traces.erase(traces.begin());
+  traces.push_back({action, address, size, stream - kDefaultStream, frames, total_bytes - memory.reserved});
+}
 
 size_t segment_size(size_t size) {
   if (size <= kSmall) return 2 * kMiB;
@@ -48,13 +60,14 @@ char* best_free(size_t size, int stream) {
   return best;
 }
 
-char* new_segment(size_t size, int stream) {
+char* new_segment(size_t size, int stream, const std::vector<Site>& frames) {
   const size_t whole = segment_size(size);
   if (memory.reserved + int64_t(whole) > total_bytes) {
     ++memory.retries;
     empty_cache();
     if (memory.reserved + int64_t(whole) > total_bytes) {
       ++memory.out_of_memory;
+      trace("oom", nullptr, size, stream, frames);
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes of the simulated device's ",
           total_bytes, ", of which ", memory.reserved, " are reserved");
@@ -62,8 +75,9 @@ char* new_segment(size_t size, int stream) {
   }
   void* begin = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   TORCH_CHECK(begin != MAP_FAILED, "the host has no memory for the simulated device's ", whole, " bytes");
-  blocks[(char*)begin] = {(char*)begin, whole, 0, stream, size <= kSmall, false, (char*)begin, {}};
+  blocks[(char*)begin] = {(char*)begin, whole, 0, stream, size <= kSmall, false, (char*)begin, {}, {}};
   segments[(char*)begin] = whole;
+  trace("segment_alloc", (char*)begin, whole, stream, frames);
   ++memory.segments;
   memory.reserved += whole;
   memory.peak_reserved = std::max(memory.peak_reserved, memory.reserved);
@@ -73,7 +87,7 @@ char* new_segment(size_t size, int stream) {
 void split(Block& block, size_t size) {
   const size_t rest = block.size - size;
   if (block.small ? rest < kRound : rest <= kSmall) return;
-  blocks[block.begin + size] = {block.begin + size, rest, 0, block.stream, block.small, false, block.segment, {}};
+  blocks[block.begin + size] = {block.begin + size, rest, 0, block.stream, block.small, false, block.segment, {}, {}};
   block.size = size;
 }
 
@@ -95,6 +109,8 @@ void free_device(void* begin) {
   Lock lock(mutex);
   auto it = blocks.find((char*)begin);
   auto& block = it->second;
+  trace("free_requested", block.begin, block.requested, block.stream, {});
+  trace("free_completed", block.begin, block.requested, block.stream, {});
   memory.allocated -= block.size;
   memory.requested -= block.requested;
   // the allocator lets nobody have it before the work of these streams is done
@@ -107,18 +123,21 @@ void free_device(void* begin) {
   merge(it);
 }
 
-struct DeviceAllocator final : c10::Allocator {
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t wanted) override {
-    Lock lock(mutex);
     if (!wanted) return {nullptr, nullptr, &free_device, kCuda};
+    const auto frames = records_history() ? current_stack() : std::vector<Site>();
+    Lock lock(mutex);
     const size_t size = round_up(wanted, kRound);
     const int stream = current_stream();
     char* begin = best_free(size, stream);
-    if (!begin) begin = new_segment(size, stream);
+    if (!begin) begin = new_segment(size, stream, frames);
     auto& block = blocks[begin];
     split(block, size);
     block.live = true;
     block.requested = wanted;
+    block.frames = frames;
+    trace("alloc", begin, wanted, stream, frames);
     memset(begin, 0xFF, wanted);  // NaN in any floating type
     memory.allocated += block.size;
     memory.requested += wanted;
@@ -128,6 +147,34 @@ struct DeviceAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
   void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {
+    Lock lock(mutex);
+    empty_cache();
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    Lock lock(mutex);
+    use_on_stream(data.get(), int(stream.id()) + kDefaultStream);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    Lock lock(mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto set = [](auto& each, int64_t current, int64_t peak) {
+      each[0].current = current;
+      each[0].peak = peak;
+    };
+    set(stats.allocated_bytes, memory.allocated, memory.peak_allocated);
+    set(stats.active_bytes, memory.allocated, memory.peak_allocated);
+    set(stats.reserved_bytes, memory.reserved, memory.peak_reserved);
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override { reset_peaks(); }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    Lock lock(mutex);
+    return {total_bytes - memory.reserved, total_bytes};
+  }
 } the_device_allocator;
 
 // --- the host's pages ---
@@ -164,7 +211,7 @@ void free_pinned(void* begin) {
   free(begin);
 }
 
-struct PinnedAllocator final : c10::Allocator {
+struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t wanted) override {
     if (!wanted) return {nullptr, nullptr, &free_pinned, c10::Device(c10::kCPU)};
     void* begin = nullptr;
@@ -176,6 +223,12 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+
+  bool record_event(void*, void*, c10::Stream) override { return true; }  // of each copy it is known
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 } the_pinned_allocator;
 
 bool page_is_mapped(char* address) {
@@ -201,6 +254,40 @@ Access by_host(char* begin, size_t size, const std::string& name, const Site& si
 c10::Allocator* const device_allocator = &the_device_allocator;
 c10::Allocator* const pinned_allocator = &the_pinned_allocator;
 
+void register_allocators() {
+  c10::SetAllocator(c10::kCUDA, device_allocator);
+  at::setHostAllocator(c10::kCUDA, &the_pinned_allocator);
+}
+
+void reset_peaks() {
+  Lock lock(mutex);
+  memory.peak_allocated = memory.allocated;
+  memory.peak_reserved = memory.reserved;
+}
+
+void record_history(size_t most) {
+  Lock lock(mutex);
+  most_traces = most;
+  traces.clear();
+}
+bool records_history() {
+  Lock lock(mutex);
+  return most_traces;
+}
+const std::vector<Trace>& history() { return traces; }
+
+std::vector<SegmentView> segments_now() {
+  std::vector<SegmentView> made;
+  for (const auto& [begin, size] : segments) {
+    const auto& first = blocks[begin];
+    made.push_back({begin, size, first.stream - kDefaultStream, first.small, {}});
+    for (auto it = blocks.find(begin); it != blocks.end() && it->second.segment == begin; ++it)
+      made.back().blocks.push_back(
+          {it->first, it->second.size, it->second.requested, it->second.live, it->second.frames});
+  }
+  return made;
+}
+
 void use_on_stream(const void* start, int stream) {
   auto it = blocks.find((char*)start);
   if (it != blocks.end() && it->second.stream != stream) it->second.used_on.insert(stream);
@@ -216,6 +303,7 @@ void empty_cache() {
     }
     forget(it->first, it->first + it->second);
     munmap(it->first, it->second);
+    trace("segment_free", it->first, it->second, block->second.stream, {});
     memory.reserved -= it->second;
     --memory.segments;
     blocks.erase(block);

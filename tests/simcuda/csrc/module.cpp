@@ -47,10 +47,74 @@ std::map<std::string, int64_t> memory_stats() {
       {"segments", memory.segments}, {"retries", memory.retries}, {"out_of_memory", memory.out_of_memory}};
 }
 
+py::list frames_of(const std::vector<Site>& sites) {
+  py::list made;
+  for (const auto& site : sites) {
+    py::dict frame;
+    frame["filename"] = PyUnicode_AsUTF8(site.code->co_filename);
+    frame["name"] = PyUnicode_AsUTF8(site.code->co_name);
+    frame["line"] = site.line;
+    made.append(frame);
+  }
+  return made;
+}
+
+// As torch.cuda.memory._snapshot returns it.
+py::dict snapshot() {
+  std::vector<SegmentView> segments;
+  std::vector<Trace> traces;
+  {
+    Lock lock(mutex);
+    segments = segments_now();
+    traces = history();
+  }
+  py::list segments_made, traces_made;
+  for (const auto& segment : segments) {
+    py::dict made;
+    py::list blocks;
+    size_t allocated = 0, requested = 0;
+    for (const auto& block : segment.blocks) {
+      py::dict one;
+      one["address"] = uintptr_t(block.address);
+      one["size"] = block.size;
+      one["requested_size"] = block.live ? block.requested : 0;
+      one["state"] = block.live ? "active_allocated" : "inactive";
+      one["frames"] = frames_of(block.frames);
+      blocks.append(one);
+      if (block.live) allocated += block.size, requested += block.requested;
+    }
+    made["device"] = 0;
+    made["address"] = uintptr_t(segment.address);
+    made["total_size"] = segment.size;
+    made["allocated_size"] = allocated;
+    made["active_size"] = allocated;
+    made["requested_size"] = requested;
+    made["stream"] = segment.stream;
+    made["segment_type"] = segment.small ? "small" : "large";
+    made["blocks"] = blocks;
+    segments_made.append(made);
+  }
+  for (const auto& one : traces) {
+    py::dict made;
+    made["action"] = one.action;
+    made["addr"] = uintptr_t(one.address);
+    made["size"] = one.size;
+    made["stream"] = one.stream;
+    made["frames"] = frames_of(one.frames);
+    if (one.action == "oom") made["device_free"] = one.device_free;
+    traces_made.append(made);
+  }
+  py::dict made;
+  made["segments"] = segments_made;
+  made["device_traces"] = py::list();
+  made["device_traces"].attr("append")(traces_made);
+  return made;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  c10::SetAllocator(c10::kCUDA, device_allocator);
+  register_allocators();
   at::globalContext().lazyInitDevice(c10::kCUDA);
   register_operators();
   start_watching_the_host();
@@ -80,11 +144,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
 
   m.def("memory_stats", &memory_stats);
-  m.def("reset_peaks", [] {
-    Lock lock(mutex);
-    memory.peak_allocated = memory.allocated;
-    memory.peak_reserved = memory.reserved;
-  });
+  m.def("reset_peaks", &reset_peaks);
+  m.def("record_history", &record_history);
+  m.def("records_history", &records_history);
+  m.def("snapshot", &snapshot);
   m.def("empty_cache", [] {
     Lock lock(mutex);
     empty_cache();

@@ -34,6 +34,8 @@ struct Site {
 // The innermost frame outside torch and outside this device; to be called without `mutex`.
 Site current_site();
 std::string describe(const Site& site);
+// All frames, the innermost first, torch's included.
+std::vector<Site> current_stack();
 void set_library_folders(std::vector<std::string> folders);
 
 // --- timelines (timeline.cpp) ---
@@ -105,6 +107,7 @@ void report(const std::string& kind, const Access& later, const Access& earlier)
 
 extern c10::Allocator* const device_allocator;
 extern c10::Allocator* const pinned_allocator;
+void register_allocators();
 struct MemoryStats {
   int64_t allocated = 0, peak_allocated = 0, reserved = 0, peak_reserved = 0, requested = 0, pinned = 0;
   int64_t segments = 0, retries = 0, out_of_memory = 0;
@@ -112,6 +115,35 @@ struct MemoryStats {
 extern MemoryStats memory;
 extern int64_t total_bytes;
 void empty_cache();
+void reset_peaks();
+
+// What the device's allocator has done, as torch.cuda.memory._record_memory_history keeps it.
+struct Trace {
+  std::string action;  // "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "oom"
+  char* address;
+  size_t size;
+  int stream;
+  std::vector<Site> frames;
+  int64_t device_free;
+};
+struct BlockView {
+  char* address;
+  size_t size, requested;
+  bool live;
+  std::vector<Site> frames;
+};
+struct SegmentView {
+  char* address;
+  size_t size;
+  int stream;
+  bool small;
+  std::vector<BlockView> blocks;
+};
+void record_history(size_t most);  // 0 ends it
+bool records_history();
+const std::vector<Trace>& history();
+std::vector<SegmentView> segments_now();
+
 void use_on_stream(const void* start, int stream);
 bool is_pinned(const void* address);
 bool memory_is_pinned();  // any

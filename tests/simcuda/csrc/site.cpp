@@ -54,6 +54,25 @@ Site current_site() {
   return site;
 }
 
+std::vector<Site> current_stack() {
+  std::vector<Site> stack;
+  if (!Py_IsInitialized()) return stack;
+  auto state = PyGILState_Ensure();
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  while (frame) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    is_library(code);  // which keeps it
+    Py_DECREF(code);
+    stack.push_back({code, PyFrame_GetLineNumber(frame), ""});
+    PyFrameObject* caller = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = caller;
+  }
+  PyGILState_Release(state);
+  return stack;
+}
+
 std::string describe(const Site& site) {
   if (site.code) return std::string(PyUnicode_AsUTF8(site.code->co_filename)) + ":" + std::to_string(site.line);
   return site.node.empty() ? "" : "backward of " + site.node;
