@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test simcuda kernels check gpu wheel ladder architectures clean
+.PHONY: demo test test-all simcuda kernels check gpu wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -26,8 +26,15 @@ test: $(VENV)/.installed
 	$(MAKE) simcuda
 
 # Tests of CUDA code on a device simulated on the CPU, which looks for races; in a process that has torch find it.
+SIMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.simcuda.plugin --timeout=300 --numprocesses=2
 simcuda: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.simcuda.plugin -m "simcuda" tests/simcuda --timeout=300
+	$(SIMULATED) -m "(gpu or simcuda or any_device) and not long" -k "not pytorch_lightning" tests
+
+# And all that takes minutes.
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1000 --numprocesses=2 -m "long and not gpu and not simcuda"
+	$(SIMULATED) -m "gpu or simcuda or any_device" tests
+	$(MAKE) kernels
 
 # Triton beside the CPU build of torch, which would compile for it: an environment of its own, over that of the tests.
 # 3.9.0, since the interpreters of 3.7 and before round a fused product and sum twice.
@@ -67,7 +74,7 @@ device_of = $(shell $(1) -c "import torch; print('gpu' if torch.cuda.is_availabl
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -W default --doctest-ignore-import-errors
 	$(call measure_ladder,PYTHONPATH=. $(GPU_PYTHON),gpu)
 
 wheel: $(VENV)/.installed

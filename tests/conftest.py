@@ -27,12 +27,19 @@ def home(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that makes a quiet CPU Trainer: ``make_trainer(home, max_epochs=2, ...)``."""
+def accelerator(request: pytest.FixtureRequest) -> str:
+    """Where a test's Trainer runs: on the simulated CUDA device a test marked `any_device` on that, else on the CPU."""
+    simulated = request.config.pluginmanager.has_plugin("tests.simcuda.plugin") and torch.cuda.is_available()
+    return "gpu" if simulated and request.node.get_closest_marker("any_device") else "cpu"
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path, accelerator: str) -> Callable[..., Any]:
+    """Return a function that makes a quiet Trainer: ``make_trainer(home, max_epochs=2, ...)``."""
 
     def make(home: ModuleType, **kwargs: Any) -> Any:
         quiet = {
-            "accelerator": "cpu",
+            "accelerator": accelerator,
             "devices": 1,
             "logger": False,
             "enable_checkpointing": False,

@@ -17,7 +17,19 @@ def main() -> int:
     """Run the tests, and write a row for each that did not pass."""
     result = Result("marked_tests")
     report = result.path.with_name("tests.xml")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        "-q",
+    ]
     if through := os.environ.get("GPU_THROUGH"):
         command = [sys.executable, "-m", through, "-m", *command[2:]]
     status = subprocess.run([*command, *(SOME if SMALL else [])], check=False).returncode

@@ -26,6 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_solo.errors import PresetError
+from lightning_solo.presets.devices import find
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,23 @@ class Throughput(Callback):
     def _peak_flops(self, trainer: Trainer) -> float | None:
         if self.device_tflops is not None:
             return self.device_tflops * 1e12
-        return get_available_flops(trainer.strategy.root_device, compute_dtype(str(trainer.precision)))
+        return peak_flops(trainer.strategy.root_device, compute_dtype(str(trainer.precision)))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return a device's dense operations per second by our own table, else by Lightning's; None if unknown.
+
+    Args:
+        device: where the products run.
+        dtype: of the products; those of fp32 are TF32's where torch may use it.
+    """
+    known = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(dtype)
+    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        kind = "tf32"
+    if known is None or kind is None:
+        return get_available_flops(device, dtype)
+    return known.flops[kind]
 
 
 def compute_dtype(precision: str) -> torch.dtype:

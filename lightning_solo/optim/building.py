@@ -133,12 +133,14 @@ class Building(TorchFunctionMode):
         self._see_what_others_wrote()
         return {p: correction for p, correction in self._parts.items() if correction is not None}
 
-    def join(self) -> None:
-        """Make all parameters fp32 again."""
+    def join(self, on: torch.device | None = None) -> None:
+        """Make all parameters fp32 again, on another device where one is given: theirs may have no room for it."""
         corrections = self.corrections
         self._parts.clear()
         self._left.clear()
         for p in list(corrections):
+            if on is not None:
+                p.data = p.data.to(on)
             join_parameters([p], {p: corrections.pop(p)})
 
     def _see_what_others_wrote(self) -> None:

@@ -140,7 +140,9 @@ class MasterWeights(Optimizer):
         inner = self._inner
         if type(inner) is torch.optim.Adagrad and not state:  # the one that starts its states when it is made
             state |= torch.optim.Adagrad([master], **{name: group[name] for name in self.defaults}).state[master]
-        inner.param_groups, inner.state = [{**group, "params": [master]}], defaultdict(dict, {master: state})
+        # Adafactor has no "capturable", which torch asks each group for on a GPU
+        own = {"capturable": False, **group, "params": [master]}
+        inner.param_groups, inner.state = [own], defaultdict(dict, {master: state})
         try:
             inner.step()
         finally:

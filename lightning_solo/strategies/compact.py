@@ -333,6 +333,11 @@ class CompactStrategy(Base):
     def teardown(self) -> None:
         """Take the hooks off the module."""
         try:
+            building, self._building = self._building, None
+            if building is not None:  # never set up; before Lightning moves weights, whose lower bits were then lost
+                building.join(torch.device("cpu"))
+            if self.root_device.type == "cuda" and any(one.host_bytes for one in self._compact_optimizers()):
+                torch.cuda.synchronize(self.root_device)  # states on the host are read from now on
             if self._can_leave():
                 super().teardown()
             else:
@@ -345,9 +350,6 @@ class CompactStrategy(Base):
                 self.checkpoint_io.teardown()
         finally:
             self._leave()
-            building, self._building = self._building, None
-            if building is not None:  # never set up
-                building.join()
 
     def _can_leave(self) -> bool:
         """Tell whether the host has room for what Lightning brings there at the end."""

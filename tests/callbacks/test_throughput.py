@@ -234,6 +234,25 @@ def test_a_known_device_gives_utilisation(home: Any, make_trainer: Any, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("name", "dtype", "precision", "tflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, "highest", 989.4),  # which Lightning's table lacks, and warns
+        ("NVIDIA H200", torch.float32, "highest", 66.9),
+        ("NVIDIA H200", torch.float32, "high", 494.7),
+        ("Tesla T4", torch.float16, "highest", 65.0),
+        ("Tesla T4", torch.bfloat16, "highest", None),
+    ],
+)
+def test_devices_of_our_own_table(
+    name: str, dtype: torch.dtype, precision: str, tflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    peak = throughput.peak_flops(torch.device("cuda"), dtype)
+    assert peak == (tflops and pytest.approx(tflops * 1e12))
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         {"every_n_steps": 0}, {"every_n_steps": True}, {"window_size": 1}, {"window_size": 2.5},
@@ -325,7 +344,7 @@ def test_only_one_forward_runs_under_the_counter(home: Any, make_trainer: Any) -
 
 @pytest.mark.gpu
 def test_figures_on_a_gpu(home: Any, make_trainer: Any) -> None:
-    callback = Throughput(device_tflops=10.0)
+    callback = Throughput()
     started = time.perf_counter()
     make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(regression(home), loader(50, batch_size=4))
     assert callback.figures["throughput/samples_per_s"] > 200 / (time.perf_counter() - started)

@@ -102,6 +102,7 @@ def bind(native: Any) -> None:
     _names_of_the_extension(native)
     _watch_reads_by_others(native)
     _group_of_one_process()
+    _storages()
     torch.version.cuda = "13.0"
 
 
@@ -279,9 +280,20 @@ def _names_of_the_extension(native: Any) -> None:
             setattr(torch._C, name, value)
 
 
+def _storages() -> None:
+    """Let storages be made on the device, as files and copies of tensors ask for."""
+    plain = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is not None and torch.device(device).type == "cuda" and args and isinstance(args[0], int):
+            return torch.empty(args[0], dtype=torch.uint8, device=DEVICE).untyped_storage()
+        return plain(cls, *args, **kwargs) if device is None else plain(cls, *args, device=device, **kwargs)
+
+    torch.UntypedStorage.__new__ = new
+
+
 def _group_of_one_process() -> None:
     """Let NCCL's group of one process be torch's own stand-in, whose collectives copy what one process would get."""
-
     group = torch._C._distributed_c10d.FakeProcessGroup
     group._set_sequence_number_for_group = lambda self: None
     collectives = torch.distributed.distributed_c10d

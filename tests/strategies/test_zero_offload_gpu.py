@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 import lightning_solo as solo
+from lightning_solo.zero.config import BUCKET_ELEMENTS
 from lightning_solo.zero.extension import what_is_missing
 from tests.modules import loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.long,  # three minutes on the simulated device, where tests/simcuda/test_presets.py has one of them
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
     pytest.mark.filterwarnings("ignore:`torch._utils.is_compiling` is deprecated"),  # in ZenFlow
 ]
@@ -120,5 +122,7 @@ def test_the_device_holds_less_than_under_bf16(home: ModuleType, tmp_path: Path,
         arguments |= {"accelerator": "cuda"} if name == "bf16" else {}
         trainer(home, name, tmp_path, **arguments).fit(module(home), loader())
         held[name] -= before
+    # Stage 3 keeps a bucket of bf16 gradients, whatever the module's size.
+    bucket = 2 * BUCKET_ELEMENTS if preset == "zero_offload_parameters" else 0
     # bf16: fp32 weight 4 + gradient 4 + states 8; here the bf16 weight 2, and one parameter's gradient
-    assert held[preset] <= 0.35 * held["bf16"]
+    assert held[preset] - bucket <= 0.35 * held["bf16"]

@@ -1,0 +1,121 @@
+"""Every preset that runs on a GPU keeps its contract there: fit, validate, a resume that is exact, a fit that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+
+import lightning_solo as solo
+from lightning_solo.machine import is_installed
+from tests.modules import Stack, loader, regression
+from tests.simcuda import device
+
+pytestmark = [
+    pytest.mark.simcuda,
+    pytest.mark.filterwarnings("ignore:You are using a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
+]
+WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed
+PLAIN = [
+    *("baseline", "accumulation", "bf16", "bf16_true", "fp16", "checkpointing", "compact", "compact_checkpointing"),
+    *("compact_host", "compact_host_checkpointing"),
+]
+NEEDS_DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+DEEPSPEED = [
+    pytest.param("zero_offload", marks=NEEDS_DEEPSPEED),
+    *(
+        pytest.param(name, marks=[NEEDS_DEEPSPEED, pytest.mark.long])
+        for name in ("zero_offload_parameters", "super_offload", "zenflow")
+    ),
+]
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def module() -> Any:
+    torch.manual_seed(1)
+    return regression(L, Stack(blocks=2, width=WIDTH))
+
+
+def batches(count: int = 6) -> Any:
+    return loader(batches=count, batch_size=8, width=WIDTH)
+
+
+def trainer(preset: str, folder: Path, **arguments: Any) -> L.Trainer:
+    kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, callbacks=arguments.pop("callbacks", []))}
+    return L.Trainer(**{**kwargs, **QUIET, "default_root_dir": str(folder), **arguments})
+
+
+def weights(one: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().float().cpu() for p in one.parameters()]
+
+
+def test_no_preset_is_left_out() -> None:
+    known = {*PLAIN, *(one.values[0] for one in DEEPSPEED)}
+    assert {*solo.list_presets()} - known == {"auto", "zero_offload_nvme"}  # one of the others; needs libaio and a disk
+
+
+@pytest.mark.parametrize("preset", [*PLAIN, *DEEPSPEED])
+def test_trains_validates_and_frees_the_device(preset: str, tmp_path: Path) -> None:
+    ours = module()
+    start = weights(ours)
+    run = trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False)
+    run.fit(ours, batches(), batches(2))
+    loss = run.validate(ours, batches(2), verbose=False)[0]["validation/loss"]
+    assert torch.isfinite(torch.tensor(loss))
+    assert all(torch.isfinite(p).all() for p in weights(ours))
+    assert any(not torch.equal(p, q) for p, q in zip(weights(ours), start, strict=True))
+    assert all(p.device.type == "cpu" for p in ours.parameters())
+
+
+@pytest.mark.parametrize("preset", PLAIN)
+def test_a_resumed_run_is_the_undisturbed_one(preset: str, tmp_path: Path) -> None:
+    undisturbed, first, second = module(), module(), module()
+    trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False).fit(undisturbed, batches())
+    begun = trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False)
+    begun.fit(first, batches())
+    begun.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    again = trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False)
+    again.fit(second, batches(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    assert again.global_step > begun.global_step
+    for one, other in zip(weights(second), weights(undisturbed), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("preset", PLAIN)
+def test_a_fit_that_fails_leaves_a_module_that_trains(preset: str, tmp_path: Path) -> None:
+    broken, plain = module(), module()
+    stock = broken.training_step
+
+    def fail(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise ArithmeticError("mine")
+        return stock(batch, batch_idx)
+
+    broken.training_step = fail
+    with pytest.raises(ArithmeticError, match="mine"):
+        trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches())
+    assert list(broken.state_dict()) == list(plain.state_dict())
+    broken.training_step = stock
+    trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches())
+    assert all(torch.isfinite(p).all() for p in weights(broken))
+
+
+@pytest.mark.parametrize("what", ["copies", "all"])
+@pytest.mark.parametrize("preset", ["compact", "compact_host", "checkpointing"])
+def test_delays_change_no_number(preset: str, what: str, tmp_path: Path) -> None:
+    held_back, plain = module(), module()
+    trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(plain, batches())
+    with device.delayed(what):
+        trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(held_back, batches())
+    for one, other in zip(weights(held_back), weights(plain), strict=True):
+        assert torch.equal(one, other)
