@@ -38,7 +38,7 @@ from triton.compiler import ASTSource
 
 from lightning_solo.optim import adamw_triton, gpu_kernel
 from lightning_solo.optim.compressed_moments import BLOCK
-from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Scalars, Sum, partials_of
+from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Scalars, Sum
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -138,7 +138,7 @@ def launches() -> Iterator[tuple[str, Launch, float]]:
                     torch.zeros(PER_PARTIAL, dtype=torch.bfloat16),
                     None if total is None else torch.zeros(PER_PARTIAL, dtype=total),
                     False,
-                    torch.zeros(partials_of(PER_PARTIAL)),
+                    torch.zeros(1),
                 )
                 for _ in range(count)
             ]

@@ -36,7 +36,7 @@ struct Step {  // `_Step` of cpu_kernel.py
     float* exp_avg_sq_scale;
     int64_t numel, threads;
     uint64_t seed, seed_of_weights;
-    float scale, shrink, pull, first, keep, second, correction2, eps, rate;
+    float scale, shrink, pull, first, keep, second, correction2, eps, rate, bound;
 };
 
 inline float as_float(uint32_t raw) {
@@ -138,7 +138,8 @@ void step_block(const Step& by, int64_t row, typename Types<M>::Weight* weight, 
     join<M>(weight, correction, master);
 #pragma omp simd
     for (int i = 0; i < BLOCK; i++) {
-        g[i] = load(grad[i]) * by.scale;
+        const float given = load(grad[i]), above = given < -by.bound ? -by.bound : given;
+        g[i] = (above > by.bound ? by.bound : above) * by.scale;
         master[i] *= by.shrink;
     }
     if (by.pull != 0.0f) {

@@ -7,26 +7,20 @@ loops read and write each number, within rounding of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.compressed_moments import BLOCK
-from lightning_solo.optim.cpu_kernel import Kernel, serves
-from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim.kernels import Scalars
 from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import bits_of, join, round_stochastically, split
 
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements stepped at once: on the CPU what its caches hold, on a GPU what fills it."""
-
-Update = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -39,79 +33,26 @@ class Hyperparameters:
     weight_decay: float
     decoupled_weight_decay: bool
 
+    def scalars(self, step: int, index: int) -> Scalars:
+        """Return the numbers of a parameter's step.
 
-def step_parameter(
-    weight: Tensor,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
-    by: Hyperparameters,
-    *,
-    scale: float = 1.0,
-    index: int = 0,
-    update: Update | None = None,
-    kernel: Kernel | None = None,
-    on_host: Collection[str] = (),
-    staging: Staging | None = None,
-) -> None:
-    """Step a parameter and its state in place, and count the step.
-
-    Args:
-        weight: fp32 or bf16, dense in memory in any order of its dimensions.
-        grad: of any floating type, of the weight's shape; or flat, in the order of the weight's memory.
-        state: ``step``; ``exp_avg`` and ``exp_avg_sq``, fp32 or codes with an ``exp_avg_scale`` and
-            ``exp_avg_sq_scale``; the ``correction`` of a bf16 weight, which without one is rounded stochastically.
-        by: the step's hyper-parameters.
-        scale: factor of the gradient, as clipping by norm has it.
-        index: of the parameter among those of its optimizer; random numbers depend on it and on the step.
-        update: `update_blocks`, or what torch.compile made of it.
-        kernel: the step in C++, which takes all of a parameter on a CPU at once; on one, all memory is the host's.
-        on_host: names of the state's tensors, and ``grad``, that lie in host memory.
-        staging: what those pass through to the weight's device.
-    """
-    state["step"].add_(1)
-    bits = moments.BITS[state["exp_avg"].dtype]
-    others: dict[str, Any] = {**_scalars(by, int(state["step"].item()), index), "scale": scale}
-    if bits == 4:
-        others["book"], others["book_sq"] = moments.codebooks(weight.device)
-    flat = {"weight": in_memory_order(weight), "grad": grad if grad.dim() == 1 else in_memory_order(grad, weight)}
-    flat |= {name: value for name, value in state.items() if name != "step"}
-    if kernel is not None and serves(flat):
-        kernel(**flat, **others)
-        return
-    widths = {name: _width(name, bits) for name in flat}
-
-    def rows(name: str, part: Tensor) -> Any:
-        return part.view(-1, widths[name]) if widths[name] > 1 else part
-
-    whole = weight.numel() // BLOCK
-    size = CHUNK.get(weight.device.type, CHUNK["cuda"]) // BLOCK
-    for first in range(0, whole, size):
-        last = min(first + size, whole)
-        step = update_blocks if update is None or last - first == 1 else update  # 1 would be compiled for itself
-        parts = {name: value[first * widths[name] : last * widths[name]] for name, value in flat.items()}
-        with _on_device(parts, on_host, staging) as parts:
-            step(**{name: rows(name, part) for name, part in parts.items()}, first_row=first, **others)
-    if weight.numel() % BLOCK:
-        rest = {name: value[whole * widths[name] :] for name, value in flat.items()}
-        zero = {"exp_avg": 0x77} if bits == 4 else {}  # two codes of 0, where 0x00 is twice the least number
-        with _on_device(rest, on_host, staging) as rest:
-            block = {n: F.pad(value, (0, widths[n] - value.numel()), value=zero.get(n, 0)) for n, value in rest.items()}
-            in_row: dict[str, Any] = {n: rows(n, value) for n, value in block.items()}
-            update_blocks(**in_row, first_row=whole, **others)
-            for name, value in rest.items():
-                value.copy_(block[name][: value.numel()])
-
-
-@contextmanager
-def _on_device(
-    parts: dict[str, Tensor], on_host: Collection[str], staging: Staging | None
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the parts of a step, those that lie on the host by way of staging."""
-    if staging is None or not on_host:
-        yield parts
-        return
-    with staging.on_device({name: parts[name] for name in on_host}, unchanged=("grad",)) as staged:
-        yield parts | staged
+        Args:
+            step: which step of the parameter it is, from 1 on.
+            index: of the parameter among those of its optimizer; random numbers depend on it and on the step.
+        """
+        beta1, beta2 = self.betas
+        return Scalars(
+            shrink=1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0,
+            pull=0.0 if self.decoupled_weight_decay else self.weight_decay,
+            first=1 - beta1,
+            keep=beta2,
+            second=1 - beta2,
+            correction2=(1 - beta2**step) ** 0.5,
+            eps=self.eps,
+            rate=self.lr / (1 - beta1**step),
+            seed=seed_of(step, index),
+            seed_of_weights=seed_of(step, index, purpose=1),
+        )
 
 
 def update_blocks(
@@ -137,6 +78,7 @@ def update_blocks(
     rate: float,
     seed: int,
     seed_of_weights: int,
+    bound: float = math.inf,
 ) -> None:
     """Step blocks of a parameter in place: the operators of `torch.optim.adam._single_tensor_adam`, in their order.
 
@@ -162,6 +104,7 @@ def update_blocks(
         rate: lr over the first bias correction.
         seed: of the second moment's rounding.
         seed_of_weights: of the weights' rounding, where they have no correction.
+        bound: the gradient is clamped to it, before it is scaled.
     """
     rows, is_split = weight.shape[0], weight.dtype != torch.float32
     m, v = exp_avg, exp_avg_sq
@@ -171,7 +114,10 @@ def update_blocks(
     if exp_avg_scale is not None and exp_avg_sq_scale is not None:
         m = moments.dequantize_first(exp_avg, exp_avg_scale, book)
         v = moments.dequantize_second(exp_avg_sq, exp_avg_sq_scale, book_sq)
-    grad = grad.to(torch.float32) * scale
+    grad = grad.to(torch.float32)
+    if bound != math.inf:
+        grad = grad.clamp(-bound, bound)
+    grad = grad * scale
     master.mul_(shrink)
     if torch.compiler.is_compiling():  # weights of lerp_ and factors of addcmul_ it would take for constants
         grad = grad + master * pull if pull else grad
@@ -194,29 +140,6 @@ def update_blocks(
         new = (*moments.quantize_first(m, book), *moments.quantize_second(v, book_sq, random))
         for stored, made in zip((exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), new, strict=True):
             stored.copy_(made)
-
-
-def _scalars(by: Hyperparameters, step: int, index: int) -> dict[str, float | int]:
-    beta1, beta2 = by.betas
-    return {
-        "shrink": 1 - by.lr * by.weight_decay if by.decoupled_weight_decay else 1.0,
-        "pull": 0.0 if by.decoupled_weight_decay else by.weight_decay,
-        "first": 1 - beta1,
-        "keep": beta2,
-        "second": 1 - beta2,
-        "correction2": (1 - beta2**step) ** 0.5,
-        "eps": by.eps,
-        "rate": by.lr / (1 - beta1**step),
-        "seed": seed_of(step, index),
-        "seed_of_weights": seed_of(step, index, purpose=1),
-    }
-
-
-def _width(name: str, bits: int) -> int:
-    """Return how many elements of a tensor belong to a block."""
-    if name.endswith("_scale"):
-        return 1
-    return BLOCK // 2 if bits == 4 and name.startswith("exp_avg") else BLOCK
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -13,8 +13,9 @@ Gradients come on top, 2 bytes in bf16, unless `GradientRelease` frees each as i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -23,9 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import BudgetError, CheckpointError, GradientError, PresetError
-from lightning_solo.machine import is_installed
 from lightning_solo.optim import compressed_moments as moments
-from lightning_solo.optim import cpu_kernel, host_memory
+from lightning_solo.optim import host_memory, kernels
 from lightning_solo.optim.adamw_states import (
     bytes_of,
     compress,
@@ -37,24 +37,19 @@ from lightning_solo.optim.adamw_states import (
     plain,
     state_layout,
 )
-from lightning_solo.optim.adamw_update import (
-    Hyperparameters,
-    Update,
-    in_memory_order,
-    is_dense,
-    step_parameter,
-    update_blocks,
-)
-from lightning_solo.optim.cpu_kernel import Kernel
+from lightning_solo.optim.adamw_update import Hyperparameters, in_memory_order, is_dense
+from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim.kernels import Control, Kernels, Piece
 from lightning_solo.optim.names import name_in, names_of
+from lightning_solo.optim.operator_kernels import greatest
 from lightning_solo.optim.split_weights import bits_of, join_into, split_into
 from lightning_solo.units import format_bytes
 
 STOCHASTIC = "16-stochastic"
 MASTER_BITS = (32, 24, STOCHASTIC)
-FUSED_FROM = 2**24
-"""Elements in all from which torch.compile, which takes seconds, pays."""
+TOGETHER = 2**26
+"""Elements of parameters that are stepped by one launch."""
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
@@ -84,9 +79,9 @@ class CompactAdamW(Optimizer):
         decoupled_weight_decay: False for Adam, whose weight decay is a part of the gradient.
         corrections: of bf16 parameters that were split, as `split_parameters` returns them; where it is given, fp32
             parameters stay what they are.
-        fused: step in one pass: a parameter on a CPU with moments in 8 bits by a kernel in C++, which rounds as torch's
-            operators do, others by torch.compile. None: where there is a compiler, and by torch.compile from 16
-            million elements on; False: by torch's operators.
+        fused: step in one pass: on a GPU by a Triton kernel; a parameter on a CPU with moments in 8 bits by a kernel
+            in C++; both round as torch's operators do. Others by torch.compile. None: where there is a compiler, and
+            by torch.compile from 16 million elements on; False: by torch's operators.
         state_budget: bytes of states that stay on the device; the others lie in host memory, and pass through the
             device when they are stepped. "auto": what the first step has left free; in it as much lies on the host as
             goes there. None: all stay. The first parameters' states do, for in backward their gradients come last,
@@ -126,6 +121,8 @@ class CompactAdamW(Optimizer):
         self._first: Tensor | None = None  # that was stepped here: when it comes again, the first step is through
         self._on_host: dict[Tensor, dict[str, Tensor]] = {}
         self._staging: Staging | None = None
+        self._kernels: Kernels | None = None
+        self._control: Control | None = None  # of steps that nothing scales
         self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
         self._index: dict[Tensor, int] = {}  # number of each parameter
         self._sizes: list[int] = []  # of the groups when `_numbers` was made
@@ -156,6 +153,7 @@ class CompactAdamW(Optimizer):
                 raise PresetError(f"CompactAdamW: {name} has gaps in memory, or overlaps itself; write {name}.clone()")
             self._index[p] = len(self._index)
             self._numel += p.numel()
+            self._kernels = None  # others may pay
             if self.state_budget is not None:
                 self._unplaced.append(p)
             if p.dtype == torch.float32 and self.master_bits != 32 and self._splits:
@@ -173,7 +171,8 @@ class CompactAdamW(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
         self._wait()
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}, "_staging": None}
+        made = {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}}
+        return {**made, "_staging": None, "_kernels": None, "_control": None}
 
     # --- stepping ---
 
@@ -189,9 +188,16 @@ class CompactAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         pairs = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        require_finite(self, pairs)
-        for p, grad in pairs:
-            self.step_one(p, grad)
+        require_dense(self, pairs)
+        full = [grad for _, grad in pairs if grad.numel()]
+        if not full:
+            return loss
+        worst = torch.stack([each.float() for each in greatest(full)]).amax()
+        self.step_many(pairs, self.control(torch.where(worst.isfinite(), 1.0, torch.nan)))
+        if bool(worst.isfinite().logical_not()):  # the first time that the host waits for the device
+            self.uncount(p for p, _ in pairs)
+            first = next(p for p, grad in pairs if not bool(grad.isfinite().all()))
+            raise GradientError(f"the gradient of {name_in(self, first)} is not finite; no weight has been touched")
         return loss
 
     @torch.no_grad()
@@ -203,9 +209,84 @@ class CompactAdamW(Optimizer):
             gradient: of its shape, or flat in the order of its memory; of any floating type; on its device or the host.
             scale: the factor.
         """
-        if parameter.numel() == 0:
-            return
-        group = self._group_of(parameter)
+        same = torch.full((), scale, device=parameter.device) if scale != 1 else None
+        self.step_many([(parameter, gradient)], self.control(same))
+
+    @torch.no_grad()
+    def step_many(self, pairs: Iterable[tuple[Tensor, Tensor]], control: Control) -> None:
+        """Step parameters with their gradients, as few launches as they allow; on a GPU without waiting for it.
+
+        Args:
+            pairs: parameters of this optimizer, and gradients as for `step_one`.
+            control: by `control`. Where its scale is NaN nothing is stepped, but steps are counted: see `uncount`.
+        """
+        together: dict[Any, list[Piece]] = {}
+        for p, grad in pairs:
+            if not p.numel():
+                continue
+            piece, on_host = self._piece(p, grad)
+            if on_host and not self.kernels.reads_host(piece):
+                self._step_staged(piece, on_host, control)
+            else:
+                together.setdefault(piece.layout, []).append(piece)
+            if not p.is_inference():
+                torch.autograd.graph.increment_version(p)  # a backward that still needs it then knows
+        for pieces in together.values():
+            for part in _parts(pieces):
+                self.kernels.step(part, control)
+
+    def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
+        """Return what steps on the device are to share.
+
+        Args:
+            scale: factor of the gradients, fp32, on the device. None: 1.
+            bound: to which gradients are clamped.
+        """
+        if self._control is None or self._control.not_finite.numel() != len(self._index):
+            device = next(iter(self._index)).device
+            flags = torch.zeros(len(self._index), dtype=torch.int32, device=device)
+            self._control = Control(torch.ones((), device=device), flags)
+        if scale is None and bound == self._control.bound:
+            return self._control
+        return Control(self._control.scale if scale is None else scale, self._control.not_finite, bound)
+
+    def uncount(self, parameters: Iterable[Tensor]) -> None:
+        """Take back that steps were counted which were not taken."""
+        for p in parameters:
+            if "step" in self.state.get(p, ()):
+                self.state[p]["step"].sub_(1)
+
+    @property
+    def kernels(self) -> Kernels:
+        """What runs the steps."""
+        if self._kernels is None:
+            device = next(iter(self._index)).device
+            self._kernels = kernels.kernels_on(device, fused=self.fused, numel=self._numel)
+        return self._kernels
+
+    @property
+    def staging(self) -> Staging:
+        """By what way tensors of the host pass through the device."""
+        if self._staging is None:
+            self._staging = Staging(next(iter(self._index)).device)
+            self._staging.serve(self.host_bytes)
+        return self._staging
+
+    def first_not_finite(self) -> Tensor | None:
+        """Return a parameter that was stepped with a gradient that isn't finite, if there is one; waits for the device.
+
+        Steps tell of it where ``kernels.folds``; what they have told is forgotten.
+        """
+        flags = self._control.not_finite if self._control is not None else None
+        if flags is None or not bool(flags.any()):
+            return None
+        first = int(flags.nonzero()[0])
+        flags.zero_()
+        return list(self._index)[first]
+
+    def _piece(self, p: Tensor, grad: Tensor) -> tuple[Piece, list[str]]:
+        """Return a whole parameter to be stepped, with the names of its tensors that are on the host."""
+        group, state = self._group_of(p), self._state_of(p)
         by = Hyperparameters(
             lr=float(group["lr"]),
             betas=tuple(group["betas"]),
@@ -213,28 +294,22 @@ class CompactAdamW(Optimizer):
             weight_decay=group["weight_decay"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
-        state = self._state_of(parameter)
-        on_host = [*self._on_host.get(parameter, ())]
-        if gradient.device != parameter.device:
-            on_host.append("grad")
-        if on_host and self._staging is None:
-            self._staging = Staging(parameter.device)
-        kernel, update = self._kernel(parameter), None
-        if kernel is None and parameter.numel() >= moments.LEAST:  # each kind is compiled for itself
-            update = self._update()
-        # detached, not .data: a weight that somebody else's backward still needs is then known to have changed
-        step_parameter(
-            parameter.detach(),
-            gradient,
-            state,
-            by,
-            scale=scale,
-            index=self._index[parameter],
-            update=update,
-            kernel=kernel,
-            on_host=on_host,
-            staging=self._staging,
-        )
+        state["step"].add_(1)
+        weight = p.detach()
+        flat = {"weight": in_memory_order(weight), "grad": grad if grad.dim() == 1 else in_memory_order(grad, weight)}
+        flat |= {name: value for name, value in state.items() if name != "step"}
+        index = self._index[p]
+        on_host = [*self._on_host.get(p, ()), *(["grad"] if grad.device != p.device else [])]
+        return Piece(flat, by.scalars(int(state["step"].item()), index), index=index), on_host
+
+    def _step_staged(self, whole: Piece, on_host: Collection[str], control: Control) -> None:
+        """Step a parameter piece by piece, each of which passes through the device."""
+        size = self.kernels.piece // BLOCK
+        for first in range(0, moments.blocks(whole.numel), size):
+            part = whole.blocks(first, first + size)
+            pieces = {name: part.tensors[name] for name in on_host}
+            with self.staging.on_device(pieces, unchanged=("grad",)) as staged:
+                self.kernels.step([replace(part, tensors={**part.tensors, **staged})], control)
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -242,19 +317,6 @@ class CompactAdamW(Optimizer):
             self._sizes = sizes
             self._numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         return self.param_groups[self._numbers[parameter]]
-
-    def _kernel(self, parameter: Tensor) -> Kernel | None:
-        """Return the step in C++, if it is wanted for a parameter, and there is one."""
-        has_codes = self.moment_bits == 8 and parameter.numel() >= moments.LEAST
-        if self.fused is False or not has_codes or parameter.device.type != "cpu":
-            return None
-        return cpu_kernel.kernel()
-
-    def _update(self) -> Update | None:
-        wanted = self.fused
-        if wanted is None:
-            wanted = self._numel >= FUSED_FROM and can_compile(next(iter(self._index)).device)
-        return _compiled() if wanted else None
 
     # --- states ---
 
@@ -472,6 +534,20 @@ class CompactAdamW(Optimizer):
         return made
 
 
+def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Check that no gradient of an optimizer's parameters is sparse.
+
+    Raises:
+        GradientError: one is; names it.
+    """
+    for p, grad in gradients:
+        if grad.is_sparse:
+            raise GradientError(
+                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
+                " this parameter to torch.optim.SparseAdam"
+            )
+
+
 def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Check gradients of an optimizer's parameters, at the price of one wait for the device.
 
@@ -479,12 +555,7 @@ def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tenso
         GradientError: one is sparse, infinite or NaN; names the first.
     """
     pairs = list(gradients)
-    for p, grad in pairs:
-        if grad.is_sparse:
-            raise GradientError(
-                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
-                " this parameter to torch.optim.SparseAdam"
-            )
+    require_dense(optimizer, pairs)
     full = [g for _, g in pairs if g.numel()]
     if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
         return
@@ -533,6 +604,19 @@ def require_state_budget(budget: int | str | None, name: str) -> None:
         raise PresetError(f"{name}={budget!r}: write bytes that stay on the device, 'auto' or None")
 
 
+def _parts(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces, as many at a time as are stepped by one launch."""
+    part: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if part and size + piece.numel > TOGETHER:
+            yield part
+            part, size = [], 0
+        part.append(piece)
+        size += piece.numel
+    yield part
+
+
 def _free_bytes(device: torch.device) -> int:
     """Return what of a GPU nobody has used so far, but for a twentieth of it that is left; of a CPU nothing."""
     if device.type != "cuda":
@@ -541,33 +625,7 @@ def _free_bytes(device: torch.device) -> int:
     return max(0, free - total // 20)
 
 
-@functools.cache
-def can_compile(device: torch.device) -> bool:
-    """Tell whether torch.compile makes kernels for a device here: on a GPU by Triton, on a CPU by C++."""
-    return is_installed("triton") if device.type == "cuda" else cpu_kernel.kernel() is not None
-
-
-@functools.cache
-def _compiled() -> Update:
-    compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
-
-    def update(**arguments: Any) -> None:
-        # one for each kind of weight, gradient and state that this process has; torch allows 8, then fails
-        with torch._dynamo.config.patch(recompile_limit=64):
-            compiled(**arguments)
-
-    return update
-
-
 # --- checks ---
-
-
-def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each gradient, none of which is empty: finite if and only if all of it is."""
-    others = [g for g in gradients if g.device.type != "cpu"]
-    # on a CPU the norm takes thirty times as long; elsewhere it is one kernel for all, and aminmax one for each
-    norms = iter(torch._foreach_norm(others, float("inf")) if others else ())
-    return [torch.stack(g.aminmax()).abs().amax() if g.device.type == "cpu" else next(norms) for g in gradients]
 
 
 def _check(

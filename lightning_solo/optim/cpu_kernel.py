@@ -17,7 +17,7 @@ import shlex
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ PATIENCE_S = 300
 
 _FP32, _STOCHASTIC, _BITS24, _BITS32 = range(4)  # `Master` in the source
 _POINTERS = ("weight", "grad", "correction", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-_NUMBERS = ("scale", "shrink", "pull", "first", "keep", "second", "correction2", "eps", "rate")
+_NUMBERS = ("scale", "shrink", "pull", "first", "keep", "second", "correction2", "eps", "rate", "bound")
 
 
 class _Step(ctypes.Structure):
@@ -75,8 +75,8 @@ def kernel() -> Kernel | None:
     return functools.partial(_step, function)
 
 
-def serves(tensors: dict[str, Tensor]) -> bool:
-    """Tell whether a parameter's flat tensors are what the step in C++ takes: it looks at addresses alone."""
+def serves(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether a parameter's flat tensors are what the step in C++ takes: it looks at addresses alone."""
     weight, correction = tensors["weight"], tensors.get("correction")
     if tensors["exp_avg"].dtype != torch.int8 or (weight.dtype == torch.float32 and correction is not None):
         return False
@@ -115,8 +115,6 @@ def _step(
         *(rest[name] for name in _NUMBERS),
     )
     function(by, master, grad.dtype == torch.float32)
-    if not weight.is_inference():
-        torch.autograd.graph.increment_version(weight)  # a backward that still needs it then knows
 
 
 # --- building ---

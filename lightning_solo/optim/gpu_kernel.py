@@ -31,7 +31,8 @@ from torch import Tensor
 
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.compressed_moments import BLOCK
-from lightning_solo.optim.kernels import Control, Kernels, Piece, Scalars, Sum, partials_of
+from lightning_solo.optim.kernels import PER_PARTIAL, Control, Kernels, Piece, Scalars, Sum
+from lightning_solo.optim.operator_kernels import greatest
 
 LEAST_CAPABILITY = (8, 0)
 """Of a device: below it there is no arithmetic in bf16."""
@@ -65,7 +66,7 @@ class TritonKernels:
     """
 
     grouped_below = 2**20  # a launch costs about what stepping as many elements does: 3 to 5 microseconds
-    piece = 2**24
+    piece = 2**23  # few enough that many are on their way, and enough that a launch takes no time
     folds = True
 
     def __init__(self, device: torch.device, otherwise: Kernels) -> None:
@@ -87,8 +88,12 @@ class TritonKernels:
         )
 
     def reads_host(self, piece: Piece) -> bool:
-        """Return that a piece is not stepped with tensors of the host among its own."""
+        """Return that host tensors have to be brought to the device."""
         return False
+
+    def partials_of(self, numel: int) -> int:
+        """Return how many norms are taken of so many elements."""
+        return -(-numel // PER_PARTIAL)
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Step pieces, all of one layout, in place."""
@@ -97,6 +102,8 @@ class TritonKernels:
             return
         name = "step_one" if len(pieces) == 1 else "step_many"
         if not self.serves(pieces[0].layout) or not self._runs(name, lambda: _step(pieces, control, self.device)):
+            for piece, worst in zip(pieces, greatest([piece.tensors["grad"] for piece in pieces]), strict=True):
+                control.not_finite[piece.index] += worst.isfinite().logical_not()
             self.otherwise.step(pieces, control)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
@@ -109,6 +116,9 @@ class TritonKernels:
             name = "add_one" if len(chosen) == 1 else "add_many"
             launch = functools.partial(_add, chosen, control, self.device)
             if not _is_served(chosen[0]) or not self._runs(name, launch):
+                for each in chosen:
+                    if each.partials is not None:
+                        each.partials.zero_()  # others write one norm
                 self.otherwise.add(chosen, control)
 
     def _runs(self, name: str, launch: Callable[[], None]) -> bool:
@@ -131,7 +141,6 @@ class TritonKernels:
         return True
 
 
-@functools.cache
 def kernels(device: torch.device, otherwise: Kernels) -> TritonKernels | None:
     """Return the kernels of a device, or None where there are none: no Triton, no CUDA, or too old a device."""
     if device.type != "cuda" or torch.version.hip is not None or not is_installed("triton"):
@@ -214,7 +223,7 @@ def _add(sums: Sequence[Sum], control: Control, device: torch.device) -> None:
         "num_warps": WARPS,
         "enable_fp_fusion": False,
     }
-    programs = [partials_of(each.gradient.numel()) for each in sums]
+    programs = [-(-each.gradient.numel() // PER_PARTIAL) for each in sums]
     if len(sums) == 1:
         (one,) = sums
         size = one.gradient.numel()

@@ -10,15 +10,18 @@ one micro-batch           as it came: 2 bytes in bf16, 4 in fp32
 several                   their sum in fp32: 4 bytes; in bf16 a sum stops growing at 256 times its addends
 ```
 
-on the device, or in pinned memory of the host, from where they pass through the device to be summed, measured and used.
-Nothing is approximated: fp32 parameters end up where `torch.nn.utils.clip_grad_norm_` and a step of the optimizer would
-have them; of a parameter of more than 2**24 elements, kept on the host, the norm is summed up piece by piece.
+on the device, or in pinned memory of the host: see `GradientSums`. Nothing is approximated: fp32 parameters end up
+where `torch.nn.utils.clip_grad_norm_` and a step of the optimizer would have them; where the norm is made of those of
+parts (by Triton's kernel, and of large parameters on the host), within the rounding of a sum.
+
+On a GPU the host waits for the device once in a window, at its end, to learn whether all gradients were finite.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,15 +31,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.errors import ConflictError, GradientError, PresetError
-from lightning_solo.optim import host_memory
-from lightning_solo.optim.adamw_update import in_memory_order
-from lightning_solo.optim.compact_adamw import CompactAdamW, greatest
+from lightning_solo.optim import kernels
+from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.names import name_in
+from lightning_solo.optim.operator_kernels import greatest
 
 BUFFERS = ("device", "host")
-PIECE = 2**24
-"""Elements of a gradient on the host that pass through the device at once."""
+WAITING_BYTES = 2**25
+"""Of gradients of small parameters that wait in backward to be stepped by one launch."""
 ONE_BY_ONE = (
     "SGD",
     "Adam",
@@ -96,10 +101,11 @@ class GradientRelease:
         self.optimizer, self.accumulation, self.buffer = optimizer, accumulation, buffer
         self.max_norm, self.max_value = max_norm, max_value
         self._step_one = stepper(optimizer)
-        self._kept: dict[Tensor, Tensor] = {}
-        self._host: dict[Tensor, Tensor] = {}  # where gradients are kept on the host, from window to window
-        self._staging: Staging | None = None
-        self._used: dict[Tensor, Tensor] = {}  # parameters stepped in this window, with their greatest gradient
+        self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
+        self._own_sums: GradientSums | None = None
+        self._plain: Control | None = None  # where the optimizer has none
+        self._used: dict[Tensor, Tensor | None] = {}  # parameters stepped in this window, with their greatest gradient
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # small ones, to be stepped together
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._forget_and_zero  # type: ignore[method-assign]
@@ -118,7 +124,7 @@ class GradientRelease:
     @property
     def has_kept(self) -> bool:
         """Whether a window has begun."""
-        return bool(self._kept)
+        return bool(self._sums)
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -136,13 +142,14 @@ class GradientRelease:
         self._require_watched()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a wrong order
         if self.immediate:
+            if self._waiting and self._compact is not None:
+                self._step_waiting(self._compact)
             self._require_finite_used()
             return None
-        kept = {p: self._kept[p] for group in self.optimizer.param_groups for p in group["params"] if p in self._kept}
         try:
-            return self._step_kept(kept) if kept else None
+            return self._step_kept()
         finally:
-            self._kept.clear()
+            self._sums.clear()
 
     def remove(self) -> None:
         """Take the hooks off the parameters, and forget what was kept."""
@@ -150,19 +157,16 @@ class GradientRelease:
             handle.remove()
         self._handles.clear()
         self.forget()
-        self._wait()
-        self._host.clear()
+        if self._own_sums is not None:
+            self._own_sums.remove()
         if vars(self.optimizer).get("zero_grad") == self._forget_and_zero:
             del self.optimizer.zero_grad
 
     def forget(self) -> None:
         """Drop what was kept in this window, as the optimizer's ``zero_grad`` does."""
-        self._kept.clear()
+        self._sums.clear()
         self._used.clear()
-
-    def _wait(self) -> None:
-        if self._staging is not None:  # it may still write what is freed
-            self._staging.wait()
+        self._waiting.clear()
 
     def _forget_and_zero(self, *args: Any, **kwargs: Any) -> None:
         self.forget()
@@ -181,8 +185,7 @@ class GradientRelease:
     def _require_watched(self) -> None:
         for p in self._unwatched():
             if p.grad is not None:
-                self._kept.clear()
-                self._used.clear()
+                self.forget()
                 raise GradientError(
                     f"{self._name(p)} was unfrozen or added after GradientRelease was made, and its gradient was not"
                     " released; call watch() before backward"
@@ -208,11 +211,37 @@ class GradientRelease:
     def _use(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self._used:
             self._require_several(parameter, ", and has been stepped with the first")
+        self._used[parameter] = None
+        compact = self._compact
+        if compact is not None and compact.kernels.folds:  # says by itself what wasn't finite
+            self._waiting.append((parameter, gradient))
+            small = gradient.numel() < compact.kernels.grouped_below
+            if not small or sum(each.nbytes for _, each in self._waiting) > WAITING_BYTES:
+                self._step_waiting(compact, all_of_them=small)
+            return
         if gradient.numel():
             self._used[parameter] = measure = greatest([gradient])[0].float()
             if not measure.is_cuda:  # there it would wait for the device, at each parameter
                 self._require_finite(parameter, measure)
-        self._step_one(parameter, self._bounded(gradient), 1.0)
+        if compact is not None:
+            compact.step_many([(parameter, gradient)], self._control())
+        else:
+            self._step_one(parameter, self._bounded(gradient), 1.0)
+
+    def _step_waiting(self, compact: CompactAdamW, *, all_of_them: bool = True) -> None:
+        """Step those that wait for others, or the last of them alone."""
+        waiting = self._waiting if all_of_them else self._waiting[-1:]
+        self._waiting = [] if all_of_them else self._waiting[:-1]
+        compact.step_many(waiting, self._control())
+
+    def _control(self, scale: Tensor | None = None) -> Control:
+        bound = math.inf if self.max_value is None else self.max_value
+        if self._compact is not None:
+            return self._compact.control(scale, bound)
+        if self._plain is None or self._plain.bound != bound:  # sums look at the bound alone
+            nothing = torch.zeros((), device=self._first.device)
+            self._plain = Control(nothing, nothing, bound)
+        return self._plain
 
     def _require_several(self, parameter: Tensor, and_what: str) -> None:
         if self.accumulation == 1:
@@ -224,31 +253,14 @@ class GradientRelease:
             )
 
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
-        kept = self._kept.get(parameter)
-        if kept is not None:
+        if parameter in self._sums:
             self._require_several(parameter, "")
-        if self.buffer == "host":
-            self._kept[parameter] = self._kept_on_host(parameter, gradient, kept)
-        elif kept is not None:
-            kept.add_(gradient)
-        else:
-            self._kept[parameter] = gradient.to(self._kind(gradient))
+        elif not self._sums.has_room(parameter, self._kind(gradient)):
+            self.allocate()
+        self._sums.add(parameter, gradient, self._kind(gradient), self._control())
 
     def _kind(self, tensor: Tensor) -> torch.dtype:
         return tensor.dtype if self.accumulation == 1 else _at_least_fp32(tensor.dtype)
-
-    def _kept_on_host(self, parameter: Tensor, gradient: Tensor, kept: Tensor | None) -> Tensor:
-        """Return the parameter's host tensor, to which the gradient has been added: flat, in the parameter's order."""
-        if kept is None and (parameter not in self._host or self._host[parameter].dtype != self._kind(parameter)):
-            self.allocate()
-        self._staging = self._staging or Staging(parameter.device)
-        target, flat = self._host[parameter], in_memory_order(gradient, parameter)
-        for first in range(0, target.numel(), PIECE):
-            pieces = {"sum": target[first : first + PIECE]}
-            with self._staging.on_device(pieces, unread=kept is None) as staged:
-                given = flat[first : first + PIECE]
-                staged["sum"].copy_(given) if kept is None else staged["sum"].add_(given)
-        return target
 
     def allocate(self) -> None:
         """Have room on the host for the gradients of all watched parameters: called by itself when the first one comes.
@@ -256,29 +268,44 @@ class GradientRelease:
         Raises:
             BudgetError: the host has too little memory.
         """
-        lacking = [p for p in self._handles if p not in self._kept]
-        if not lacking:
-            return
-        self._wait()
-        wanted = [(p.numel(), self._kind(p)) for p in lacking]
-        for p in lacking:
-            self._host.pop(p, None)
-        host_memory.require_host_room("gradients", wanted, "keep them on the device")
-        self._host |= dict(zip(lacking, host_memory.host_tensors(wanted, lacking[0].device), strict=True))
+        self._sums.allocate({p: self._kind(p) for p in self._handles if p not in self._sums})
+
+    @property
+    def _first(self) -> Tensor:
+        first: Tensor = self.optimizer.param_groups[0]["params"][0]
+        return first
+
+    @property
+    def _sums(self) -> GradientSums:
+        if self._own_sums is None:
+            device, compact = self._first.device, self._compact
+            staging = None
+            if self.buffer == "host":  # the same as the states', so that what each has on its way is known to both
+                staging = compact.staging if compact is not None else Staging(device)
+            own = compact.kernels if compact is not None else kernels.kernels_on(device)
+            self._own_sums = GradientSums(own, staging)
+        return self._own_sums
 
     # --- at the end of a window ---
 
-    def _step_kept(self, kept: dict[Tensor, Tensor]) -> Tensor:
-        if self.max_value is not None:
-            self._require_finite_kept(kept, float("inf"))  # before infinity is made a number
-        total = self._require_finite_kept(kept, 2)
-        if bool(total.isfinite().logical_not()):
-            raise GradientError("the norm of all gradients is too large for fp32; no weight has been touched")
-        scale = 1.0 if self.max_norm is None else float((self.max_norm / (total + 1e-6)).clamp(max=1.0))
-        for parameter in list(kept):
-            gradient = kept.pop(parameter)
-            self._kept.pop(parameter)
-            self._step_one(parameter, self._to_use(parameter, gradient), scale)
+    def _step_kept(self) -> Tensor | None:
+        kept = [p for group in self.optimizer.param_groups for p in group["params"] if p in self._sums]
+        if not kept:
+            return None
+        total = self._sums.norm(kept, self._control())
+        scale = (math.inf if self.max_norm is None else self.max_norm) / (total + 1e-6)
+        scale = torch.where(total.isfinite(), scale.clamp(max=1.0), torch.nan)
+        if self._compact is None:
+            self._require_finite_total(total, kept)
+            for p in kept:
+                gradient = self._sums.on_device(p)
+                self._sums.pop(p)
+                self._step_one(p, self._bounded(gradient), float(scale))
+            return total
+        self._compact.step_many([(p, self._sums[p]) for p in kept], self._control(scale.float()))
+        if bool(total.isfinite().logical_not()):  # the first time that the host waits for the device
+            self._compact.uncount(kept)
+            self._require_finite_total(total, kept)
         return total
 
     def _bounded(self, gradient: Tensor) -> Tensor:
@@ -287,48 +314,14 @@ class GradientRelease:
         # a bound is seldom a bf16; what is in fp32 is this object's own
         return gradient.to(_at_least_fp32(gradient.dtype)).clamp_(-self.max_value, self.max_value)
 
-    def _to_use(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Return a kept gradient as the optimizer takes it."""
-        if self.buffer == "device":
-            return self._bounded(gradient)
-        # brings it to the device by itself: all of it is on the host, for the norm has been waited for
-        if self.max_value is None and isinstance(self.optimizer, CompactAdamW):
-            return gradient
-        made = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False)
-        in_memory_order(made).copy_(gradient)
-        return self._bounded(made)
-
-    def _require_finite_kept(self, kept: dict[Tensor, Tensor], order: float) -> Tensor:
-        norms = [self._norm(parameter, gradient, order) for parameter, gradient in kept.items()]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
-        if bool(total.isfinite().logical_not()):
-            for parameter, gradient in kept.items():  # the norm of finite ones may be too large for fp32
-                if gradient.numel():
-                    self._require_finite(parameter, greatest([gradient])[0])
-        return total
-
-    def _norm(self, parameter: Tensor, gradient: Tensor, order: float) -> Tensor:
-        """Return the norm of a kept gradient as it will be used, or, of order infinity, as it is."""
-        norms = []
-        for piece in self._pieces(gradient):
-            if order == 2:
-                one = self._bounded(piece)
-                norms.append(torch.linalg.vector_norm(one, order, dtype=_at_least_fp32(one.dtype)))
-            else:
-                norms.append(greatest([piece])[0].to(_at_least_fp32(piece.dtype)))
-        if not norms:
-            return torch.zeros((), device=parameter.device)
-        whole: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
-        return whole
-
-    def _pieces(self, gradient: Tensor) -> Iterator[Tensor]:
-        """Yield a kept gradient on the device: as it is, or from the host piece by piece; nothing of an empty one."""
-        if self._staging is None:
-            yield from (gradient,) if gradient.numel() else ()
+    def _require_finite_total(self, total: Tensor, kept: list[Tensor]) -> None:
+        if not bool(total.isfinite().logical_not()):
             return
-        for first in range(0, gradient.numel(), PIECE):
-            with self._staging.on_device({"grad": gradient[first : first + PIECE]}, unchanged=("grad",)) as staged:
-                yield staged["grad"]
+        for p in kept:  # the norm of finite ones may be too large for fp32
+            gradient = self._sums.on_device(p)
+            if gradient.numel():
+                self._require_finite(p, greatest([gradient])[0])
+        raise GradientError("the norm of all gradients is too large for fp32; no weight has been touched")
 
     def _require_finite(self, parameter: Tensor, measure: Tensor) -> None:
         if not bool(measure.isfinite().logical_not()):
@@ -341,9 +334,13 @@ class GradientRelease:
 
     def _require_finite_used(self) -> None:
         used, self._used = self._used, {}
-        on_device = [(p, measure) for p, measure in used.items() if measure.is_cuda]
-        if on_device and bool(torch.stack([measure for _, measure in on_device]).isfinite().logical_not().any()):
-            first = next(p for p, measure in on_device if not bool(measure.isfinite()))
+        compact, first = self._compact, None
+        on_device = {p: measure for p, measure in used.items() if measure is not None and measure.is_cuda}
+        if on_device and bool(torch.stack([*on_device.values()]).isfinite().logical_not().any()):
+            first = next(p for p, measure in on_device.items() if not bool(measure.isfinite()))
+        elif compact is not None and compact.kernels.folds and used:
+            first = compact.first_not_finite()
+        if first is not None:
             raise GradientError(
                 f"the gradient of {self._name(first)} is not finite; it and others have been stepped: go on from a"
                 " checkpoint, or write max_norm, with which gradients are kept and checked before any step"

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_solo.optim.compressed_moments import BITS, BLOCK
+
 PER_PARTIAL = 2**14
 """Elements of a gradient whose squares make one partial sum."""
 
@@ -60,6 +62,22 @@ class Piece:
         """Names and types of the tensors: pieces of one layout share a launch."""
         return tuple((name, self.tensors[name].dtype) for name in sorted(self.tensors))
 
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.tensors["weight"].numel()
+
+    def width(self, name: str) -> int:
+        """Return how many entries of a tensor belong to a block: of scales 1, of codes in 4 bits 64."""
+        if name.endswith("_scale"):
+            return 1
+        return BLOCK // 2 if name.startswith("exp_avg") and BITS[self.tensors["exp_avg"].dtype] == 4 else BLOCK
+
+    def blocks(self, first: int, last: int) -> Piece:
+        """Return some of the piece's blocks, views of its tensors; the last may be a short one."""
+        parts = {name: x[first * self.width(name) : last * self.width(name)] for name, x in self.tensors.items()}
+        return Piece(parts, self.scalars, self.first_row + first, self.index)
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -69,8 +87,8 @@ class Sum:
         gradient: flat, on the device.
         total: flat, of as many elements: becomes its sum with the gradient. None: the gradient is only measured.
         is_first: the total is overwritten by the gradient.
-        partials: of `partials_of` elements, fp32 or the total's wider type: each becomes the norm of ``PER_PARTIAL``
-            elements of the total, clamped to ``Control.bound``, and isn't finite if one of them isn't before that; the
+        partials: of `Kernels.partials_of` elements, fp32 or wider: each becomes the norm of some of the total's
+            elements, clamped to ``Control.bound``, and isn't finite if one of them isn't before that; the
             norm of all is that of the partials. None: nothing is measured.
     """
 
@@ -115,6 +133,9 @@ class Kernels(Protocol):
     def reads_host(self, piece: Piece) -> bool:
         """Return whether a piece may be stepped where it is, with tensors of the host among its own."""
 
+    def partials_of(self, numel: int) -> int:
+        """Return how many norms are taken of so many elements."""
+
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Step pieces, all of one layout, in place."""
 
@@ -122,6 +143,20 @@ class Kernels(Protocol):
         """Add gradients of one type to totals of one type, and measure what that makes."""
 
 
-def partials_of(numel: int) -> int:
-    """Return how many partial sums of squares a gradient has."""
-    return -(-numel // PER_PARTIAL)
+def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
+    """Return the kernels for a device.
+
+    Args:
+        device: where parameters and gradients are.
+        fused: False: torch's operators alone. None: what is faster, and torch.compile from 16 million elements on,
+            where nothing else serves. True: that always.
+        numel: elements of all parameters.
+    """
+    from lightning_solo.optim.operator_kernels import CpuKernels, OperatorKernels
+
+    operators = (CpuKernels if device.type == "cpu" else OperatorKernels)(device, fused=fused, numel=numel)
+    if fused is False or device.type != "cuda":
+        return operators
+    from lightning_solo.optim import gpu_kernel
+
+    return gpu_kernel.kernels(device, otherwise=operators) or operators

@@ -31,6 +31,7 @@ from lightning_solo.planner.fake import (
     to_random,
     with_numbers,
 )
+from lightning_solo.planner.kernels import planned_kernels
 from lightning_solo.planner.policy import (
     CudaByHand,
     choose_foreach,
@@ -38,7 +39,6 @@ from lightning_solo.planner.policy import (
     cuda_policy,
     fill_history,
     host_tensors_within,
-    leave_uncompiled,
 )
 from lightning_solo.planner.stand_ins import arrays_of_zeros
 from lightning_solo.planner.tracer import Cost, Tracer
@@ -110,6 +110,7 @@ def capture(
         watch = _Watch(tracer)
         home = _home(module)
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
+        stack.enter_context(planned_kernels(tracer.launch, cuda=cuda))
         if cuda:
             stack.enter_context(cuda_policy(attention))
             stack.enter_context(host_tensors_within(tracer.on_host, tracer.copy))
@@ -177,7 +178,6 @@ class _Watch(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         for optimizer in trainer.optimizers:
-            leave_uncompiled(optimizer, cuda=self.tracer.cuda)
             if self.tracer.cuda:
                 choose_foreach(optimizer)
             if fill_history(optimizer):

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_solo.optim import host_memory
 from lightning_solo.optim.adamw_update import CHUNK
-from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
 
 aten = torch.ops.aten
@@ -320,25 +319,6 @@ def host_tensors_within(
     finally:
         host_memory.host_tensors = allocate
         host_memory.Staging.on_device = stage  # type: ignore[method-assign]
-
-
-def leave_uncompiled(optimizer: Optimizer, *, cuda: bool) -> None:
-    """Let a step run without torch.compile, which can't be called here: operator by operator, or `as_compiled`."""
-    if isinstance(optimizer, CompactAdamW):
-        optimizer.fused = False
-        if cuda:
-            vars(optimizer)["_update"] = lambda: as_compiled
-
-
-def as_compiled(
-    *, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, correction: Tensor | None = None, **rest: Any
-) -> None:
-    """Take and touch what the compiled `update_blocks` does: a few kernels, each tensor once, two fp32 in between."""
-    buffers = [torch.empty_like(weight, dtype=torch.float32) for _ in range(2)]
-    buffers[0].copy_(grad)
-    for kept in (weight, exp_avg, exp_avg_sq, correction):
-        if kept is not None:
-            kept.copy_(kept)
 
 
 def choose_foreach(optimizer: Optimizer) -> None:

@@ -85,7 +85,7 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
         }
 
     if attached is not None:
-        assumptions.append("the compiled step of compact is planned as four copies, with two fp32 buffers of a chunk")
+        assumptions.append("the step of compact is planned as a Triton kernel that reads and writes each tensor once")
         if attached.get("state_budget") == "auto":
             attached = {**attached, "state_budget": 0}
             assumptions.append(

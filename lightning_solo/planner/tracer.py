@@ -78,6 +78,10 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         """A phase begins."""
         self.phases.append((len(self.log.events), len(self.costs), phase))
 
+    def launch(self, size: int) -> None:
+        """A kernel of our own moves bytes."""
+        self.costs.append(Cost(0, size, torch.float32))
+
     def copy(self, stream: str, size: int, slot: int) -> None:
         """Bytes go to the device, or back, through one of the staging buffers."""
         self.costs.append(Cost(0, size, torch.uint8, stream, slot))

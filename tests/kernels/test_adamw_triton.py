@@ -22,7 +22,7 @@ from lightning_solo.optim import gpu_kernel
 from lightning_solo.optim.adamw_update import update_blocks
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gpu_kernel import TritonKernels
-from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Scalars, Sum, partials_of
+from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Scalars, Sum
 
 if not is_installed("triton") or os.environ.get("TRITON_INTERPRET") != "1":
     reason = "needs Triton, and TRITON_INTERPRET=1 from the start: run by `make kernels`"
@@ -284,7 +284,7 @@ def sums_of(
             torch.randn(size).to(gradient),
             None if total is None else torch.randn(size).to(total),
             is_first,
-            torch.full((partials_of(size),), -1.0),
+            torch.full((-(-size // PER_PARTIAL),), -1.0),
         )
         for size, is_first in zip(sizes, firsts, strict=True)
     ]

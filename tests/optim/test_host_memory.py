@@ -21,7 +21,6 @@ from lightning_solo.optim import (
     GradientRelease,
     adamw_update,
     compact_adamw,
-    gradient_release,
     host_memory,
 )
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
@@ -98,8 +97,7 @@ def test_acted_by_way_of_staging(monkeypatch: pytest.MonkeyPatch):
     module = net()
     train(module, optimizer_of(module, (24, 8), budget=0), 2)
     names = {"correction", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"}
-    # two steps of three tensors, of which one (4,690 elements) ends in a block that is not whole
-    assert passed == [names] * (2 * (3 + 1))
+    assert passed == [names] * (2 * 3)  # two steps of three tensors
 
 
 def test_a_budget_is_what_stays_on_the_device_and_goes_to_the_first():
@@ -235,7 +233,7 @@ def test_parity_for_any_sizes_and_budget(sizes: list[int], budget: int, bits: An
 def test_gradients_in_pieces_are_the_same_but_for_the_order_of_their_norm(
     compact: bool, value: float | None, windows: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gradient_release, "PIECE", 1000)
+    monkeypatch.setitem(adamw_update.CHUNK, "cpu", 1024)
     trained, norms = [], []
     for buffer in ("device", "host"):
         module = net()
@@ -252,7 +250,7 @@ def test_gradients_in_pieces_are_the_same_but_for_the_order_of_their_norm(
             norms.append(release.step())
         trained.append([p.detach() for p in module.parameters()])
         if buffer == "host":
-            assert set(release._host) == set(module.parameters())
+            assert set(release._sums._homes) == set(module.parameters())
     half = len(norms) // 2
     torch.testing.assert_close(norms[:half], norms[half:], rtol=1e-6, atol=0)
     for one, other in zip(*trained, strict=True):

@@ -5,6 +5,7 @@ Races go to the standard error's end. Exit status 3 if the program ended well, b
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ def main() -> int:
         arguments[1:1] = ["-p", "tests.simcuda.plugin"]
     try:
         device.install()
+        importlib.import_module("tests.simcuda.triton_kernels").install()
     except UnavailableError as error:
         print(f"no simulated CUDA device: {error}", file=sys.stderr)
         return UNAVAILABLE

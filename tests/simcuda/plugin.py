@@ -6,6 +6,7 @@ notion of, ``@pytest.mark.gpu(needs="time")`` or ``"kernels"``.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ def pytest_load_initial_conftests() -> None:
     global _reason
     try:
         device.install()
+        importlib.import_module("tests.simcuda.triton_kernels").install()
     except UnavailableError as error:
         _reason = f"no simulated CUDA device: {error}"
 

@@ -1,0 +1,167 @@
+"""What is kept of gradients until a window of micro-batches ends: as they came, or their sums in fp32, and their norms.
+
+On the device, or in pinned memory of the host. There a sum passes through the device once for each gradient that is
+added, and is measured on the way, so that at the end the norm is known without bringing it once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_solo.optim import host_memory
+from lightning_solo.optim.adamw_update import in_memory_order
+from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim.kernels import Control, Kernels, Sum
+
+
+class GradientSums:
+    """The gradients of a window, by parameter: on the host flat, in the order of the parameter's memory.
+
+    Args:
+        kernels: what adds them.
+        staging: by what way those on the host pass through the device. None: they stay on the device.
+    """
+
+    def __init__(self, kernels: Kernels, staging: Staging | None) -> None:
+        self._kernels, self._staging = kernels, staging
+        self._kept: dict[Tensor, Tensor] = {}
+        self._partials: dict[Tensor, Tensor] = {}  # norms of parts of what is kept
+        self._bound: float | None = None  # to which it was clamped for them
+        self._homes: dict[Tensor, Tensor] = {}  # on the host, from window to window
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._kept
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def __getitem__(self, parameter: Tensor) -> Tensor:
+        return self._kept[parameter]
+
+    def add(self, parameter: Tensor, gradient: Tensor, kind: torch.dtype, control: Control) -> None:
+        """Add a gradient to what is kept for its parameter.
+
+        Args:
+            parameter: whose gradient it is.
+            gradient: of its shape, dense. On the device a window's first is itself kept if it is of the sum's type.
+            kind: of the sum.
+            control: with the bound that the norm is to have.
+        """
+        kept, is_first = self._kept.get(parameter), parameter not in self._kept
+        if kept is None and self._staging is None and gradient.dtype == kind:
+            self._kept[parameter] = gradient
+            return
+        if kept is None:
+            kept = self._homes[parameter] if self._staging else torch.empty_like(gradient, dtype=kind)
+            self._kept[parameter] = kept
+        flat = in_memory_order(gradient, parameter if self._staging else kept)
+        measures = self._staging is not None or self._kernels.folds
+        self._forget_other_bounds(control)
+        for part, there, partials in self._parts(parameter, is_first=is_first):
+            self._kernels.add([Sum(flat[part], there, is_first, partials if measures else None)], control)
+        if not measures:
+            del self._partials[parameter]
+
+    def norm(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
+        """Return the norm of what is kept for parameters, without waiting for it; not finite if an element isn't.
+
+        Args:
+            parameters: at least one.
+            control: with the bound to which elements are clamped.
+        """
+        chosen = list(parameters)
+        self._forget_other_bounds(control)
+        together: dict[torch.dtype, list[Sum]] = {}
+        for p in [p for p in chosen if p not in self._partials]:
+            for _, there, partials in self._parts(p, unchanged=True):
+                if self._staging is None:
+                    together.setdefault(there.dtype, []).append(Sum(there, partials=partials))
+                else:
+                    self._kernels.add([Sum(there, partials=partials)], control)
+        for sums in together.values():
+            self._kernels.add(sums, control)
+        total: Tensor = torch.linalg.vector_norm(torch.cat([self._partials[p] for p in chosen]))
+        return total
+
+    def pop(self, parameter: Tensor) -> Tensor:
+        """Return what was kept for a parameter, and keep it no more."""
+        self._partials.pop(parameter, None)
+        return self._kept.pop(parameter)
+
+    def clear(self) -> None:
+        """Drop all that was kept."""
+        self._kept.clear()
+        self._partials.clear()
+
+    def allocate(self, wanted: Mapping[Tensor, torch.dtype]) -> None:
+        """Have room on the host for the sums of parameters, of these types; for no others that aren't kept.
+
+        Raises:
+            BudgetError: the host has too little memory.
+        """
+        if self._staging is None or not wanted:
+            return
+        self._staging.wait()
+        for p in wanted:
+            self._homes.pop(p, None)
+        sizes = [(p.numel(), kind) for p, kind in wanted.items()]
+        host_memory.require_host_room("gradients", sizes, "keep them on the device")
+        made = host_memory.host_tensors(sizes, next(iter(wanted)).device)
+        self._homes |= dict(zip(wanted, made, strict=True))
+        self._staging.serve(sum(home.nbytes for home in made))
+
+    def has_room(self, parameter: Tensor, kind: torch.dtype) -> bool:
+        """Return whether a sum of this type has its place."""
+        return self._staging is None or (parameter in self._homes and self._homes[parameter].dtype == kind)
+
+    def remove(self) -> None:
+        """Drop all that was kept, and the room for it."""
+        self.clear()
+        if self._staging is not None:  # it may still write what is freed
+            self._staging.wait()
+        self._homes.clear()
+
+    def on_device(self, parameter: Tensor) -> Tensor:
+        """Return what is kept for a parameter on the device, of its shape: from the host a copy."""
+        kept = self._kept[parameter]
+        if self._staging is None:
+            return kept
+        made = torch.empty_like(parameter, dtype=kept.dtype, requires_grad=False)
+        for part, there, _ in self._parts(parameter, unchanged=True):
+            in_memory_order(made)[part].copy_(there)
+        return made
+
+    def _parts(
+        self, parameter: Tensor, *, is_first: bool = False, unchanged: bool = False
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield parts of what is kept for a parameter, flat and on the device, each with the place of its norms.
+
+        From the host they are brought one after the other, and go back as the next one is asked for.
+        """
+        kept = self._kept[parameter]
+        numel = kept.numel()
+        size = self._kernels.piece if self._staging else max(1, numel)
+        parts = [slice(first, min(first + size, numel)) for first in range(0, numel, size)]
+        counts = [self._kernels.partials_of(part.stop - part.start) for part in parts]
+        partials = self._partials.get(parameter)
+        if partials is None:
+            wide = torch.promote_types(kept.dtype, torch.float32)
+            partials = torch.empty(sum(counts), dtype=wide, device=parameter.device)
+            self._partials[parameter] = partials
+        flat = kept if kept.dim() == 1 else in_memory_order(kept)
+        for part, place in zip(parts, torch.split(partials, counts), strict=True):
+            if self._staging is None:
+                yield part, flat, place
+                continue
+            with self._staging.on_device(
+                {"sum": flat[part]}, unread=is_first, unchanged=("sum",) if unchanged else ()
+            ) as staged:
+                yield part, staged["sum"], place
+
+    def _forget_other_bounds(self, control: Control) -> None:
+        if self._bound != control.bound:
+            self._partials.clear()
+        self._bound = control.bound

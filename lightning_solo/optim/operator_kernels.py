@@ -1,0 +1,164 @@
+"""The step of compact states and sums of gradients by torch's operators, on any device; in C++ where a CPU has it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_solo.machine import is_installed
+from lightning_solo.optim import adamw_update, cpu_kernel
+from lightning_solo.optim import compressed_moments as moments
+from lightning_solo.optim.adamw_update import update_blocks
+from lightning_solo.optim.compressed_moments import BLOCK
+from lightning_solo.optim.kernels import Control, Piece, Sum
+
+FUSED_FROM = 2**24
+"""Elements in all from which torch.compile, which takes seconds, pays."""
+
+Update = Callable[..., None]
+
+
+class OperatorKernels:
+    """Steps chunk by chunk, so that never more than one chunk exists in fp32.
+
+    Args:
+        device: where.
+        fused: whether chunks are stepped by what torch.compile makes of the operators. None: from 16 million elements
+            on, where there is a compiler.
+        numel: elements of all parameters.
+    """
+
+    grouped_below = 0
+    folds = False
+
+    def __init__(self, device: torch.device, *, fused: bool | None = None, numel: int = 0) -> None:
+        self._device, self._fused, self._numel = device, fused, numel
+
+    @property
+    def piece(self) -> int:
+        """Elements of a chunk."""
+        return adamw_update.CHUNK.get(self._device.type, adamw_update.CHUNK["cuda"])
+
+    def reads_host(self, piece: Piece) -> bool:
+        """Return that host tensors have to be brought to the device."""
+        return False
+
+    def partials_of(self, numel: int) -> int:
+        """Return 1: a tensor's norm is taken at once."""
+        return 1
+
+    def step(self, pieces: Sequence[Piece], control: Control) -> None:
+        """Step pieces one after the other; waits for the scale, once for each ``control``."""
+        if not math.isnan(control.scale_on_host):
+            for piece in pieces:
+                self._step_one(piece, control)
+
+    def add(self, sums: Sequence[Sum], control: Control) -> None:
+        """Add gradients, and measure in another pass."""
+        for each in sums:
+            total = each.gradient if each.total is None else each.total
+            if each.total is not None:
+                total.copy_(each.gradient) if each.is_first else total.add_(each.gradient)
+            if each.partials is not None:
+                each.partials[0] = norm(total, control.bound)
+
+    def _step_one(self, piece: Piece, control: Control) -> None:
+        others: dict[str, Any] = {**vars(piece.scalars), "scale": control.scale_on_host, "bound": control.bound}
+        four_bits = moments.BITS[piece.tensors["exp_avg"].dtype] == 4
+        if four_bits:
+            others["book"], others["book_sq"] = moments.codebooks(self._device)
+        whole, size = piece.numel // BLOCK, self.piece // BLOCK
+        update = self._update() if piece.numel >= moments.LEAST else update_blocks  # each kind is compiled for itself
+        for first in range(0, whole, size):
+            part = piece.blocks(first, min(first + size, whole))
+            step = update_blocks if part.numel == BLOCK else update  # 1 would be compiled for itself
+            step(**_in_rows(part), first_row=part.first_row, **others)
+        if piece.numel % BLOCK:
+            rest = piece.blocks(whole, whole + 1)
+            zero = {"exp_avg": 0x77} if four_bits else {}  # two codes of 0, where 0x00 is twice the least number
+            padded = {
+                name: F.pad(value, (0, rest.width(name) - value.numel()), value=zero.get(name, 0))
+                for name, value in rest.tensors.items()
+            }
+            update_blocks(**_in_rows(replace(rest, tensors=padded)), first_row=rest.first_row, **others)
+            for name, value in rest.tensors.items():
+                if name != "grad":
+                    value.copy_(padded[name][: value.numel()])
+
+    def _update(self) -> Update:
+        wanted = self._fused
+        if wanted is None:
+            wanted = self._numel >= FUSED_FROM and can_compile(self._device)
+        return _compiled() if wanted else update_blocks
+
+
+class CpuKernels(OperatorKernels):
+    """Steps a parameter with moments in 8 bits in C++, with one pass over memory; others by operators."""
+
+    def reads_host(self, piece: Piece) -> bool:
+        """Return whether the step is in C++: to it all memory is the host's."""
+        return self._kernel(piece) is not None
+
+    def _step_one(self, piece: Piece, control: Control) -> None:
+        kernel = self._kernel(piece)
+        if kernel is None:
+            super()._step_one(piece, control)
+            return
+        kernel(**piece.tensors, **vars(piece.scalars), scale=control.scale_on_host, bound=control.bound)
+
+    def _kernel(self, piece: Piece) -> cpu_kernel.Kernel | None:
+        has_codes = piece.tensors["exp_avg"].dtype == torch.int8
+        if self._fused is False or not has_codes or piece.first_row or not cpu_kernel.serves(piece.tensors):
+            return None
+        return cpu_kernel.kernel()
+
+
+def norm(tensor: Tensor, bound: float = math.inf) -> Tensor:
+    """Return the norm of a tensor's elements clamped to a bound, at least in fp32; not finite if one of them isn't."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    if not tensor.numel():
+        return torch.zeros((), dtype=wide, device=tensor.device)
+    if bound == math.inf:
+        made: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+        return made
+    bounded = tensor.clamp(-bound, bound) if tensor.dtype == wide else tensor.to(wide).clamp_(-bound, bound)
+    made = torch.linalg.vector_norm(bounded)
+    return made + greatest([tensor])[0].to(wide) * 0  # NaN of what was infinite, too
+
+
+def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each gradient, none of which is empty: finite if and only if all of it is."""
+    others = [g for g in gradients if g.device.type != "cpu"]
+    # on a CPU the norm takes thirty times as long; elsewhere it is one kernel for all, and aminmax one for each
+    norms = iter(torch._foreach_norm(others, math.inf) if others else ())
+    return [torch.stack(g.aminmax()).abs().amax() if g.device.type == "cpu" else next(norms) for g in gradients]
+
+
+@functools.cache
+def can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile makes kernels for a device here: on a GPU by Triton, on a CPU by C++."""
+    return is_installed("triton") if device.type == "cuda" else cpu_kernel.kernel() is not None
+
+
+@functools.cache
+def _compiled() -> Update:
+    compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
+
+    def update(**arguments: Any) -> None:
+        # one for each kind of weight, gradient and state that this process has; torch allows 8, then fails
+        with torch._dynamo.config.patch(recompile_limit=64):
+            compiled(**arguments)
+
+    return update
+
+
+def _in_rows(piece: Piece) -> dict[str, Any]:
+    """Return a piece's tensors with a row for each block."""
+    return {name: x.view(-1, piece.width(name)) if piece.width(name) > 1 else x for name, x in piece.tensors.items()}

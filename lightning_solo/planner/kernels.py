@@ -1,0 +1,55 @@
+"""The kernels of compact states in a plan: they compute nothing, and cost what Triton's read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lightning_solo.optim import adamw_update, kernels
+from lightning_solo.optim.gpu_kernel import TritonKernels
+from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
+from lightning_solo.optim.operator_kernels import OperatorKernels
+
+
+class PlannedKernels(TritonKernels):
+    """What a launch moves.
+
+    Args:
+        launched: is called with the bytes that each launch reads and writes.
+    """
+
+    def __init__(self, launched: Callable[[int], None]) -> None:
+        self._launched = launched
+
+    def step(self, pieces: Sequence[Piece], control: Control) -> None:
+        """Read all tensors of the pieces once, and write all but the gradients."""
+        moved = 0
+        for piece in pieces:
+            moved += sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
+            if not self.serves(piece.layout):  # moments in 4 bits: by torch.compile, with two fp32 buffers of a chunk
+                size = min(piece.numel, adamw_update.CHUNK["cuda"])
+                buffers = [torch.empty(size, device=piece.tensors["weight"].device) for _ in range(2)]
+                moved += 2 * 4 * piece.numel * len(buffers)
+        self._launched(moved)
+
+    def add(self, sums: Sequence[Sum], control: Control) -> None:
+        """Read gradients and totals once, and write the totals."""
+        totals = [each.total.nbytes * (1 if each.is_first else 2) for each in sums if each.total is not None]
+        self._launched(sum(each.gradient.nbytes for each in sums) + sum(totals))
+
+
+@contextmanager
+def planned_kernels(launched: Callable[[int], None], *, cuda: bool) -> Iterator[None]:
+    """Let optimizers and sums of gradients take the kernels of a plan: of a GPU, or torch's operators for a CPU."""
+    own = kernels.kernels_on
+
+    def planned(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
+        return PlannedKernels(launched) if cuda else OperatorKernels(device, fused=False)
+
+    kernels.kernels_on = planned
+    try:
+        yield
+    finally:
+        kernels.kernels_on = own
