@@ -136,7 +136,7 @@ def test_acted_where_accumulation_and_clipping_keep_gradients(home: ModuleType, 
 
     class Watch(home.Callback):  # type: ignore[name-defined,misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            kept.append({value.dtype for value in trainer.strategy._release._kept.values()})
+            kept.append({value.dtype for value in trainer.strategy._release._sums._kept.values()})
 
     fit(home, make_trainer, strategy, precision="bf16-true", accumulate_grad_batches=4, callbacks=[Watch()])
     assert kept[:4] == [{torch.float32}] * 3 + [set()]  # in a precision that doesn't saturate; none behind the step
