@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_solo.optim import host_memory
-from lightning_solo.optim.adamw_update import CHUNK
+from lightning_solo.optim import adamw_update, host_memory, split_weights
 from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
 
 aten = torch.ops.aten
@@ -273,12 +272,15 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 @contextmanager
 def _pieces_of_cuda() -> Iterator[None]:
     """Let compact states be unpacked in pieces, and pass through buffers, as large and as many as on a GPU."""
-    own = CHUNK["cpu"], host_memory.SLOTS["cpu"]
-    CHUNK["cpu"], host_memory.SLOTS["cpu"] = CHUNK["cuda"], host_memory.SLOTS["cuda"]
+    sizes = (adamw_update.CHUNK, split_weights.CHUNK, host_memory.SLOTS)
+    own = [size["cpu"] for size in sizes]
+    for size in sizes:
+        size["cpu"] = size["cuda"]
     try:
         yield
     finally:
-        CHUNK["cpu"], host_memory.SLOTS["cpu"] = own
+        for size, before in zip(sizes, own, strict=True):
+            size["cpu"] = before
 
 
 @contextmanager

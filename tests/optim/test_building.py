@@ -286,7 +286,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 def test_memory_of_fp32_weights_is_the_window(monkeypatch: pytest.MonkeyPatch, meta: bool) -> None:
     """20 blocks of 2 x 16,384 weights and 448 others, and a head: 664,385 parameters."""
-    monkeypatch.setattr(split_weights, "CHUNK", 1024)
+    monkeypatch.setitem(split_weights.CHUNK, "cpu", 1024)
     n, largest, window = 20 * (2 * 16384 + 448) + 65, 4 * 16384, 4 * 40000
     with Live() as plain:
         module = Stack(blocks=20, width=64)
