@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.compressed_moments import BLOCK
-from lightning_solo.optim.kernels import PER_PARTIAL, Control, Kernels, Piece, Scalars, Sum
+from lightning_solo.optim.kernels import PER_PARTIAL, Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import greatest
 
 LEAST_CAPABILITY = (8, 0)
@@ -45,6 +46,7 @@ Layout = tuple[tuple[str, torch.dtype], ...]
 
 _TENSORS = ("weight", "grad", "exp_avg", "exp_avg_sq", "correction", "exp_avg_scale", "exp_avg_sq_scale")
 _NUMBERS = ("shrink", "pull", "first", "keep", "second", "correction2", "eps", "rate")
+_NUMBERS_OF = operator.attrgetter(*_NUMBERS)
 _GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 _MASTERS = {
     (torch.bfloat16, None): 16,  # rounded stochastically
@@ -105,6 +107,9 @@ class TritonKernels:
             for piece, worst in zip(pieces, greatest([piece.tensors["grad"] for piece in pieces]), strict=True):
                 control.not_finite[piece.index] += worst.isfinite().logical_not()
             self.otherwise.step(pieces, control)
+            return
+        weights = [piece.tensors["weight"] for piece in pieces]
+        torch.autograd.graph.increment_version([weight for weight in weights if not weight.is_inference()])
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
         """Add gradients of one type to totals of one type, and measure what that makes."""
@@ -184,14 +189,14 @@ def _step(pieces: Sequence[Piece], control: Control, device: torch.device) -> No
                 piece.tensors["weight"].numel(),
                 *(_signed(number) for number in (piece.first_row, piece.index, numbers.seed, numbers.seed_of_weights)),
                 bound,
-                *_numbers(numbers).tolist(),
+                *_numbers(pieces)[0].tolist(),
                 **variant,
             )
         return
     table = np.empty((len(pieces), 22), np.int64)  # the columns as `step_many` reads them
     table[:, :7] = [[_address(piece.tensors.get(name)) for name in _TENSORS] for piece in pieces]
     table[:, 8:11] = [(piece.tensors["weight"].numel(), _signed(piece.first_row), piece.index) for piece in pieces]
-    table[:, 11:20] = np.stack([_numbers(piece.scalars) for piece in pieces]).view(np.int32)
+    table[:, 11:20] = _numbers(pieces).view(np.int32)
     table[:, 20:] = [(_signed(piece.scalars.seed), _signed(piece.scalars.seed_of_weights)) for piece in pieces]
     entries, owners = _uploaded(table, programs, 7, device)
     with _current(device):
@@ -207,10 +212,11 @@ def _step(pieces: Sequence[Piece], control: Control, device: torch.device) -> No
         )
 
 
-def _numbers(scalars: Scalars) -> Any:
-    """Return the fp32 numbers of a step as the kernels have them."""
-    numbers = np.array([getattr(scalars, name) for name in _NUMBERS], np.float32)
-    return np.insert(numbers, _NUMBERS.index("correction2") + 1, 1 / numbers[_NUMBERS.index("correction2")])
+def _numbers(pieces: Sequence[Piece]) -> Any:
+    """Return the fp32 numbers of steps as the kernels have them, of shape (pieces, 9)."""
+    numbers = np.array([_NUMBERS_OF(piece.scalars) for piece in pieces], np.float32)
+    after = _NUMBERS.index("correction2") + 1
+    return np.insert(numbers, after, 1 / numbers[:, after - 1], axis=1)
 
 
 def _add(sums: Sequence[Sum], control: Control, device: torch.device) -> None:
