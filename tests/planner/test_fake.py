@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from transformers.utils import import_utils
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 import yaml
+
+pytest.importorskip("optuna")
+import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_solo.sweeps.pruning import storage

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import optuna
 import pytest
 from omegaconf import OmegaConf
+
+pytest.importorskip("optuna")
+import optuna
 
 from lightning_solo.cli.command_line import check_command_line, compose_application
 from lightning_solo.sweeps.results import read

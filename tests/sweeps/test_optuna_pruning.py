@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("optuna")
 from optuna.trial import TrialState
 
 from tests.sweeps import test_optuna

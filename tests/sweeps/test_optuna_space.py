@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+
+pytest.importorskip("optuna")
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError

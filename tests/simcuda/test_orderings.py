@@ -1,0 +1,249 @@
+"""Each ordering of streams and the host in the package is needed: without it one of these fails.
+
+`examples/measure_orderings.py` removes them one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_solo as solo
+from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, compact_adamw
+from lightning_solo.optim.host_memory import Staging, host_tensors
+from lightning_solo.sweeps.measurement import Clock
+from tests.modules import Stack, loader, regression
+from tests.simcuda import device
+
+pytestmark = [pytest.mark.simcuda, pytest.mark.filterwarnings("ignore:You are using a CUDA device")]
+CUDA = torch.device("cuda")
+COUNT = 5000
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+@pytest.fixture(params=["copies", "all"])
+def held_back(request: pytest.FixtureRequest) -> Any:
+    """Hold back copies, and then kernels as well."""
+    with device.delayed(request.param):
+        yield
+
+
+def pieces(number: int, count: int = COUNT) -> list[Tensor]:
+    return host_tensors([(count, torch.float32)] * number, CUDA)
+
+
+# --- staging ---
+
+
+@pytest.mark.usefixtures("held_back")
+@pytest.mark.parametrize("number", [1, 4, 7])
+def test_pieces_pass_through_the_device_again_and_again(number: int) -> None:
+    staging, made = Staging(CUDA), pieces(number)
+    for _ in range(4):
+        for n, piece in enumerate(made):
+            with staging.on_device({"x": piece}) as staged:
+                staged["x"].mul_(2).add_(n + 1)
+    staging.wait()
+    assert [piece.unique().tolist() for piece in made] == [[15.0 * (n + 1)] for n in range(number)]
+
+
+@pytest.mark.usefixtures("held_back")
+def test_what_is_only_read_or_only_written() -> None:
+    staging, made = Staging(CUDA), pieces(5)
+    total = torch.zeros(COUNT, device=CUDA)
+    for n, piece in enumerate(made):
+        with staging.on_device({"x": piece}, unread=True) as staged:
+            staged["x"].fill_(n)
+    for _ in range(3):
+        for piece in made:
+            with staging.on_device({"x": piece}, unchanged=["x"]) as staged:
+                total.add_(staged["x"])
+    assert total.unique().tolist() == [3.0 * (0 + 1 + 2 + 3 + 4)]
+
+
+@pytest.mark.usefixtures("held_back")
+def test_a_slot_is_used_again_after_an_error_within_it() -> None:
+    staging, made = Staging(CUDA), pieces(1)
+    for _ in range(8):
+        with suppress(ArithmeticError), staging.on_device({"x": made[0]}) as staged:
+            staged["x"].add_(1)
+            raise ArithmeticError
+    staging.wait()
+
+
+@pytest.mark.usefixtures("held_back")
+def test_buffers_grow_while_copies_are_under_way() -> None:
+    staging = Staging(CUDA)
+    small, large = pieces(6, 1000), pieces(6, 4000)
+    for piece in (*small, *large):
+        with staging.on_device({"x": piece}, unread=True) as staged:
+            staged["x"].fill_(7)
+        torch.full((1000,), 3.0, device=CUDA)  # in what a buffer was
+    staging.wait()
+    assert all(piece.unique().tolist() == [7.0] for piece in (*small, *large))
+
+
+@pytest.mark.usefixtures("held_back")
+def test_a_buffer_in_memory_that_others_have_just_left() -> None:
+    staging, (piece,) = Staging(CUDA), pieces(1, 3000)
+    piece.fill_(5)
+    left = torch.ones(3000, device=CUDA)
+    left.mul_(2)
+    del left
+    with staging.on_device({"x": piece}) as staged:
+        total = staged["x"].sum()
+    assert total.item() == 15_000
+
+
+@pytest.mark.usefixtures("held_back")
+def test_pinned_memory_is_freed_while_copies_are_under_way() -> None:
+    made = pieces(2)
+    target = torch.zeros(COUNT, device=CUDA)
+    target.copy_(made[0].fill_(3), non_blocking=True)
+    made[1].copy_(target, non_blocking=True)
+    del made
+    assert target.sum().item() == 3 * COUNT
+
+
+# --- states and gradients on the host ---
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(70, 128), nn.Tanh(), nn.Linear(128, 70), nn.Tanh(), nn.Linear(70, 67)).to(CUDA)
+
+
+def step(module: nn.Module, optimizer: Any, times: int = 2) -> None:
+    kind = next(module.parameters()).dtype
+    for _ in range(times):
+        optimizer.zero_grad()
+        module(torch.ones(6, 70, device=CUDA, dtype=kind)).float().square().mean().backward()
+        optimizer.step()
+
+
+def after_steps(budget: Any = 0) -> tuple[nn.Module, CompactAdamW]:
+    module = net()
+    optimizer = CompactAdamW(module.parameters(), lr=1e-2, state_budget=budget)
+    step(module, optimizer)
+    return module, optimizer
+
+
+READS: dict[str, Callable[[nn.Module, CompactAdamW], Any]] = {
+    "state_dict": lambda module, optimizer: [
+        value.clone() for state in optimizer.state_dict()["state"].values() for value in state.values()
+        if isinstance(value, Tensor)
+    ],
+    "load_state_dict": lambda module, optimizer: optimizer.load_state_dict(SAVED),
+    "copy": lambda module, optimizer: copy.deepcopy(optimizer),
+    "master_weight": lambda module, optimizer: [optimizer.master_weight(p) for p in module.parameters()],
+    "set_master_weight": lambda module, optimizer: [
+        optimizer.set_master_weight(p, torch.ones_like(p, dtype=torch.float32)) for p in module.parameters()
+    ],
+    "adamw_state_dict": lambda module, optimizer: optimizer.adamw_state_dict(),
+}  # fmt: skip
+SAVED: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_the_host_reads_states_right_behind_a_step(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(adamw_update.CHUNK, "cuda", 4096)
+    module, optimizer = after_steps()
+    assert optimizer.host_bytes
+    if read == "load_state_dict":
+        SAVED.update(copy.deepcopy(optimizer.state_dict()))
+        step(module, optimizer)
+    READS[read](module, optimizer)
+    step(module, optimizer)
+    optimizer.state_dict()
+
+
+def test_states_come_back_to_the_device_behind_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact_adamw, "_free_bytes", lambda device: 2**30)
+    monkeypatch.setattr(compact_adamw.host_memory, "host_room", lambda: 2**40)
+    module, optimizer = after_steps(budget="auto")
+    step(module, optimizer)
+    assert optimizer.host_bytes == 0
+
+
+def pinned_tensors() -> list[Tensor]:
+    found = [one for one in gc.get_objects() if type(one) is Tensor and one.device.type == "cpu" and one.numel()]
+    return [one for one in found if one.is_pinned()]
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_gradients_on_the_host_are_dropped_while_they_are_under_way(compact: bool) -> None:
+    module = net()
+    optimizer: Any = (
+        CompactAdamW(module.parameters(), lr=1e-2) if compact else torch.optim.AdamW(module.parameters(), foreach=False)
+    )
+    release = GradientRelease(optimizer, accumulation=2, max_norm=0.1, buffer="host")
+    kind = next(module.parameters()).dtype
+    for window in range(3):
+        for _ in range(2):
+            module(torch.ones(6, 70, device=CUDA, dtype=kind)).float().square().mean().backward()
+        if window < 2:
+            release.step()
+    sums = pinned_tensors()
+    assert sums
+    release.remove()
+    assert all(torch.isfinite(one).all() for one in sums)
+
+
+def test_gradients_get_other_room_while_they_are_under_way() -> None:
+    module = net()
+    release = GradientRelease(CompactAdamW(module.parameters()), accumulation=2, buffer="host")
+    kind = next(module.parameters()).dtype
+    module(torch.ones(6, 70, device=CUDA, dtype=kind)).float().square().mean().backward()
+    sums = pinned_tensors()
+    assert sums
+    release.forget()
+    release.allocate()
+    assert all(torch.isfinite(one).all() for one in sums)
+
+
+# --- fits ---
+
+
+def test_states_are_read_behind_a_fit(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    arguments = {
+        **solo.trainer_kwargs("compact_host", ["strategy.state_budget=0"]),
+        **QUIET,
+        "accelerator": "cuda",
+        "max_epochs": 1,
+    }
+    trainer = L.Trainer(**arguments, default_root_dir=str(tmp_path))
+    trainer.fit(regression(L, Stack(blocks=2, width=64)), loader(batches=3, batch_size=8, width=64))
+    (optimizer,) = trainer.optimizers
+    assert optimizer.host_bytes
+    assert all(torch.isfinite(x.float()).all() for state in optimizer.state.values() for x in state.values())
+
+
+def test_the_clock_stops_when_the_device_is_done(tmp_path: Path) -> None:
+    clock = Clock()
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    quiet = {**QUIET, "accelerator": "cuda", "max_steps": 2, "default_root_dir": str(tmp_path)}
+    trainer = L.Trainer(**quiet, callbacks=[clock])
+    with device.counted() as counts:
+        trainer.fit(regression(L), loader(2))
+    waits = [one for one in counts.operations if (one.kind, one.name) == ("synchronise", "device")]
+    assert sum("measurement.py" in one.line for one in waits) == 2
