@@ -48,7 +48,7 @@ $(KERNELS)/.installed: $(VENV)/.installed
 	touch $@
 
 # The Triton kernels without a GPU: run by the interpreter against torch's operators, and compiled for five architectures,
-# with a line for each, beside what Inductor makes of the operators; takes 3 minutes, and 1.1 GB on disk.
+# with a line for each, beside what Inductor makes of the operators; takes some 4 minutes, and 1.1 GB on disk.
 kernels: $(KERNELS)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest tests/kernels --timeout=300 --numprocesses=2
 	PYTHONPATH=. $(KERNELS)/bin/python -m tests.simcuda examples/inductor_kernels.py --only sm_90
