@@ -98,6 +98,19 @@ def test_buffers_grow_while_copies_are_under_way() -> None:
 
 
 @pytest.mark.usefixtures("held_back")
+def test_slots_are_given_up_while_copies_are_under_way() -> None:
+    staging, small, large = Staging(CUDA), pieces(8, 1000), pieces(1, 30_000)
+    staging.serve(16 * 8 * 4000)  # eight slots of 4,000 bytes, and three of 120,000
+    for piece in (*small, *large):
+        with staging.on_device({"x": piece}, unread=True) as staged:
+            staged["x"].fill_(7)
+    others = [torch.full((1000,), 3.0, device=CUDA) for _ in range(8)]  # in what buffers were
+    staging.wait()
+    assert len(others) == 8
+    assert all(piece.unique().tolist() == [7.0] for piece in (*small, *large))
+
+
+@pytest.mark.usefixtures("held_back")
 def test_a_buffer_in_memory_that_others_have_just_left() -> None:
     staging, (piece,) = Staging(CUDA), pieces(1, 3000)
     piece.fill_(5)
