@@ -47,7 +47,8 @@ class Clock(L.Callback):
         """Start the clock with a device that has nothing to do."""
         torch.cuda.synchronize()
         if trainer.global_step == self._profiled and self._profiler is None:
-            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            cuda = {torch.profiler.ProfilerActivity.CUDA} & torch.profiler.supported_activities()
+            self._profiler = torch.profiler.profile(activities=cuda or {torch.profiler.ProfilerActivity.CPU})
             self._profiler.__enter__()
         self._begun = time.perf_counter()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,12 +54,17 @@ class Event(torch.Event):
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
     ) -> Event:
-        """Make one that has no times."""
+        """Make one whose time is that of the host as it was recorded."""
         return super().__new__(cls, DEVICE, enable_timing=enable_timing)
 
     def record(self, stream: Any = None) -> None:
         """Record behind all that a stream, or the current one, has been given so far."""
         super().record(stream or current_stream())
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the host's milliseconds up to another event, for scripts to run: the device has no time."""
+        return max(1e-6, (end_event._recorded_s - self._recorded_s) * 1e3)
 
     def wait(self, stream: Any = None) -> None:
         """Have a stream, or the current one, wait for this event."""
