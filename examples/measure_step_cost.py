@@ -92,8 +92,7 @@ def measured(name: str) -> dict[str, Any]:
     numel = sum(p.numel() for p in module.parameters())
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            **arguments,
-            accelerator="cuda",
+            **{"accelerator": "cuda", **arguments},
             max_steps=STEP + 1,
             logger=False,
             enable_checkpointing=False,

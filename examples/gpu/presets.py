@@ -7,9 +7,13 @@ import sys
 from result import SMALL, Result
 from runs import trained
 
-FIRST = ("compact", "bf16", "checkpointing", "compact_checkpointing", "compact_host", "baseline", "bf16_true")
-DEEPSPEED = ("zero_offload", "zero_offload_parameters", "super_offload", "zenflow")
-REST = ("compact_host_checkpointing", "accumulation", "fp16")
+FIRST = (
+    ("compact", "compact_host")
+    if SMALL
+    else ("compact", "bf16", "checkpointing", "compact_checkpointing", "compact_host", "baseline", "bf16_true")
+)
+DEEPSPEED = ("zero_offload",) if SMALL else ("zero_offload", "zero_offload_parameters", "super_offload", "zenflow")
+REST = () if SMALL else ("compact_host_checkpointing", "accumulation", "fp16")
 SIZE = (
     ["--model", "tiny", "--context", "16", "--batch", "2"]
     if SMALL
