@@ -159,7 +159,7 @@ class CompactAdamW(Optimizer):
             if p.dtype == torch.float32 and self.master_bits != 32 and self._splits:
                 self._given |= split_parameters([p], self.master_bits)
             if p in self._given:
-                self.state[p]["correction"] = self._checked(name, p, self._given.pop(p))
+                self._states[p]["correction"] = self._checked(name, p, self._given.pop(p))
 
     def _checked(self, name: str, p: Tensor, correction: Tensor) -> Tensor:
         if self._layout(p).get("correction") != (correction.numel(), correction.dtype):
@@ -170,7 +170,6 @@ class CompactAdamW(Optimizer):
         return correction
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
-        self._wait()
         made = {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}}
         return {**made, "_staging": None, "_kernels": None, "_control": None}
 
@@ -253,8 +252,8 @@ class CompactAdamW(Optimizer):
     def uncount(self, parameters: Iterable[Tensor]) -> None:
         """Take back that steps were counted which were not taken."""
         for p in parameters:
-            if "step" in self.state.get(p, ()):
-                self.state[p]["step"].sub_(1)
+            if "step" in self._states.get(p, ()):
+                self._states[p]["step"].sub_(1)
 
     @property
     def kernels(self) -> Kernels:
@@ -323,14 +322,14 @@ class CompactAdamW(Optimizer):
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
         if self._unplaced:
             self.place_states()
-        state = self.state[p]
+        state = self._states[p]
         if "step" not in state:
             state.update(new_state(self._layout(p), p.device, {**self._empty_home(p, state), **state}))
         if not self.is_settled:
             if self._first is p:  # memory has had its peak
                 self._settle()
             self._first = p if self._first is None else self._first
-        return cast("dict[str, Tensor]", self.state[p])
+        return cast("dict[str, Tensor]", self._states[p])
 
     def _layout(self, p: Tensor) -> dict[str, tuple[int, torch.dtype]]:
         return state_layout(p, self.master_bits, self.moment_bits)
@@ -372,8 +371,8 @@ class CompactAdamW(Optimizer):
         for p in parameters:
             if p in away:
                 self._on_host[p] = {name: next(made) for name in away[p]}
-            if p in self.state:
-                self.state[p] = self._put(p, self.state[p])
+            if p in self._states:
+                self._states[p] = self._put(p, self._states[p])
 
     def _settle(self) -> None:
         """Bring states back to the device, from the first parameter on, as long as it has room."""
@@ -385,7 +384,7 @@ class CompactAdamW(Optimizer):
             if left < 0:
                 break
             del self._on_host[p]
-            self.state[p] = self._put(p, self.state[p])
+            self._states[p] = self._put(p, self._states[p])
 
     def _put(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a parameter's state in its place."""
@@ -394,6 +393,22 @@ class CompactAdamW(Optimizer):
             name: home[name].copy_(value) if name in home else value if name == "step" else value.to(p.device)
             for name, value in state.items()
         }
+
+    @property
+    def state(self) -> Any:
+        """States by parameter, as of torch's optimizers; those on the host have arrived there."""
+        self._wait()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._states = states
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's puts it where the property can't see it
+        given = dict(state)
+        if "state" in given:
+            self._states = given.pop("state")
+        super().__setstate__(given)
 
     def _wait(self) -> None:
         """Let what is on its way to the host arrive, before it is read there."""
@@ -444,7 +459,6 @@ class CompactAdamW(Optimizer):
         if correction is None:
             return parameter.detach().to(torch.float32)
         made = torch.empty_like(parameter, dtype=torch.float32)
-        self._wait()
         join_into(in_memory_order(made), in_memory_order(parameter.detach()), correction.to(parameter.device))
         return made
 
@@ -453,18 +467,11 @@ class CompactAdamW(Optimizer):
         """Set a bf16 parameter and its correction from an fp32 master weight; nothing where it isn't split."""
         state = self.state.get(parameter, {})
         if "correction" in state:
-            self._wait()
             flat = in_memory_order(master.to(parameter.device), parameter.detach())
             weight, bits = in_memory_order(parameter.detach()), bits_of(state["correction"])
             state["correction"].copy_(split_into(weight, flat, bits))
 
     # --- checkpoints ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return states and groups, as torch does."""
-        self._wait()
-        made: dict[str, Any] = super().state_dict()
-        return made
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -487,7 +494,6 @@ class CompactAdamW(Optimizer):
             self._require_loadable(p, state)
         if self._unplaced:
             self.place_states()
-        self._wait()
         corrections = {p: correction_of(state) for p, state in self.state.items()}
         try:
             super().load_state_dict({**state_dict, "state": {}})
@@ -498,7 +504,7 @@ class CompactAdamW(Optimizer):
         for p, state in states.items():
             whole = {**corrections.pop(p, {}), **state}  # a file with fp32 weights, which have been split, has none
             if whole:
-                self.state[p] = self._loaded(p, whole)
+                self._states[p] = self._loaded(p, whole)
 
     def _require_loadable(self, p: Tensor, saved: Mapping[str, Any]) -> None:
         layout = self._layout(p)

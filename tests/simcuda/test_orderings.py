@@ -160,6 +160,9 @@ READS: dict[str, Callable[[nn.Module, CompactAdamW], Any]] = {
         value.clone() for state in optimizer.state_dict()["state"].values() for value in state.values()
         if isinstance(value, Tensor)
     ],
+    "state": lambda module, optimizer: [
+        value.clone() for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    ],
     "load_state_dict": lambda module, optimizer: optimizer.load_state_dict(SAVED),
     "copy": lambda module, optimizer: copy.deepcopy(optimizer),
     "master_weight": lambda module, optimizer: [optimizer.master_weight(p) for p in module.parameters()],
