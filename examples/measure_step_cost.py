@@ -1,6 +1,6 @@
 """What an optimizer step asks of a GPU under each preset, counted on the simulated device: launches, waits, copies.
 
-python -m tests.simcuda examples/measure_step_cost.py --write examples/results/step_cost.json
+python examples/measure_step_cost.py --write examples/results/step_cost.json
 
 GPT-2 of 124 million parameters, randomly initialised, one sequence of 32 tokens, each preset in a process of its own.
 Counted is the third optimizer step, from the first batch of its window to the end of the last. Exact, and the same on
@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from this_machine import machine, versions
 
 FOLDER = Path(__file__).resolve().parents[1]
 PRESETS = {  # name -> further overrides
@@ -40,7 +42,15 @@ PRESETS = {  # name -> further overrides
     "super_offload": [],
     "zenflow": [],
 }
+COMMAND = "python examples/measure_step_cost.py --write examples/results/step_cost.json"
 STEP = 3
+STATES = 1 + 1 + 1 + 2 * 4 / 128  # bytes per parameter: correction, two codes, two scales of a block of 128
+THEORY = {  # bytes per parameter that have to go each way in a step; not of DeepSpeed's, which go their own ways
+    **dict.fromkeys((name for name in PRESETS if not name.startswith(("zero", "super", "zenflow"))), 0.0),
+    "compact_host": STATES,
+    "compact_host_checkpointing": STATES,
+    "compact_host, 4 micro-batches on the host": 3 * 4 + 4 + STATES,  # the fp32 sum to be added to, and to be stepped
+}
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -122,6 +132,7 @@ def measured(name: str) -> dict[str, Any]:
         "bytes_down_per_parameter": counts.copied_bytes("down") / numel,
         "peak_allocated": counts.peak_allocated,
         "peak_reserved": counts.peak_reserved,
+        "bytes_each_way_in_theory": THEORY.get(name),
     }
 
 
@@ -157,7 +168,8 @@ def main() -> int:
             flush=True,
         )
         if given.write:
-            given.write.write_text(json.dumps(results, indent=1) + "\n")
+            about = {"command": COMMAND, "machine": machine(), "versions": versions()}
+            given.write.write_text(json.dumps({**about, "rows": results}, indent=1) + "\n")
     return int(failed)
 
 

@@ -134,6 +134,29 @@ def compact_table(result: dict[str, Any]) -> str:
     )
 
 
+def step_cost_table(result: dict[str, Any]) -> str:
+    """Return what a step of each preset asks of a GPU, beside what it has to."""
+    rows = []
+    for name, row in result["rows"].items():
+        theory = row["bytes_each_way_in_theory"]
+        ways = f"{row['bytes_up_per_parameter']:.2f} / {row['bytes_down_per_parameter']:.2f}"
+        own = str(row["launches_of_the_update"]) if name.startswith("compact") else ""
+        needed = "" if theory is None else f"{theory:.2f}"
+        peak = f"{row['peak_allocated'] / row['parameters']:.1f}"
+        rows.append(
+            [
+                *(f"`{name.split(',')[0]}`{''.join(name.partition(',')[1:])}", str(row["launches"]), own),
+                *(str(row["synchronisations"]), ways, needed, str(row["pageable_bytes"]), peak),
+            ]
+        )
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "lightning", "deepspeed"))
+    headers = [
+        *("preset", "launches", "of the compact step", "waits", "bytes up / down", "in theory"),
+        *("pageable bytes", "peak bytes"),
+    ]
+    return table(headers, rows) + f"\n{versions}; a simulated device. Command: `{result['command']}`\n"
+
+
 def catalogue(_: object = None) -> str:
     """Return the presets with the first line of each file."""
     rows = []
@@ -152,6 +175,7 @@ TABLES = {
     "import_cpu.json": import_table,
     "zero_offload_cpu.json": zero_offload_table,
     "compact_cpu.json": compact_table,
+    "step_cost.json": step_cost_table,
 }
 
 
