@@ -17,6 +17,7 @@ from result import SMALL, Result, milliseconds, seconds
 
 from lightning_solo.optim import host_memory
 from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.gpu_kernel import TritonKernels
 
 ROWS, WIDTH, COUNT, TOKENS = (64, 128, 4, 16) if SMALL else (4096, 32768, 60, 8192)
 MIB = 2**20
@@ -46,6 +47,9 @@ def main() -> int:
     with result.attempt("pinning"):
         taken = seconds_once(optimizer.place_states)
         result.add("pinning the states", seconds=taken, gib=optimizer.host_bytes / 2**30)
+    if not isinstance(optimizer.kernels, TritonKernels):
+        result.add("pieces", skipped="triton is not installed, or refuses this device")
+        return result.end()
     settings = [(size, PIECES[len(PIECES) // 2]) for size in BUFFERS]
     settings += [(BUFFERS[-2], piece) for piece in PIECES]
     for size, piece in dict.fromkeys(settings):

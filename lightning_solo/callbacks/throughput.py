@@ -334,11 +334,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """
     known = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(dtype)
-    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
-        kind = "tf32"
     if known is None or kind is None:
         return get_available_flops(device, dtype)
-    return known.flops[kind]
+    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" and known.flops["tf32"]:
+        kind = "tf32"
+    return known.flops[kind] or get_available_flops(device, dtype)
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -143,7 +143,7 @@ def update_blocks(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill its part of memory once each, in any order of its dimensions."""
+    """Return whether a tensor's elements fill its part of memory once each, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and tensor.numel():

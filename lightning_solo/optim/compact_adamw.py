@@ -122,7 +122,8 @@ class CompactAdamW(Optimizer):
         self._on_host: dict[Tensor, dict[str, Tensor]] = {}
         self._staging: Staging | None = None
         self._kernels: Kernels | None = None
-        self._control: Control | None = None  # of steps that nothing scales
+        self._device: torch.device | None = None  # for which those are
+        self._controls: dict[float, Control] = {}  # of steps that nothing scales, by the bound of gradients
         self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
         self._index: dict[Tensor, int] = {}  # number of each parameter
         self._sizes: list[int] = []  # of the groups when `_numbers` was made
@@ -171,7 +172,7 @@ class CompactAdamW(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
         made = {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}}
-        return {**made, "_staging": None, "_kernels": None, "_control": None}
+        return {**made, "_staging": None, "_kernels": None, "_device": None, "_controls": {}}
 
     # --- stepping ---
 
@@ -180,6 +181,7 @@ class CompactAdamW(Optimizer):
         """Step every parameter that has a gradient.
 
         Raises:
+            BudgetError: the host has too little memory for states; before the first step.
             GradientError: a gradient is sparse, infinite or NaN; no parameter has been touched.
         """
         loss = None
@@ -192,11 +194,11 @@ class CompactAdamW(Optimizer):
         if not full:
             return loss
         worst = torch.stack([each.float() for each in greatest(full)]).amax()
-        self.step_many(pairs, self.control(torch.where(worst.isfinite(), 1.0, torch.nan)))
+        self.step_many(pairs, self.control(torch.where(worst.isfinite(), 1.0, torch.nan).float()))
         if bool(worst.isfinite().logical_not()):  # the first time that the host waits for the device
             self.uncount(p for p, _ in pairs)
             first = next(p for p, grad in pairs if not bool(grad.isfinite().all()))
-            raise GradientError(f"the gradient of {name_in(self, first)} is not finite; no weight has been touched")
+            raise _not_finite(self, first)
         return loss
 
     @torch.no_grad()
@@ -208,7 +210,7 @@ class CompactAdamW(Optimizer):
             gradient: of its shape, or flat in the order of its memory; of any floating type; on its device or the host.
             scale: the factor.
         """
-        same = torch.full((), scale, device=parameter.device) if scale != 1 else None
+        same = torch.full((), scale, dtype=torch.float32, device=parameter.device) if scale != 1 else None
         self.step_many([(parameter, gradient)], self.control(same))
 
     @torch.no_grad()
@@ -220,19 +222,28 @@ class CompactAdamW(Optimizer):
             control: by `control`. Where its scale is NaN nothing is stepped, but steps are counted: see `uncount`.
         """
         together: dict[Any, list[Piece]] = {}
-        for p, grad in pairs:
-            if not p.numel():
-                continue
-            piece, on_host = self._piece(p, grad)
-            if on_host and not self.kernels.reads_host(piece):
-                self._step_staged(piece, on_host, control)
-            else:
-                together.setdefault(piece.layout, []).append(piece)
-            if not p.is_inference():
-                torch.autograd.graph.increment_version(p)  # a backward that still needs it then knows
-        for pieces in together.values():
-            for part in _parts(pieces):
-                self.kernels.step(part, control)
+        counted: list[Tensor] = []  # whose step isn't launched yet
+        try:
+            for p, grad in pairs:
+                if not p.numel():
+                    continue
+                piece, on_host = self._piece(p, grad)
+                counted.append(p)
+                if on_host and not self.kernels.reads_host(piece):
+                    self._step_staged(piece, on_host, control)
+                    counted.pop()
+                else:
+                    together.setdefault((p.device, piece.layout), []).append(piece)
+                if not p.is_inference():
+                    torch.autograd.graph.increment_version(p)  # a backward that still needs it then knows
+            for pieces in together.values():
+                for part in _launches(pieces):
+                    self.kernels.step(part, control)
+                    stepped = {piece.index for piece in part}
+                    counted = [p for p in counted if self._index[p] not in stepped]
+        except BaseException:
+            self.uncount(counted)
+            raise
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
         """Return what steps on the device are to share.
@@ -241,13 +252,14 @@ class CompactAdamW(Optimizer):
             scale: factor of the gradients, fp32, on the device. None: 1.
             bound: to which gradients are clamped.
         """
-        if self._control is None or self._control.not_finite.numel() != len(self._index):
-            device = next(iter(self._index)).device
-            flags = torch.zeros(len(self._index), dtype=torch.int32, device=device)
-            self._control = Control(torch.ones((), device=device), flags)
-        if scale is None and bound == self._control.bound:
-            return self._control
-        return Control(self._control.scale if scale is None else scale, self._control.not_finite, bound)
+        self._follow_device()
+        first = next(iter(self._controls.values()), None)
+        if first is None or first.not_finite.numel() != len(self._index):
+            flags = torch.zeros(len(self._index), dtype=torch.int32, device=self._device)
+            first = Control(torch.ones((), dtype=torch.float32, device=self._device), flags)
+            self._controls = {first.bound: first}
+        plain = self._controls.setdefault(bound, Control(first.scale, first.not_finite, bound))
+        return plain if scale is None else Control(scale, plain.not_finite, bound)
 
     def uncount(self, parameters: Iterable[Tensor]) -> None:
         """Take back that steps were counted which were not taken."""
@@ -258,30 +270,45 @@ class CompactAdamW(Optimizer):
     @property
     def kernels(self) -> Kernels:
         """What runs the steps."""
+        device = self._follow_device()
         if self._kernels is None:
-            device = next(iter(self._index)).device
             self._kernels = kernels.kernels_on(device, fused=self.fused, numel=self._numel)
         return self._kernels
 
     @property
     def staging(self) -> Staging:
-        """By what way tensors of the host pass through the device."""
+        """How tensors of the host pass through the device."""
+        device = self._follow_device()
         if self._staging is None:
-            self._staging = Staging(next(iter(self._index)).device)
+            self._staging = Staging(device)
             self._staging.serve(self.host_bytes)
         return self._staging
+
+    def _follow_device(self) -> torch.device:
+        """Return the device of the parameters; forget what was for another one."""
+        device: torch.device = next(iter(self._index)).device
+        if device != self._device:
+            self._wait()
+            self._device, self._kernels, self._staging = device, None, None
+            self._controls.clear()
+        return device
 
     def first_not_finite(self) -> Tensor | None:
         """Return a parameter that was stepped with a gradient that isn't finite, if there is one; waits for the device.
 
         Steps tell of it where ``kernels.folds``; what they have told is forgotten.
         """
-        flags = self._control.not_finite if self._control is not None else None
-        if flags is None or not bool(flags.any()):
+        control = next(iter(self._controls.values()), None)  # they share the flags
+        if control is None or not bool(control.not_finite.any()):
             return None
-        first = int(flags.nonzero()[0])
-        flags.zero_()
+        first = int(control.not_finite.nonzero()[0])
+        self.forget_not_finite()
         return list(self._index)[first]
+
+    def forget_not_finite(self) -> None:
+        """Forget what steps have told of gradients that aren't finite."""
+        for control in [*self._controls.values()][:1]:  # they share the flags
+            control.not_finite.zero_()
 
     def _piece(self, p: Tensor, grad: Tensor) -> tuple[Piece, list[str]]:
         """Return a whole parameter to be stepped, with the names of its tensors that are on the host."""
@@ -295,7 +322,8 @@ class CompactAdamW(Optimizer):
         )
         state["step"].add_(1)
         weight = p.detach()
-        flat = {"weight": in_memory_order(weight), "grad": grad if grad.dim() == 1 else in_memory_order(grad, weight)}
+        flat_grad = grad.contiguous() if grad.dim() == 1 else in_memory_order(grad, weight)
+        flat = {"weight": in_memory_order(weight), "grad": flat_grad}
         flat |= {name: value for name, value in state.items() if name != "step"}
         index = self._index[p]
         on_host = [*self._on_host.get(p, ()), *(["grad"] if grad.device != p.device else [])]
@@ -368,6 +396,8 @@ class CompactAdamW(Optimizer):
             self._unplaced = parameters
             raise
         made = iter(host_memory.host_tensors(tensors, parameters[0].device) if tensors else ())
+        if self._staging is not None:  # gradients on the host came first
+            self._staging.serve(sum(map(bytes_of, away.values())))
         for p in parameters:
             if p in away:
                 self._on_host[p] = {name: next(made) for name in away[p]}
@@ -383,6 +413,8 @@ class CompactAdamW(Optimizer):
             left -= bytes_of(self._layout(p))
             if left < 0:
                 break
+            if self._staging is not None:
+                self._staging.serve(-bytes_of(self._layout(p)))
             del self._on_host[p]
             self._states[p] = self._put(p, self._states[p])
 
@@ -566,7 +598,11 @@ def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tenso
     if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
         return
     first = next(p for p, g in pairs if not bool(g.isfinite().all()))
-    raise GradientError(f"the gradient of {name_in(optimizer, first)} is not finite; no weight has been touched")
+    raise _not_finite(optimizer, first)
+
+
+def _not_finite(optimizer: Optimizer, first: Tensor) -> GradientError:
+    return GradientError(f"the gradient of {name_in(optimizer, first)} is not finite; no weight has been touched")
 
 
 def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> dict[Tensor, Tensor]:
@@ -610,7 +646,7 @@ def require_state_budget(budget: int | str | None, name: str) -> None:
         raise PresetError(f"{name}={budget!r}: write bytes that stay on the device, 'auto' or None")
 
 
-def _parts(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _launches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Yield pieces, as many at a time as are stepped by one launch."""
     part: list[Piece] = []
     size = 0

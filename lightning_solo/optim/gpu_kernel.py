@@ -104,8 +104,10 @@ class TritonKernels:
             return
         name = "step_one" if len(pieces) == 1 else "step_many"
         if not self.serves(pieces[0].layout) or not self._runs(name, lambda: _step(pieces, control, self.device)):
+            # as the kernels do, where something is stepped
             for piece, worst in zip(pieces, greatest([piece.tensors["grad"] for piece in pieces]), strict=True):
-                control.not_finite[piece.index] += worst.isfinite().logical_not()
+                wrong = worst.isfinite().logical_not() & control.scale.isfinite()
+                control.not_finite[piece.index].bitwise_or_(wrong.int())
             self.otherwise.step(pieces, control)
             return
         weights = [piece.tensors["weight"] for piece in pieces]

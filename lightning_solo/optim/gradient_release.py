@@ -106,6 +106,7 @@ class GradientRelease:
         self._plain: Control | None = None  # where the optimizer has none
         self._used: dict[Tensor, Tensor | None] = {}  # parameters stepped in this window, with their greatest gradient
         self._waiting: list[tuple[Tensor, Tensor]] = []  # small ones, to be stepped together
+        self._waiting_bytes = 0  # of their gradients
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._forget_and_zero  # type: ignore[method-assign]
@@ -124,7 +125,7 @@ class GradientRelease:
     @property
     def has_kept(self) -> bool:
         """Whether a window has begun."""
-        return bool(self._sums)
+        return bool(self._own_sums)
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -146,6 +147,8 @@ class GradientRelease:
                 self._step_waiting(self._compact)
             self._require_finite_used()
             return None
+        if not self.has_kept:
+            return None
         try:
             return self._step_kept()
         finally:
@@ -164,9 +167,13 @@ class GradientRelease:
 
     def forget(self) -> None:
         """Drop what was kept in this window, as the optimizer's ``zero_grad`` does."""
-        self._sums.clear()
+        if self._own_sums is not None:
+            self._own_sums.clear()
+        if self._used and self._compact is not None:
+            self._compact.forget_not_finite()
         self._used.clear()
         self._waiting.clear()
+        self._waiting_bytes = 0
 
     def _forget_and_zero(self, *args: Any, **kwargs: Any) -> None:
         self.forget()
@@ -214,10 +221,13 @@ class GradientRelease:
         self._used[parameter] = None
         compact = self._compact
         if compact is not None and compact.kernels.folds:  # says by itself what wasn't finite
+            if gradient.numel() >= compact.kernels.grouped_below:
+                compact.step_many([(parameter, gradient)], self._control())
+                return
             self._waiting.append((parameter, gradient))
-            small = gradient.numel() < compact.kernels.grouped_below
-            if not small or sum(each.nbytes for _, each in self._waiting) > WAITING_BYTES:
-                self._step_waiting(compact, all_of_them=small)
+            self._waiting_bytes += gradient.nbytes
+            if self._waiting_bytes > WAITING_BYTES:
+                self._step_waiting(compact)
             return
         if gradient.numel():
             self._used[parameter] = measure = greatest([gradient])[0].float()
@@ -228,10 +238,9 @@ class GradientRelease:
         else:
             self._step_one(parameter, self._bounded(gradient), 1.0)
 
-    def _step_waiting(self, compact: CompactAdamW, *, all_of_them: bool = True) -> None:
-        """Step those that wait for others, or the last of them alone."""
-        waiting = self._waiting if all_of_them else self._waiting[-1:]
-        self._waiting = [] if all_of_them else self._waiting[:-1]
+    def _step_waiting(self, compact: CompactAdamW) -> None:
+        """Step the parameters that wait for others."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         compact.step_many(waiting, self._control())
 
     def _control(self, scale: Tensor | None = None) -> Control:
@@ -272,7 +281,7 @@ class GradientRelease:
 
     @property
     def _first(self) -> Tensor:
-        first: Tensor = self.optimizer.param_groups[0]["params"][0]
+        first: Tensor = next(p for group in self.optimizer.param_groups for p in group["params"])
         return first
 
     @property
@@ -296,16 +305,18 @@ class GradientRelease:
         scale = (math.inf if self.max_norm is None else self.max_norm) / (total + 1e-6)
         scale = torch.where(total.isfinite(), scale.clamp(max=1.0), torch.nan)
         if self._compact is None:
-            self._require_finite_total(total, kept)
+            factor = float(scale)  # the one wait for the device
+            if math.isnan(factor):
+                self._refuse(kept)
             for p in kept:
                 gradient = self._sums.on_device(p)
                 self._sums.pop(p)
-                self._step_one(p, self._bounded(gradient), float(scale))
+                self._step_one(p, self._bounded(gradient), factor)
             return total
         self._compact.step_many([(p, self._sums[p]) for p in kept], self._control(scale.float()))
         if bool(total.isfinite().logical_not()):  # the first time that the host waits for the device
             self._compact.uncount(kept)
-            self._require_finite_total(total, kept)
+            self._refuse(kept)
         return total
 
     def _bounded(self, gradient: Tensor) -> Tensor:
@@ -314,9 +325,8 @@ class GradientRelease:
         # a bound is seldom a bf16; what is in fp32 is this object's own
         return gradient.to(_at_least_fp32(gradient.dtype)).clamp_(-self.max_value, self.max_value)
 
-    def _require_finite_total(self, total: Tensor, kept: list[Tensor]) -> None:
-        if not bool(total.isfinite().logical_not()):
-            return
+    def _refuse(self, kept: list[Tensor]) -> None:
+        """Raise the error of gradients whose norm isn't finite."""
         for p in kept:  # the norm of finite ones may be too large for fp32
             gradient = self._sums.on_device(p)
             if gradient.numel():
@@ -342,7 +352,7 @@ class GradientRelease:
             first = compact.first_not_finite()
         if first is not None:
             raise GradientError(
-                f"the gradient of {self._name(first)} is not finite; it and others have been stepped: go on from a"
+                f"the gradient of {self._name(first)} is not finite; it and others have been stepped: resume from a"
                 " checkpoint, or write max_norm, with which gradients are kept and checked before any step"
             )
 

@@ -22,7 +22,7 @@ class GradientSums:
 
     Args:
         kernels: what adds them.
-        staging: by what way those on the host pass through the device. None: they stay on the device.
+        staging: how those on the host pass through the device. None: they stay on the device.
     """
 
     def __init__(self, kernels: Kernels, staging: Staging | None) -> None:
@@ -105,13 +105,12 @@ class GradientSums:
         if self._staging is None or not wanted:
             return
         self._staging.wait()
-        for p in wanted:
-            self._homes.pop(p, None)
+        before = sum(self._homes.pop(p).nbytes for p in wanted if p in self._homes)  # freed before others are taken
         sizes = [(p.numel(), kind) for p, kind in wanted.items()]
         host_memory.require_host_room("gradients", sizes, "keep them on the device")
         made = host_memory.host_tensors(sizes, next(iter(wanted)).device)
         self._homes |= dict(zip(wanted, made, strict=True))
-        self._staging.serve(sum(home.nbytes for home in made))
+        self._staging.serve(sum(home.nbytes for home in made) - before)
 
     def has_room(self, parameter: Tensor, kind: torch.dtype) -> bool:
         """Return whether a sum of this type has its place."""
@@ -157,9 +156,9 @@ class GradientSums:
                 yield part, flat, place
                 continue
             with self._staging.on_device(
-                {"sum": flat[part]}, unread=is_first, unchanged=("sum",) if unchanged else ()
+                {"grad": flat[part]}, unread=is_first, unchanged=("grad",) if unchanged else ()
             ) as staged:
-                yield part, staged["sum"], place
+                yield part, staged["grad"], place  # the name that it has among what is stepped: it shares that buffer
 
     def _forget_other_bounds(self, control: Control) -> None:
         if self._bound != control.bound:

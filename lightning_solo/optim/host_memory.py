@@ -102,7 +102,7 @@ def _aligned(size: int) -> int:
 
 
 def is_planned() -> bool:
-    """Tell whether tensors are without data here: a plan counts bytes, and is judged by their sum."""
+    """Return whether tensors are without data here: a plan counts bytes, and is judged by their sum."""
     return isinstance(torch.empty(0), FakeTensor)
 
 

@@ -122,7 +122,7 @@ class Kernels(Protocol):
     """The step of compact states and the sums of gradients, on one device."""
 
     grouped_below: int
-    """Elements below which a parameter had better wait for others, with which it shares a launch; 0: none."""
+    """Elements below which a parameter waits for others, with which it shares a launch; 0: none."""
     folds: bool
     """Whether a step sets ``Control.not_finite``, and partials take no second pass over a gradient."""
 

@@ -18,20 +18,22 @@ class PlannedKernels(TritonKernels):
 
     Args:
         launched: is called with the bytes that each launch reads and writes.
+        fused: whether Triton steps at all.
     """
 
-    def __init__(self, launched: Callable[[int], None]) -> None:
-        self._launched = launched
+    def __init__(self, launched: Callable[[int], None], *, fused: bool = True) -> None:
+        self._launched, self._fused = launched, fused
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Read all tensors of the pieces once, and write all but the gradients."""
         moved = 0
         for piece in pieces:
             moved += sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
-            if not self.serves(piece.layout):  # moments in 4 bits: by torch.compile, with two fp32 buffers of a chunk
+            if not self._fused or not self.serves(piece.layout):  # as compiled: with two fp32 buffers of a chunk
                 size = min(piece.numel, adamw_update.CHUNK["cuda"])
                 buffers = [torch.empty(size, device=piece.tensors["weight"].device) for _ in range(2)]
                 moved += 2 * 4 * piece.numel * len(buffers)
+                del buffers
         self._launched(moved)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
@@ -46,7 +48,9 @@ def planned_kernels(launched: Callable[[int], None], *, cuda: bool) -> Iterator[
     own = kernels.kernels_on
 
     def planned(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
-        return PlannedKernels(launched) if cuda else OperatorKernels(device, fused=False)
+        if cuda:
+            return PlannedKernels(launched, fused=fused is not False)
+        return OperatorKernels(device, fused=False)
 
     kernels.kernels_on = planned
     try:

@@ -272,3 +272,60 @@ def test_a_kernel_that_does_not_compile_leaves_its_work_to_operators(monkeypatch
     assert names == ["the Triton kernel step_one", "the Triton kernel step_many"]  # each once
     for one, other in zip(everything(*made[:2]), expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_what_was_not_finite_in_a_window_that_was_given_up_is_forgotten() -> None:
+    module = net()
+    optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
+    release = GradientRelease(optimizer)
+    before = [p.detach().clone() for p in module.parameters()]
+    cure = poisoned(module, float("inf"))
+    module(next(batches(1))).float().square().mean().backward()
+    cure()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for p, was in zip(module.parameters(), before, strict=True):
+            p.copy_(was)
+    module(next(batches(1))).float().square().mean().backward()
+    release.step()
+    release.remove()
+
+
+def test_a_fall_back_flags_nothing_where_nothing_was_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKernels, "serves", lambda self, layout: False)
+    module = net()
+    optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
+    cure = poisoned(module, float("nan"))
+    module(next(batches(1))).float().square().mean().backward()
+    with pytest.raises(GradientError, match="no weight has been touched"):
+        optimizer.step()
+    cure()
+    optimizer.zero_grad()
+    release = GradientRelease(optimizer)
+    module(next(batches(1))).float().square().mean().backward()
+    release.step()
+    release.remove()
+
+
+def test_kernels_follow_parameters_to_another_device() -> None:
+    module = net(torch.device("cpu"))
+    optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
+    release = GradientRelease(optimizer)
+    optimizer.zero_grad()
+    assert not isinstance(optimizer.kernels, TritonKernels)
+    module.cuda()
+    module(next(batches(1))).float().square().mean().backward()
+    release.step()
+    release.remove()
+    assert isinstance(optimizer.kernels, TritonKernels)
+
+
+@pytest.mark.parametrize("value", [None, 0.01])
+def test_torchs_optimizers_wait_once_for_the_norm(value: float | None) -> None:
+    module = net()
+    release = GradientRelease(torch.optim.SGD(module.parameters(), lr=0.1), max_norm=0.1, max_value=value)
+    module(next(batches(1)).float()).square().mean().backward()
+    with device.counted() as counts:
+        release.step()
+    release.remove()
+    assert counts.synchronisations == 1

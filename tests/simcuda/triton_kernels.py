@@ -43,7 +43,7 @@ def _step(pieces: Sequence[Piece], control: Control, where: torch.device) -> Non
         flags = tensors[-1]
         here = [replace(piece, tensors={name: next(there) for name in piece.tensors}) for piece in pieces]
         for piece in here:
-            if not bool(piece.tensors["grad"].isfinite().all()):
+            if not bool(scale.isnan()) and not bool(piece.tensors["grad"].isfinite().all()):
                 flags[piece.index] = 1
         OperatorKernels(CPU, fused=False).step(here, Control(scale, flags, control.bound))
 
