@@ -28,9 +28,9 @@ test: $(VENV)/.installed
 # Tests of CUDA code on a device simulated on the CPU, which looks for races; in a process that has torch find it.
 SIMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.simcuda.plugin --timeout=300 --numprocesses=2
 simcuda: $(VENV)/.installed
-	$(SIMULATED) -m "(gpu or simcuda or any_device) and not long" -k "not pytorch_lightning" tests
+	$(SIMULATED) -m "(gpu or simcuda or every_change) and not long" -k "not pytorch_lightning" tests
 
-# And all that takes minutes.
+# And all that takes minutes; with whole suites on the simulated device, of which `simcuda` runs what is marked every_change.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1000 --numprocesses=2 -m "long and not gpu and not simcuda"
 	$(SIMULATED) -m "gpu or simcuda or any_device" tests

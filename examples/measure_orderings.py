@@ -33,7 +33,7 @@ TESTS = [
     ["tests/simcuda/test_presets.py", "tests/optim", "tests/strategies/test_compact.py", "-k", "not pytorch_lightning"],
 ]
 """In this order: those that are made for it first."""
-MARKS = "(gpu or simcuda or any_device) and not long"
+MARKS = "(gpu or simcuda or every_change) and not long"
 
 
 class Place(NamedTuple):

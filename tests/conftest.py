@@ -34,6 +34,12 @@ def accelerator(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def device(accelerator: str) -> torch.device:
+    """The device of `accelerator`."""
+    return torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu")
+
+
+@pytest.fixture
 def make_trainer(tmp_path: Path, accelerator: str) -> Callable[..., Any]:
     """Return a function that makes a quiet Trainer: ``make_trainer(home, max_epochs=2, ...)``."""
 

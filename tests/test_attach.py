@@ -18,6 +18,8 @@ import lightning_solo as solo
 from lightning_solo.build import HOMES
 from tests.modules import loader, regression
 
+pytestmark = pytest.mark.any_device
+
 CPU_PRESETS = (
     *("baseline", "bf16", "bf16_true", "checkpointing", "accumulation"),
     *("compact", "compact_checkpointing", "compact_host", "compact_host_checkpointing"),

@@ -24,6 +24,8 @@ from lightning_solo.callbacks.accumulation_schedule import (
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from tests.modules import Stack, loader, regression
 
+pytestmark = pytest.mark.any_device
+
 # The loader of the tests that resume inside an epoch counts batches only; Lightning warns by the constant factor.
 RESUME_WARNING = "ignore:You're resuming from a checkpoint that ended before the epoch ended"
 
@@ -175,11 +177,11 @@ def test_row_19_manual_optimization(home: Any, make_trainer: Any, where: str) ->
         make_trainer(home, callbacks=[AccumulationSchedule()]).fit(module, loader(2))
 
 
-def test_row_17_a_strategy_that_accumulates_itself(home: Any, make_trainer: Any) -> None:
+def test_row_17_a_strategy_that_accumulates_itself(home: Any, make_trainer: Any, device: torch.device) -> None:
     class Accumulating(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
         handles_gradient_accumulation = True
 
-    trainer = make_trainer(home, strategy=Accumulating(torch.device("cpu")), callbacks=[AccumulationSchedule()])
+    trainer = make_trainer(home, strategy=Accumulating(device), callbacks=[AccumulationSchedule()])
     with pytest.raises(ConflictError, match="Accumulating: this strategy accumulates by itself"):
         trainer.fit(regression(home), loader(2))
 
@@ -251,7 +253,7 @@ def test_row_75_the_gradient_of_a_short_window(home: Any, make_trainer: Any) -> 
     assert seen == [pytest.approx(1.0), 1.0, 1.0]  # three of four batches; four; one of four: 1.0, not 0.25
 
 
-def test_no_gradients_left_to_correct_is_said_once(home: Any, make_trainer: Any) -> None:
+def test_no_gradients_left_to_correct_is_said_once(home: Any, make_trainer: Any, device: torch.device) -> None:
     class Released(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
         """Frees every gradient at the end of the backward pass, as optimizers that step inside it do."""
 
@@ -260,9 +262,7 @@ def test_no_gradients_left_to_correct_is_said_once(home: Any, make_trainer: Any)
             self.lightning_module.zero_grad()
             return result
 
-    trainer = make_trainer(
-        home, max_epochs=2, strategy=Released(torch.device("cpu")), callbacks=[AccumulationSchedule([[0, 4]])]
-    )
+    trainer = make_trainer(home, max_epochs=2, strategy=Released(device), callbacks=[AccumulationSchedule([[0, 4]])])
     with pytest.warns(UserWarning, match="window of 2 batches was divided by 4; no gradients are left") as caught:
         trainer.fit(regression(home), loader(10))
     assert len([w for w in caught if "no gradients are left" in str(w.message)]) == 1

@@ -29,6 +29,8 @@ from lightning_solo.nn import recomputation
 from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
 from tests.modules import Block, Stack, loader, regression
 
+pytestmark = pytest.mark.any_device
+
 
 def wrap(module: nn.Module, verify: bool = False, **kwargs: Any) -> nn.Module:
     checkpoint_blocks(choose_blocks(module, **kwargs), verify=verify)
@@ -250,7 +252,9 @@ class MakesTensors(Block):
     """Creates tensors without a dtype, as positions and masks often are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.linspace(0.5, 1.5, x.shape[-1]) + torch.rand(1)
+        return super().forward(x) * torch.linspace(0.5, 1.5, x.shape[-1], device=x.device) + torch.rand(
+            1, device=x.device
+        )
 
 
 def test_bf16_true_with_tensors_made_without_a_dtype(home, make_trainer):

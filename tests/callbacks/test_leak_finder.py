@@ -20,6 +20,8 @@ from lightning_solo.errors import PresetError
 from lightning_solo.memory.leaks import take_census
 from tests.modules import loader, regression
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture(autouse=True)
 def only_new_objects() -> Iterator[None]:

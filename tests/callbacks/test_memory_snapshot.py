@@ -18,6 +18,8 @@ from lightning_solo.presets.compose import compose
 from tests.memory.test_snapshot import EVENTS, active, event, recorded
 from tests.modules import loader, regression
 
+pytestmark = pytest.mark.any_device
+
 
 class Cuda:
     """An allocator under the test's control, in place of CUDA's: its recorder, its counters and its snapshots."""
@@ -138,6 +140,7 @@ def test_each_batch_starts_a_history_of_its_own(home: Any, make_trainer: Any, cu
     assert cuda.calls == ["all", "all", "all", "all", None]
 
 
+@pytest.mark.cpu_only("it refuses a run on a CPU")
 def test_without_cuda_it_names_the_cpus_way(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, callbacks=[MemorySnapshot()])
     with pytest.raises(CapabilityError, match=r"run is on cpu.*memory_logger\.category_steps=2"):

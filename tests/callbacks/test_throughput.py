@@ -19,6 +19,8 @@ from lightning_solo.errors import PresetError
 from tests.callbacks.test_memory_logger import recording_logger
 from tests.modules import loader, regression
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
@@ -67,7 +69,9 @@ def language_model(home: Any, advance: Any) -> Any:
 # --- acted ---
 
 
-def test_samples_per_second_are_logged_to_every_logger(home: Any, make_trainer: Any, clock: Any) -> None:
+def test_samples_per_second_are_logged_to_every_logger(
+    home: Any, make_trainer: Any, clock: Any, device: torch.device
+) -> None:
     loggers, callback = [recording_logger(home), recording_logger(home)], Throughput(every_n_steps=4, window_size=3)
     trainer = make_trainer(home, logger=loggers, log_every_n_steps=1, callbacks=[callback])
     trainer.fit(timed(home, clock), loader(10, batch_size=4))
@@ -76,6 +80,7 @@ def test_samples_per_second_are_logged_to_every_logger(home: Any, make_trainer: 
         assert [step for step, _ in ours] == [3, 7, 10]
         assert all(metrics["throughput/samples_per_s"] == 4 / 0.5 for _, metrics in ours)
         names = {"throughput/samples_per_s", "throughput/model_tflops_per_s", "throughput/step_s"}
+        names |= {"throughput/mfu"} if device.type == "cuda" else set()  # of a device that the table knows
         assert all(set(metrics) == names for _, metrics in ours)
     assert callback.figures["throughput/samples_per_s"] == 8.0
 
@@ -199,7 +204,7 @@ def test_sizes_by_argument(home: Any, make_trainer: Any, clock: Any) -> None:
 
 def test_a_batch_without_tensors_is_said_once(home: Any, make_trainer: Any) -> None:
     module = regression(home)
-    module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 8)).mean()
+    module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 8, device=module.device)).mean()
     callback, logger = Throughput(), recording_logger(home)
     trainer = make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback])
     with pytest.warns(UserWarning, match=r"step_s alone; write throughput\.samples_per_batch") as caught:
@@ -224,6 +229,7 @@ def test_the_type_of_a_precision() -> None:
     assert [compute_dtype(name) for name in names] == types
 
 
+@pytest.mark.cpu_only("of a GPU the package has a table, and doesn't ask Lightning")
 def test_a_known_device_gives_utilisation(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(throughput, "get_available_flops", lambda device, dtype: asked.append((device, dtype)) or 1e9)

@@ -42,6 +42,16 @@ def test_parts_of_a_segment_are_split_and_joined_again():
     assert torch.cuda.memory_reserved() == reserved
 
 
+def test_a_list_of_tensors_changed_in_place_is_noticed_by_autograd():
+    weight = torch.ones(2, device="cuda", requires_grad=True)
+    loss = (weight * weight).sum()
+    with torch.no_grad():
+        torch._foreach_add_([weight], 1.0)
+    assert weight._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_more_memory_than_there_is():
     torch.cuda.empty_cache()
     with device.memory_of(torch.cuda.memory_reserved() + 40 * 2**20):

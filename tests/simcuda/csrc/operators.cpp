@@ -249,6 +249,7 @@ class Call {
       op_.redispatchBoxed(kCpuKeys, &stack_);
     }
     take_over_sizes();
+    if (starts_with(op_.schema().name(), "aten::_foreach_")) count_versions();
     for (size_t i = stack_.size() - op_.schema().returns().size(); i < stack_.size(); ++i) to_device(kernel, stack_[i]);
     kernel.done(traits_.host_waits || masks_);
   }
@@ -327,6 +328,12 @@ class Call {
       auto [to, to_end] = range_of(tensor);
       memcpy(to, from, std::min(from_end - from, to_end - to));
     }
+  }
+
+  // For autograd, which counts those of single tensors itself and leaves lists to CUDA's kernels.
+  void count_versions() {
+    for (auto& [tensor, writes] : tensors_)
+      if (writes) tensor.unsafeGetTensorImpl()->bump_version();
   }
 
   at::Tensor back(Kernel& kernel, const at::Tensor& computed) {
