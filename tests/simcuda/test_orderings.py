@@ -187,6 +187,14 @@ def test_the_host_reads_states_right_behind_a_step(read: str, monkeypatch: pytes
     optimizer.state_dict()
 
 
+def test_states_are_read_of_parameters_that_have_left_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(adamw_update.CHUNK, "cuda", 4096)
+    module, optimizer = after_steps()
+    module.cpu()
+    assert optimizer.control().scale.device.type == "cpu"  # what was for the device is dropped, the way back too
+    READS["state"](module, optimizer)
+
+
 def test_states_come_back_to_the_device_behind_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compact_adamw, "_free_bytes", lambda device: 2**30)
     monkeypatch.setattr(compact_adamw.host_memory, "host_room", lambda: 2**40)
