@@ -336,8 +336,6 @@ class CompactStrategy(Base):
             building, self._building = self._building, None
             if building is not None:  # never set up; before Lightning moves weights, whose lower bits were then lost
                 building.join(torch.device("cpu"))
-            if self.root_device.type == "cuda" and any(one.host_bytes for one in self._compact_optimizers()):
-                torch.cuda.synchronize(self.root_device)  # states on the host are read from now on
             if self._can_leave():
                 super().teardown()
             else:

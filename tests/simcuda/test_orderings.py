@@ -259,12 +259,6 @@ def test_states_are_read_behind_a_fit(tmp_path: Path) -> None:
 
 def test_the_clock_stops_when_the_device_is_done(tmp_path: Path) -> None:
     clock = Clock()
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
     quiet = {**QUIET, "accelerator": "cuda", "max_steps": 2, "default_root_dir": str(tmp_path)}
     trainer = L.Trainer(**quiet, callbacks=[clock])
     with device.counted() as counts:
