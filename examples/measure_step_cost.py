@@ -144,7 +144,11 @@ def place(line: str) -> str:
 def main() -> int:
     """Measure each preset, or one; print a line for each, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--one", choices=list(PRESETS), help="measure it in this process, and print JSON")
+    parser.add_argument(
+        "--one",
+        choices=list(PRESETS),
+        help="measure it in this process, which is to run by python -m tests.simcuda, and print JSON",
+    )
     parser.add_argument("--presets", nargs="*", choices=list(PRESETS), default=list(PRESETS))
     parser.add_argument("--write", type=Path, metavar="FILE")
     given = parser.parse_args()

@@ -34,8 +34,9 @@ class Result:
         self.failed = False
         self._content: dict[str, Any] = {
             "part": part,
-            "command": f"python examples/gpu/run.py --parts {part}",
+            "command": " ".join(["python examples/gpu/run.py", *(["--small"] if SMALL else []), *through()]),
             "small": SMALL,
+            "simulated": "simcuda" in os.environ.get("GPU_THROUGH", ""),
             "machine": machine(),
             "versions": versions(),
             "rows": [],
@@ -74,6 +75,11 @@ class Result:
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.path)
+
+
+def through() -> list[str]:
+    """Return the options by which scripts run through another module."""
+    return ["--through", os.environ["GPU_THROUGH"]] if os.environ.get("GPU_THROUGH") else []
 
 
 def short(value: Any) -> Any:

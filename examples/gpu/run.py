@@ -54,13 +54,14 @@ def main() -> int:
     """Run the parts that are asked for, and print how each ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="".join(PARTS), help="some of abcdefg (all)")
-    parser.add_argument("--results", type=Path, default=ROOT / "examples" / "results" / "gpu", help="where files go")
+    parser.add_argument("--results", type=Path, help="where files go (examples/results/gpu; runs/gpu with --small)")
     parser.add_argument("--small", action="store_true", help="small sizes")
     parser.add_argument("--through", default="", help="a module through which each script is run, as a debugger is")
     given = parser.parse_args()
     unknown = sorted(set(given.parts) - set(PARTS))
     if unknown or not given.parts:
         parser.error(f"--parts {given.parts}: write some of {''.join(PARTS)}")
+    given.results = given.results or ROOT / ("runs/gpu" if given.small else "examples/results/gpu")
     given.results.mkdir(parents=True, exist_ok=True)
     ends = {}
     for letter in dict.fromkeys(given.parts):

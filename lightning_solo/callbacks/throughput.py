@@ -338,7 +338,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return get_available_flops(device, dtype)
     if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" and known.flops["tf32"]:
         kind = "tf32"
-    return known.flops[kind] or get_available_flops(device, dtype)
+    return known.flops[kind]
 
 
 def compute_dtype(precision: str) -> torch.dtype:

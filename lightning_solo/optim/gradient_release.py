@@ -110,6 +110,7 @@ class GradientRelease:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._forget_and_zero  # type: ignore[method-assign]
+        self._pre_step = optimizer.register_step_pre_hook(self._require_ended)
         self.watch()
 
     def watch(self) -> None:
@@ -154,8 +155,16 @@ class GradientRelease:
         finally:
             self._sums.clear()
 
+    def _require_ended(self, *_: Any) -> None:
+        if self.has_kept:
+            raise GradientError(
+                "optimizer.step() in a window whose gradients GradientRelease keeps would step nothing; call"
+                " release.step(), which ends the window, in its place"
+            )
+
     def remove(self) -> None:
         """Take the hooks off the parameters, and forget what was kept."""
+        self._pre_step.remove()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

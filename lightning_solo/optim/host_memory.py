@@ -35,8 +35,8 @@ SLAB_BYTES = 2**30
 """Of a slab: several tensors that together take more lie in several, so that memory of some can be given back."""
 SLOTS = {"cpu": 1, "cuda": 3}
 """Staging buffers at least: on a GPU one is on its way there, one computed with, one on its way back."""
-SERVED_PART, STAGING_BYTES = 16, 2**30
-"""On a GPU buffers take a sixteenth of what passes through them, up to a GiB: what comes ahead of a long product."""
+SERVED_PART, STAGING_BYTES = 16, 2**29
+"""On a GPU buffers take a sixteenth of what passes through them, up to 512 MiB: what comes ahead of a long product."""
 HUGE_PAGE = 2**21
 
 

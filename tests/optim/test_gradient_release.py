@@ -386,6 +386,20 @@ def test_a_second_gradient_in_one_window():
     net.loss(torch.ones(1, 3), False).backward()  # another window
 
 
+def test_the_optimizers_own_step_in_place_of_ours():
+    net = Graph([3, 3]).net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = GradientRelease(optimizer, accumulation=2)
+    net.loss(torch.ones(1, 3), False).backward()
+    with pytest.raises(GradientError, match=r"call release\.step\(\), which ends the window, in its place"):
+        optimizer.step()
+    release.step()
+    optimizer.step()  # nothing is kept
+    net.loss(torch.ones(1, 3), False).backward()
+    release.remove()
+    optimizer.step()
+
+
 def test_a_reentrant_checkpoint_of_a_tied_layer():
     layer = nn.Linear(3, 3)
     optimizer = CompactAdamW(layer.parameters(), master_bits=32)

@@ -42,9 +42,10 @@ def main() -> int:
     except SystemExit as end:
         if end.code:
             raise
-    races = device.races()
-    for race in races:
-        print(f"race: {race}", file=sys.stderr)
+    finally:  # of a program that fails, too: they may be why
+        races = device.races()
+        for race in races:
+            print(f"race: {race}", file=sys.stderr)
     return RACED if races else 0
 
 
