@@ -109,9 +109,6 @@ class TritonKernels:
                 wrong = worst.isfinite().logical_not() & control.scale.isfinite()
                 control.not_finite[piece.index].bitwise_or_(wrong.int())
             self.otherwise.step(pieces, control)
-            return
-        weights = [piece.tensors["weight"] for piece in pieces]
-        torch.autograd.graph.increment_version([weight for weight in weights if not weight.is_inference()])
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
         """Add gradients of one type to totals of one type, and measure what that makes."""

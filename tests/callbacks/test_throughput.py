@@ -247,6 +247,7 @@ def test_a_known_device_gives_utilisation(home: Any, make_trainer: Any, monkeypa
         ("NVIDIA H200", torch.float32, "high", 494.7),
         ("Tesla T4", torch.float16, "highest", 65.0),
         ("Tesla T4", torch.bfloat16, "highest", None),
+        ("Tesla T4", torch.float32, "high", 8.1),  # which has no TF32
     ],
 )
 def test_devices_of_our_own_table(

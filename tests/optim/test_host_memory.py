@@ -412,6 +412,21 @@ def test_gpu_a_slab_is_pinned_and_exact():
 
 
 @pytest.mark.gpu
+def test_gpu_a_slab_asks_for_huge_pages_and_stays_with_this_process():
+    (tensor,) = host_tensors([(2**23, torch.uint8)], torch.device("cuda"))
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= tensor.data_ptr() < end
+        elif inside and first == "VmFlags:":
+            assert {"dc", "hg"} <= set(rest)  # not for workers that are forked; huge pages
+            return
+    pytest.fail("the slab is no mapping of this process")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("released", [True, False])
 def test_gpu_parity_with_states_on_the_device(released: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(adamw_update.CHUNK, "cuda", 2**14)

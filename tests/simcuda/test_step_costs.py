@@ -307,6 +307,25 @@ def test_a_fall_back_flags_nothing_where_nothing_was_stepped(monkeypatch: pytest
     release.remove()
 
 
+def test_a_launch_that_fails_counts_no_step_that_was_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = net()
+    optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
+    launch, launched = TritonKernels.step, []
+
+    def once(self: Any, pieces: Any, control: Any) -> None:
+        if launched:
+            raise torch.OutOfMemoryError("out of memory")
+        launched.extend(pieces)
+        launch(self, pieces, control)
+
+    monkeypatch.setattr(TritonKernels, "step", once)
+    module(next(batches(1))).float().square().mean().backward()
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    steps = [int(state["step"]) for state in optimizer.state.values()]
+    assert sum(steps) == len(launched) == LARGE < len(steps)
+
+
 def test_kernels_follow_parameters_to_another_device() -> None:
     module = net(torch.device("cpu"))
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
