@@ -28,9 +28,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
-from lightning_solo.callbacks.memory_logger import MemoryLogger
-from lightning_solo.callbacks.throughput import Throughput
+from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger
+from lightning_solo.techniques.throughput.technique import Throughput
 
 STEP_S = 0.010
 CALLBACKS = {

@@ -115,7 +115,7 @@ def measured(name: str) -> dict[str, Any]:
     counts = counter.counts
     ours = (
         "lightning_solo/optim",
-        "lightning_solo/strategies",
+        "lightning_solo/techniques",
         "tests/simcuda/triton_kernels.py",
     )  # which stand for it
     own = [one for one in counts.operations if one.kind == "kernel" and place(one.line).startswith(ours)]

@@ -52,7 +52,7 @@ from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.reference.stdlib_text import StdlibText
-from lightning_solo.strategies import zero_offload
+from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import GiB, format_bytes
 from lightning_solo.zero.budget import layout_of
 from lightning_solo.zero.config import BUCKET_ELEMENTS

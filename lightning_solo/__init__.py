@@ -22,12 +22,6 @@ import lightning_solo.callbacks as _room
 
 if TYPE_CHECKING:
     from lightning_solo.attach import list_presets, show, trainer_kwargs
-    from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
-    from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
-    from lightning_solo.callbacks.leak_finder import LeakFinder
-    from lightning_solo.callbacks.memory_logger import MemoryLogger
-    from lightning_solo.callbacks.memory_snapshot import MemorySnapshot
-    from lightning_solo.callbacks.throughput import Throughput
     from lightning_solo.errors import (
         BudgetError,
         CapabilityError,
@@ -40,7 +34,13 @@ if TYPE_CHECKING:
     )
     from lightning_solo.planner.answer import Plan
     from lightning_solo.planner.ask import plan
-    from lightning_solo.strategies.zero_offload import ZeroOffloadStrategy
+    from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+    from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+    from lightning_solo.techniques.leak_finder.technique import LeakFinder
+    from lightning_solo.techniques.memory_logger.technique import MemoryLogger
+    from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
+    from lightning_solo.techniques.throughput.technique import Throughput
+    from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 
 __version__ = "0.1.0"
 
@@ -80,7 +80,7 @@ _HOME = {
     "MemoryLogger": "lightning_solo.callbacks",
     "MemorySnapshot": "lightning_solo.callbacks",
     "Throughput": "lightning_solo.callbacks",
-    "ZeroOffloadStrategy": "lightning_solo.strategies.zero_offload",
+    "ZeroOffloadStrategy": "lightning_solo.techniques.zero_offload.technique",
 }
 
 

@@ -106,7 +106,7 @@ def test_callbacks_that_carry_everything_do_not_warn() -> None:
 
 
 def test_the_room_of_callbacks_is_a_module_and_a_function() -> None:
-    import lightning_solo.callbacks.memory_logger as by_module
+    import lightning_solo.techniques.memory_logger.technique as by_module
     from lightning_solo import callbacks
     from lightning_solo.callbacks import MemoryLogger
 

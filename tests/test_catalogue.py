@@ -13,8 +13,8 @@ from lightning_solo.presets.registry import NAMES
 from lightning_solo.presets.signature import REQUIRED, parameters
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"callback": "callbacks", "strategy": "strategies"}
-TECHNIQUES = [(kind, name) for kind in ROOMS for name in NAMES[kind]]
+TECHNIQUES = [(kind, name) for kind in ("callback", "strategy") for name in NAMES[kind]]
+FOLDERS = ROOT / "lightning_solo" / "techniques"
 CARD = ("Saves:", "Costs:", "Numerics:", "Conflicts:", "Reference:")
 
 
@@ -24,29 +24,26 @@ def yaml_of(kind: str, name: str) -> Path:
 
 @pytest.mark.parametrize(("kind", "name"), TECHNIQUES)
 def test_five_places(kind: str, name: str) -> None:
-    room = ROOMS[kind]
     module, _, cls = NAMES[kind][name].partition(":")
-    assert module == f"lightning_solo.{room}.{name}"
+    assert module == f"lightning_solo.techniques.{name}.technique"
     suffix = "Strategy" if kind == "strategy" else ""  # as Lightning names its own
     assert cls == "".join(word.capitalize() for word in name.split("_")) + suffix
-    assert (ROOT / "lightning_solo" / room / f"{name}.py").is_file()
     assert yaml_of(kind, name).is_file()
-    assert (ROOT / "tests" / room / f"test_{name}.py").is_file()
+    assert (ROOT / "tests" / "techniques" / f"test_{name}.py").is_file()
     assert re.search(rf"^\| `{name}`", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE), (
         "no row in README"
     )
 
 
-@pytest.mark.parametrize(("kind", "room"), ROOMS.items())
-def test_no_technique_is_unregistered(kind: str, room: str) -> None:
-    files = {path.stem for path in (ROOT / "lightning_solo" / room).glob("[a-z]*.py")}
-    yamls = {path.stem for path in yaml_of(kind, "x").parent.glob("*.yaml")}
-    assert files == yamls == set(NAMES[kind])
+def test_no_technique_is_unregistered() -> None:
+    folders = {path.parent.name for path in FOLDERS.glob("*/technique.py")}
+    yamls = {path.stem for kind in ("callback", "strategy") for path in yaml_of(kind, "x").parent.glob("*.yaml")}
+    assert folders == yamls == {name for _, name in TECHNIQUES}
 
 
 @pytest.mark.parametrize(("kind", "name"), TECHNIQUES)
 def test_card(kind: str, name: str) -> None:
-    text = (ROOT / "lightning_solo" / ROOMS[kind] / f"{name}.py").read_text(encoding="utf-8")
+    text = (FOLDERS / name / "technique.py").read_text(encoding="utf-8")
     head = text.splitlines()[:16]
     found = [next((i for i, line in enumerate(head) if line.startswith(field)), None) for field in CARD]
     assert None not in found
@@ -55,7 +52,7 @@ def test_card(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), TECHNIQUES)
 def test_four_proofs(kind: str, name: str) -> None:
-    text = (ROOT / "tests" / ROOMS[kind] / f"test_{name}.py").read_text(encoding="utf-8").lower()
+    text = (ROOT / "tests" / "techniques" / f"test_{name}.py").read_text(encoding="utf-8").lower()
     places = [text.find(section) for section in ("acted", "parity", "memory", "trace")]
     assert -1 not in places, f"a section is missing: {places}"
 

@@ -23,7 +23,7 @@ from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.strategies import zero_offload
+from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of
 from lightning_solo.zero.checkpoint import groups_of

@@ -44,7 +44,7 @@ callbacks:
     _target_: lightning_solo.ActivationCheckpointing
     blocks: [Block]
   memory:
-    _target_: lightning_solo.callbacks.memory_logger.MemoryLogger
+    _target_: lightning_solo.MemoryLogger
     every_n_steps: 2
   speed:
     _target_: lightning_solo.Throughput

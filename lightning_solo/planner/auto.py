@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback
 from rich.console import Console
 
-from lightning_solo.callbacks.memory_logger import MemoryLogger
 from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
@@ -24,6 +23,7 @@ from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # between plan and reading, from which on it is said

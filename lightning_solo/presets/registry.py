@@ -13,16 +13,18 @@ from lightning_solo.errors import PresetError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
     "callback": {
-        "accumulation_schedule": "lightning_solo.callbacks.accumulation_schedule:AccumulationSchedule",
-        "activation_checkpointing": "lightning_solo.callbacks.activation_checkpointing:ActivationCheckpointing",
-        "leak_finder": "lightning_solo.callbacks.leak_finder:LeakFinder",
-        "memory_logger": "lightning_solo.callbacks.memory_logger:MemoryLogger",
-        "memory_snapshot": "lightning_solo.callbacks.memory_snapshot:MemorySnapshot",
-        "throughput": "lightning_solo.callbacks.throughput:Throughput",
+        "accumulation_schedule": "lightning_solo.techniques.accumulation_schedule.technique:AccumulationSchedule",
+        "activation_checkpointing": (
+            "lightning_solo.techniques.activation_checkpointing.technique:ActivationCheckpointing"
+        ),
+        "leak_finder": "lightning_solo.techniques.leak_finder.technique:LeakFinder",
+        "memory_logger": "lightning_solo.techniques.memory_logger.technique:MemoryLogger",
+        "memory_snapshot": "lightning_solo.techniques.memory_snapshot.technique:MemorySnapshot",
+        "throughput": "lightning_solo.techniques.throughput.technique:Throughput",
     },
     "strategy": {
-        "compact": "lightning_solo.strategies.compact:CompactStrategy",
-        "zero_offload": "lightning_solo.strategies.zero_offload:ZeroOffloadStrategy",
+        "compact": "lightning_solo.techniques.compact.technique:CompactStrategy",
+        "zero_offload": "lightning_solo.techniques.zero_offload.technique:ZeroOffloadStrategy",
     },
     "model": {
         "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",

@@ -110,7 +110,7 @@ class JobObserver:
 
 def figures(trainer: Any) -> dict[str, float]:
     """Return what our `Throughput` last told, if it is there: it logs to loggers alone."""
-    ours = getattr(sys.modules.get("lightning_solo.callbacks.throughput"), "Throughput", ())
+    ours = getattr(sys.modules.get("lightning_solo.techniques.throughput.technique"), "Throughput", ())
     return dict(next((callback.figures for callback in trainer.callbacks if isinstance(callback, ours)), {}))
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.affine import Affine, affine, canonical
 from lightning_solo.planner.allocator import smallest_capacity
@@ -21,6 +20,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.units import GiB, MiB
 from tests.planner.modules import Classifier, attending, convolutional, images, sequences, vectors
 

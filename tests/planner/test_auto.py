@@ -16,8 +16,6 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import show, trainer_kwargs
-from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_solo.callbacks.memory_logger import MemoryLogger
 from lightning_solo.errors import BudgetError, CapabilityError, PlanError, PresetError
 from lightning_solo.memory.reading import Reading
 from lightning_solo.planner import auto
@@ -26,6 +24,8 @@ from lightning_solo.planner.auto import PlanCheck, candidates, checks, choose, d
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB
 
 

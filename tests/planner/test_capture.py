@@ -19,7 +19,7 @@ from lightning_solo.optim.gradient_release import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
-from lightning_solo.strategies import compact
+from lightning_solo.techniques.compact import technique as compact
 from tests.planner.modules import MODULES, Classifier, vectors
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")

@@ -46,7 +46,7 @@ def test_accepts(kind: Any, good: list[Any], bad: list[Any]) -> None:
 
 
 def test_missing_and_unknown_arguments_are_named() -> None:
-    accepted = parameters("lightning_solo.callbacks.memory_logger:MemoryLogger")
+    accepted = parameters("lightning_solo.techniques.memory_logger.technique:MemoryLogger")
     with pytest.raises(PresetError, match=r"callback\.m\.tabel=1: no such argument; did you mean 'table'"):
         check_arguments({"tabel": 1}, accepted, "callback.m")
     adam = parameters("torch.optim.adamw:AdamW")

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from lightning_solo.build import trainer_arguments
-from lightning_solo.callbacks.accumulation_schedule import AccumulationSchedule
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import compose
 from lightning_solo.sweeps.application import Application
@@ -26,6 +25,7 @@ from lightning_solo.sweeps.ladder import Ladder, Prepared
 from lightning_solo.sweeps.ladder_display import cells, details, memory_in_words, noise_in_words, table
 from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
 from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
+from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from tests.modules import Stack, loader, regression
 
 deepspeed = pytest.importorskip("deepspeed", reason="listed on Linux only")

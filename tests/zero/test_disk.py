@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, SoloError
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.disk import PREFIX, align_gradients, run_folder
 from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment
 from lightning_solo.zero.states import read

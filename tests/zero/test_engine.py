@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.disk import split_aligned
 from lightning_solo.zero.run import EngineRun
 from tests.modules import Stack, loader, regression

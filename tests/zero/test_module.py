@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.engine import leave_forward, make_engine, weights_of
 from lightning_solo.zero.module import ModuleAsFound, is_deepspeeds

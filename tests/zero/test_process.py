@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_solo.errors import CapabilityError
-from lightning_solo.strategies.zero_offload import FABRIC, zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import FABRIC, zero_offload_class
 from lightning_solo.zero.process import (
     OLDEST,
     ONE_PROCESS,

@@ -2,7 +2,7 @@
 
 DeepSpeed has it for CUDA only. Two things stand in here: its check for CUDA is passed over, and the CPU, which has no
 streams, has one to wait for. So the worker, the order of the steps and their arithmetic are DeepSpeed's own; what
-a GPU does at the same time, and page-locked memory, are left to `tests/strategies/test_zero_offload_gpu.py`.
+a GPU does at the same time, and page-locked memory, are left to `tests/techniques/test_zero_offload_gpu.py`.
 """
 
 from __future__ import annotations

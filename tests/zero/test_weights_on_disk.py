@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.disk import parameter_buffers
 from lightning_solo.zero.extension import what_is_missing
 from tests.modules import loader, regression

@@ -23,8 +23,8 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.presets.conflicts import BACK_END_PRECISIONS
-from lightning_solo.strategies import compact
-from lightning_solo.strategies.compact import CompactStrategy, compact_class
+from lightning_solo.techniques.compact import technique as compact
+from lightning_solo.techniques.compact.technique import CompactStrategy, compact_class
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device

@@ -18,7 +18,7 @@ import torch
 
 import lightning_solo as solo
 from lightning_solo.errors import CapabilityError
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.extension import what_is_missing
 from tests.modules import Stack, loader, regression
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_solo.callbacks import memory_logger
-from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_solo.callbacks.memory_logger import MemoryLogger
 from lightning_solo.errors import PresetError
 from lightning_solo.memory.events import CATEGORIES
 from lightning_solo.memory.reading import Reading
 from lightning_solo.report.run_folder import read_run
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.memory_logger import technique as memory_logger
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB
 from tests.modules import Stack, loader, regression
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from tests.modules import Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.module import MODULE_HOOKS
 from tests.modules import Block, Stack, loader, regression
 

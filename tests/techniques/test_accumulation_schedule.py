@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_solo.callbacks.accumulation_schedule import (
+from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.techniques.accumulation_schedule.technique import (
     AccumulationSchedule,
     count_optimizer_steps,
     factor_at,
     next_factor,
 )
-from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
-from lightning_solo.callbacks import throughput
-from lightning_solo.callbacks.throughput import CountedOnce, Throughput, compute_dtype, first_tensor, size_of
 from lightning_solo.errors import PresetError
-from tests.callbacks.test_memory_logger import recording_logger
+from lightning_solo.techniques.throughput import technique as throughput
+from lightning_solo.techniques.throughput.technique import CountedOnce, Throughput, compute_dtype, first_tensor, size_of
 from tests.modules import loader, regression
+from tests.techniques.test_memory_logger import recording_logger
 
 pytestmark = pytest.mark.any_device
 

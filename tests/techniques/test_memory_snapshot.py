@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_solo.callbacks import memory_snapshot
-from lightning_solo.callbacks.memory_snapshot import MemorySnapshot
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError
 from lightning_solo.memory import snapshot
 from lightning_solo.memory.snapshot import Counters
 from lightning_solo.presets.compose import compose
+from lightning_solo.techniques.memory_snapshot import technique as memory_snapshot
+from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
 from tests.memory.test_snapshot import EVENTS, active, event, recorded
 from tests.modules import loader, regression
 

@@ -13,11 +13,11 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_solo.callbacks import leak_finder
-from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_solo.callbacks.leak_finder import LeakFinder
 from lightning_solo.errors import PresetError
 from lightning_solo.memory.leaks import take_census
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.leak_finder import technique as leak_finder
+from lightning_solo.techniques.leak_finder.technique import LeakFinder
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.any_device

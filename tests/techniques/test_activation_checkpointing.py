@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_solo.callbacks.activation_checkpointing import ActivationCheckpointing, choose_blocks
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn import recomputation
 from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing, choose_blocks
 from tests.modules import Block, Stack, loader, regression
 
 pytestmark = pytest.mark.any_device

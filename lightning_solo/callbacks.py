@@ -1,4 +1,4 @@
-"""One technique, or one observer, per file; each class is also found here, so that `_target_` paths are short."""
+"""The classes of all callbacks, for short `_target_` paths; the facade makes this module callable, too."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ import yaml
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, CheckpointError
-from lightning_solo.strategies import zero_offload
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload import technique as zero_offload
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.module import MODULE_HOOKS
 from lightning_solo.zero.process import close_process_group
@@ -358,7 +358,7 @@ def test_with_an_empty_environment_and_with_a_launchers(tmp_path: Path) -> None:
 import os, warnings
 warnings.simplefilter("ignore")
 from tests.modules import loader, regression
-from lightning_solo.strategies.zero_offload import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import zero_offload_class
 import lightning.pytorch as home
 before = dict(os.environ)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
@@ -382,6 +382,9 @@ print("steps", trainer.global_step, "environment", after, "modules", "mpi4py" in
 
 
 def test_importing_the_file_imports_neither_deepspeed_nor_lightning() -> None:
-    code = "import sys, lightning_solo.strategies.zero_offload; print({'deepspeed', 'lightning'} & set(sys.modules))"
+    code = (
+        "import sys, lightning_solo.techniques.zero_offload.technique\n"
+        "print({'deepspeed', 'lightning'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

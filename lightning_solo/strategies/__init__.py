@@ -1,1 +1,0 @@
-"""How model states are laid out: one strategy per file."""

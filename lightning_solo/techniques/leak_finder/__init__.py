@@ -1,0 +1,1 @@
+"""The technique `leak_finder`."""
