@@ -14,7 +14,7 @@ import torch
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
-from lightning_solo.optim.back_ends import BACK_ENDS, bytes_per_parameter
+from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -132,9 +132,9 @@ def compact_bytes(node: dict[str, Any], precision: str = "bf16-true") -> tuple[f
     """
     gradient = 0 if node.get("release_gradients", True) else 4 if precision == "32-true" else 2
     if (back_end := node.get("back_end", "own")) != "own":
-        kind = torch.bfloat16 if precision != "32-true" and BACK_ENDS[back_end].bf16_weights else torch.float32
-        kept = kind.itemsize + (kind.itemsize if gradient else 0)
-        return kept, bytes_per_parameter(back_end, kind) - kind.itemsize
+        library = BACK_ENDS[back_end]
+        weight = 2 if precision != "32-true" and library.bf16_weights else 4
+        return weight + (weight if gradient else 0), library.state_bytes
     weight = 4 if precision == "32-true" else 2
     correction = {32: 4 - weight, 24: 1}.get(node.get("master_bits", 24), 0)
     moment = {32: 4.0, 8: 1.0, 4: 0.5}[node.get("moment_bits", 8)]

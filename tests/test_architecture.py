@@ -47,6 +47,7 @@ LATE = {
     "vl_convert",
     "jinja2",
 }
+BACK_END_FACTS = "lightning_solo.optim.back_end_facts"  # without torch: presets are checked against them
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -70,6 +71,8 @@ def imports(path: Path, *, top_level: bool) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_downwards(path: Path) -> None:
     for name in imports(path, top_level=False):
+        if room(path) == "presets" and name.startswith(BACK_END_FACTS):
+            continue
         if name.startswith("lightning_solo.") and (other := name.split(".")[1]) in LEVELS and other != room(path):
             assert LEVELS[other] < LEVELS[room(path)], f"{room(path)} imports {name}"
 
@@ -87,7 +90,7 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path, top_level=False)}
     top = {name.split(".")[0] for name in imports(path, top_level=True)}
     assert not top & LATE, "heavy optional packages are imported inside the function that needs them"
-    if room(path) in ("cards", "presets") or path.name == "card.py":
+    if room(path) in ("cards", "presets") or path.name in ("card.py", "back_end_facts.py"):
         assert not roots & HEAVY, "presets are checked without torch"
     if room(path) in ("memory", "nn"):
         assert not roots & (HEAVY - {"torch", "transformers"}), "mechanisms stand on plain torch"
@@ -106,7 +109,10 @@ def test_no_room_is_unknown() -> None:
     assert {room(path) for path in FILES} <= set(LEVELS)
 
 
-@pytest.mark.parametrize("module", ["lightning_solo", "hydra_plugins.lightning_solo.search_path", "lightning_solo.cli"])
+@pytest.mark.parametrize(
+    "module",
+    ["lightning_solo", "hydra_plugins.lightning_solo.search_path", "lightning_solo.cli", BACK_END_FACTS],
+)
 def test_importing_is_light(module: str) -> None:
     code = f"import sys, {module}; found = {HEAVY!r} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

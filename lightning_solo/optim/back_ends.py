@@ -1,14 +1,5 @@
 """AdamW of another library in the place of the user's: torchao's, bitsandbytes' or FlashOptim's, where it is installed.
 
-```
-back end                 weight   correction   moments        scales       bytes per parameter
-torchao_8bit             2        0            1 + 1          2 * 4/256    4.03125
-torchao_4bit             2        0            0.5 + 0.5      2 * 4/128    3.0625
-bitsandbytes_8bit        4        0            1 + 1          2 * 4/256    6.03125
-bitsandbytes_paged_8bit  4        0            1 + 1          2 * 4/256    6.03125, of which 2.03 in unified memory
-flashoptim               2        1            1 + 1          2 * 2/32     5.125
-```
-
 What each does with the weights:
 
 - torchao steps in fp32 and rounds bf16 weights stochastically, by torch's random numbers: there is no master, and a
@@ -34,7 +25,6 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -44,56 +34,13 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError
 from lightning_solo.machine import is_installed
+from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.compact_adamw import UNSUPPORTED
 from lightning_solo.optim.gradient_release import step_alone
 from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import can_compile
 from lightning_solo.optim.replacement import replace_optimizer
 from lightning_solo.units import format_bytes
-
-
-@dataclass(frozen=True)
-class BackEnd:
-    """What a library's optimizer keeps.
-
-    Attributes:
-        package: that has it.
-        install: what pip is told to install it.
-        moment_bits: of each moment.
-        block: elements that share a scale.
-        scale_bytes: of each scale.
-        least: elements below which a parameter's moments stay in fp32.
-        whole_blocks: Whether a parameter has to be a multiple of the block, or its moments stay in fp32.
-        bf16_weights: Whether bf16 weights are stepped soundly.
-        correction_bytes: kept of a bf16 weight's lower bits, per element.
-        needs_cuda: Whether there is nothing for CPUs.
-        paged_from: elements from which states live in unified memory.
-    """
-
-    package: str
-    install: str
-    moment_bits: int
-    block: int
-    scale_bytes: int = 4
-    least: int = 4096
-    whole_blocks: bool = False
-    bf16_weights: bool = True
-    correction_bytes: int = 0
-    needs_cuda: bool = False
-    paged_from: int | None = None
-
-
-BACK_ENDS = {
-    "torchao_8bit": BackEnd("torchao", "lightning-solo[compact]", 8, 256, whole_blocks=True),
-    "torchao_4bit": BackEnd("torchao", "lightning-solo[compact]", 4, 128, whole_blocks=True),
-    "bitsandbytes_8bit": BackEnd("bitsandbytes", "lightning-solo[bitsandbytes]", 8, 256, bf16_weights=False),
-    "bitsandbytes_paged_8bit": BackEnd(
-        "bitsandbytes", "lightning-solo[bitsandbytes]", 8, 256, bf16_weights=False, needs_cuda=True, paged_from=100_000
-    ),
-    "flashoptim": BackEnd(
-        "flashoptim", "lightning-solo[flashoptim]", 8, 32, scale_bytes=2, least=0, correction_bytes=1, needs_cuda=True
-    ),
-}
 
 
 def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end: str) -> Optimizer:
@@ -198,19 +145,8 @@ def require_capable(back_end: str, device: torch.device) -> None:
 
 
 def state_sizes(p: Tensor, back_end: str) -> dict[str, int]:
-    """Return the bytes of each thing that is kept for a parameter; counts of steps, tables of codes aside.
-
-    Args:
-        p: of the type that it trains in.
-        back_end: one of `BACK_ENDS`.
-    """
-    library, n = BACK_ENDS[back_end], p.numel()
-    lower = library.correction_bytes * n if p.dtype == torch.bfloat16 else 0
-    sizes = {"correction": lower} if lower else {}
-    if not _is_compressed(p, back_end):
-        return {**sizes, "moments": 8 * n}
-    scales = 2 * library.scale_bytes * -(-n // library.block)
-    return {**sizes, "moments": 2 * (n * library.moment_bits // 8), "scales": scales}
+    """Return the bytes of each state of a parameter, which is of the type that it trains in."""
+    return BACK_ENDS[back_end].state_sizes(p.numel(), is_bf16=p.dtype == torch.bfloat16)
 
 
 def device_bytes(p: Tensor, back_end: str) -> int:
@@ -222,20 +158,10 @@ def device_bytes(p: Tensor, back_end: str) -> int:
     return sum(sizes.values())
 
 
-def bytes_per_parameter(back_end: str, kind: torch.dtype) -> float:
-    """Return weights and states of a large parameter of a type, in bytes per element.
-
-    >>> bytes_per_parameter("torchao_8bit", torch.bfloat16)  # 2 + 1 + 1 + 2 * 4 / 256
-    4.03125
-    """
-    p = torch.empty(2**20, dtype=kind, device="meta")
-    return (p.nbytes + sum(state_sizes(p, back_end).values())) / p.numel()
-
-
 def uncompressed(optimizer: Optimizer) -> dict[str, int]:
     """Return the names of the parameters whose moments stay in fp32, with the bytes of those, for a `converted` one."""
     back_end = vars(optimizer)["back_end"]
-    left = [p for p in _parameters(optimizer) if not _is_compressed(p, back_end)]
+    left = [p for p in _parameters(optimizer) if not BACK_ENDS[back_end].compresses(p.numel())]
     return {name_in(optimizer, p): state_sizes(p, back_end)["moments"] for p in left}
 
 
@@ -252,11 +178,6 @@ def summary(optimizer: Optimizer) -> str:
     named = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
     total = format_bytes(sum(left.values()))
     return f"{words}; moments of {len(left)} {kind} in fp32, {total}: {named}"
-
-
-def _is_compressed(p: Tensor, back_end: str) -> bool:
-    library = BACK_ENDS[back_end]
-    return p.numel() >= library.least and not (library.whole_blocks and p.numel() % library.block)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

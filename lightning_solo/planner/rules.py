@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_solo.build import make
 from lightning_solo.errors import PlanError
-from lightning_solo.optim.back_ends import BACK_ENDS
+from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.presets.schema import SoloConfig
 
 # A window of two micro-batches holds what one of any length holds: the gradients, kept through a forward.
@@ -97,11 +97,10 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
 def _nearest(back_end: str) -> str:
     """Return the bits of our own whose states take the most like a back end's, and what those take."""
     library = BACK_ENDS[back_end]
-    states = library.correction_bytes + library.moment_bits / 4 + 2 * library.scale_bytes / library.block
     bits = "24" if library.correction_bytes else "16-stochastic"
     bits = bits if library.bf16_weights else "32 precision=32-true"
     own = f"strategy.master_bits={bits} strategy.moment_bits={library.moment_bits}"
-    return f"{own}, whose states take about as much as its {states:.2f} bytes per parameter"
+    return f"{own}, whose states take about as much as its {library.state_bytes:.2f} bytes per parameter"
 
 
 KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")

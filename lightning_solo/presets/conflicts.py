@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.presets.schema import SoloConfig
 
 CUDA_PRECISIONS = ("16-mixed", "16-true", "transformer-engine", "transformer-engine-float16")
@@ -14,16 +15,6 @@ MULTIPLE_ACCUMULATION = (
     "write the factor as a milestone, callback.accumulation_schedule.milestones=[[0, {factor}]], "
     "and drop accumulate_grad_batches"
 )
-
-
-BACK_END_PRECISIONS = {
-    "torchao_8bit": ("bf16-true", "bf16-mixed", "32-true"),
-    "torchao_4bit": ("bf16-true", "bf16-mixed", "32-true"),
-    "bitsandbytes_8bit": ("bf16-mixed", "32-true"),
-    "bitsandbytes_paged_8bit": ("bf16-mixed", "32-true"),
-    "flashoptim": ("bf16-true",),
-}
-"""Back end of the strategy ``compact`` -> precisions in which it steps the weights soundly, the best one first."""
 
 
 def check_conflicts(config: SoloConfig) -> None:
@@ -48,10 +39,12 @@ def needs_cuda(config: SoloConfig) -> str | None:
             "callback.memory_logger.category_steps=2, which tells what the peak of a step consists of"
         )
     strategy = config.strategy or {}
-    if strategy.get("name") == "compact" and strategy.get("back_end") in ("bitsandbytes_paged_8bit", "flashoptim"):
+    back_end = BACK_ENDS.get(strategy.get("back_end", "own")) if strategy.get("name") == "compact" else None
+    if back_end is not None and back_end.needs_cuda:
+        others = " or ".join(name for name, other in BACK_ENDS.items() if not other.needs_cuda)
         return (
             f"strategy.back_end={strategy['back_end']} needs a CUDA device; without one use strategy.back_end=own, or"
-            " torchao_8bit or bitsandbytes_8bit"
+            f" {others}"
         )
     if strategy.get("name") == "zero_offload" and zero_section(config).get("offload_optimizer", {}).get(
         "super_offload"
@@ -97,9 +90,9 @@ def _double_precision_under_deepspeed(config: SoloConfig) -> str | None:
 
 def compact_precision(master_bits: object, precision: str, back_end: str = "own") -> str | None:
     """Return why the strategy ``compact`` can't have a precision, and what to write; None where it can."""
-    if back_end in BACK_END_PRECISIONS:
-        allowed = BACK_END_PRECISIONS[back_end]
-        why = ", whose bf16 weights it would round to the nearest" if "bf16-true" not in allowed else ""
+    if back_end in BACK_ENDS:
+        allowed = BACK_ENDS[back_end].precisions
+        why = "" if BACK_ENDS[back_end].bf16_weights else ", whose bf16 weights it would round to the nearest"
         given = f"strategy.back_end={back_end} and precision={precision}"
         return None if precision in allowed else f"{given}{why}: write precision={' or precision='.join(allowed)}"
     if precision in ("bf16-true", "bf16-mixed") or (precision == "32-true" and master_bits == 32):

@@ -16,8 +16,8 @@ from lightning_solo.errors import CapabilityError, CheckpointError, ConflictErro
 from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import GradientRelease, back_ends
-from lightning_solo.optim.back_ends import BACK_ENDS, bytes_per_parameter, converted, state_sizes, summary, uncompressed
-from lightning_solo.presets.conflicts import BACK_END_PRECISIONS
+from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.optim.back_ends import converted, state_sizes, summary, uncompressed
 
 needs_torchao = pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
 needs_bitsandbytes = pytest.mark.skipif(not is_installed("bitsandbytes"), reason="needs bitsandbytes")
@@ -241,13 +241,17 @@ def test_memory_is_what_is_said(back_end: str) -> None:
 
 
 def test_bytes_per_parameter() -> None:
-    each = {name: bytes_per_parameter(name, torch.bfloat16) for name in BACK_ENDS if BACK_ENDS[name].bf16_weights}
-    assert each == {
-        "torchao_8bit": 2 + 1 + 1 + 2 * 4 / 256,
-        "torchao_4bit": 2 + 0.5 + 0.5 + 2 * 4 / 128,
-        "flashoptim": 2 + 1 + 1 + 1 + 2 * 2 / 32,
+    each = {
+        "torchao_8bit": 1 + 1 + 2 * 4 / 256,
+        "torchao_4bit": 0.5 + 0.5 + 2 * 4 / 128,
+        "bitsandbytes_8bit": 1 + 1 + 2 * 4 / 256,
+        "bitsandbytes_paged_8bit": 1 + 1 + 2 * 4 / 256,
+        "flashoptim": 1 + 1 + 1 + 2 * 2 / 32,
     }
-    assert bytes_per_parameter("bitsandbytes_8bit", torch.float32) == 4 + 1 + 1 + 2 * 4 / 256
+    assert {name: library.state_bytes for name, library in BACK_ENDS.items()} == each
+    for name, library in BACK_ENDS.items():
+        p = torch.empty(2**20, dtype=torch.bfloat16 if library.bf16_weights else torch.float32, device="meta")
+        assert sum(state_sizes(p, name).values()) == each[name] * 2**20
     large = torch.empty(2**20, device="meta")
     assert back_ends.device_bytes(large, "bitsandbytes_paged_8bit") == 2 * 4 * 2**20 // 256  # scales aren't paged
 
@@ -313,9 +317,6 @@ def test_states_of_torchs_own_are_compressed_or_refused() -> None:
 
 def test_refusals_name_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
-    assert set(BACK_END_PRECISIONS) == set(BACK_ENDS)
-    for name, library in BACK_ENDS.items():
-        assert ("bf16-true" in BACK_END_PRECISIONS[name]) == library.bf16_weights
     monkeypatch.setattr(back_ends, "is_installed", lambda package: True)
     for name in ("flashoptim", "bitsandbytes_paged_8bit"):
         with pytest.raises(CapabilityError, match=rf"back_end={name} needs a CUDA device; without one write"):

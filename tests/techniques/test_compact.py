@@ -18,11 +18,10 @@ import lightning_solo as solo
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, GradientError, PresetError
 from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import back_ends, building
+from lightning_solo.optim import back_end_facts, back_ends, building
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
-from lightning_solo.presets.conflicts import BACK_END_PRECISIONS
 from lightning_solo.techniques.compact import technique as compact
 from lightning_solo.techniques.compact.technique import CompactStrategy, compact_class
 from tests.modules import Stack, loader, regression
@@ -195,7 +194,7 @@ def test_says_where_states_lie(make_trainer: Make, caplog: pytest.LogCaptureFixt
 def test_acted_with_another_librarys_optimizer(
     home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, back_end: str
 ) -> None:
-    precision = BACK_END_PRECISIONS[back_end][0]
+    precision = back_end_facts.BACK_ENDS[back_end].precisions[0]
     with caplog.at_level("INFO"):
         trainer = fit(home, make_trainer, of_back_end(home, back_end), stable(home), precision=precision)
     (optimizer,) = trainer.optimizers

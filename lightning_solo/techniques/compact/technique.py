@@ -33,6 +33,7 @@ from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.building import Building
 from lightning_solo.optim.compact_adamw import (
     MASTER_BITS,
@@ -107,7 +108,7 @@ class CompactStrategy(Base):
             "moment_bits": (moment_bits, MOMENT_BITS),
             "gradient_buffer": (gradient_buffer, BUFFERS),
             "checkpoint_weights": (checkpoint_weights, CHECKPOINT_WEIGHTS),
-            "back_end": (back_end, ("own", *back_ends.BACK_ENDS)),
+            "back_end": (back_end, ("own", *BACK_ENDS)),
         }
         for name, (given, choices) in allowed.items():
             if given not in choices:
@@ -239,7 +240,7 @@ class CompactStrategy(Base):
     def _is_split(self, p: Tensor, precision: str) -> bool:
         if not p.requires_grad or p.dtype != torch.float32 or precision not in BF16:
             return False
-        if self.back_end != "own" and not back_ends.BACK_ENDS[self.back_end].bf16_weights:
+        if self.back_end != "own" and not BACK_ENDS[self.back_end].bf16_weights:
             return False
         # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
         return precision == "bf16-true" or p.dim() > 1

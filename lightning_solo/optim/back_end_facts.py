@@ -1,0 +1,101 @@
+"""What is known of each library's AdamW before it is imported: its package, its precisions and its bytes.
+
+```
+back end                 weight   correction   moments        scales       bytes per parameter
+torchao_8bit             2        0            1 + 1          2 * 4/256    4.03125
+torchao_4bit             2        0            0.5 + 0.5      2 * 4/128    3.0625
+bitsandbytes_8bit        4        0            1 + 1          2 * 4/256    6.03125
+bitsandbytes_paged_8bit  4        0            1 + 1          2 * 4/256    6.03125, of which 2.0 in unified memory
+flashoptim               2        1            1 + 1          2 * 2/32     5.125
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BackEnd:
+    """A library's AdamW.
+
+    Attributes:
+        package: that has it.
+        install: what pip is told to install.
+        precisions: in which it steps the weights soundly, by Lightning's names, the best one first.
+        moment_bits: of each moment.
+        block: elements that share a scale.
+        scale_bytes: of each scale.
+        smallest: elements below which a parameter's moments stay in fp32.
+        whole_blocks: whether the moments of a parameter whose size is no multiple of the block stay in fp32.
+        correction_bytes: kept of a bf16 weight's lower bits, per element.
+        needs_cuda: whether it runs on CUDA devices alone.
+        paged_from: elements from which a parameter's moments are in unified memory.
+    """
+
+    package: str
+    install: str
+    precisions: tuple[str, ...]
+    moment_bits: int
+    block: int
+    scale_bytes: int = 4
+    smallest: int = 4096
+    whole_blocks: bool = False
+    correction_bytes: int = 0
+    needs_cuda: bool = False
+    paged_from: int | None = None
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether bf16 weights are stepped soundly."""
+        return "bf16-true" in self.precisions
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer states per element of a large parameter.
+
+        >>> BACK_ENDS["torchao_8bit"].state_bytes  # 1 + 1 + 2 * 4 / 256
+        2.03125
+        """
+        return self.correction_bytes + self.moment_bits / 4 + 2 * self.scale_bytes / self.block
+
+    def compresses(self, numel: int) -> bool:
+        """Return whether the moments of a parameter of so many elements are compressed."""
+        return numel >= self.smallest and not (self.whole_blocks and numel % self.block)
+
+    def state_sizes(self, numel: int, *, is_bf16: bool) -> dict[str, int]:
+        """Return the bytes of each state of a parameter, without step counts and tables of codes.
+
+        Args:
+            numel: elements of the parameter.
+            is_bf16: whether it trains in bf16.
+        """
+        lower = self.correction_bytes * numel if is_bf16 else 0
+        sizes = {"correction": lower} if lower else {}
+        if not self.compresses(numel):
+            return {**sizes, "moments": 8 * numel}
+        scales = 2 * self.scale_bytes * -(-numel // self.block)
+        return {**sizes, "moments": 2 * (numel * self.moment_bits // 8), "scales": scales}
+
+
+_TORCHAO_PRECISIONS = ("bf16-true", "bf16-mixed", "32-true")
+_BITSANDBYTES_PRECISIONS = ("bf16-mixed", "32-true")  # it rounds bf16 weights to the nearest
+
+BACK_ENDS = {
+    "torchao_8bit": BackEnd("torchao", "lightning-solo[compact]", _TORCHAO_PRECISIONS, 8, 256, whole_blocks=True),
+    "torchao_4bit": BackEnd("torchao", "lightning-solo[compact]", _TORCHAO_PRECISIONS, 4, 128, whole_blocks=True),
+    "bitsandbytes_8bit": BackEnd("bitsandbytes", "lightning-solo[bitsandbytes]", _BITSANDBYTES_PRECISIONS, 8, 256),
+    "bitsandbytes_paged_8bit": BackEnd(
+        *("bitsandbytes", "lightning-solo[bitsandbytes]", _BITSANDBYTES_PRECISIONS, 8, 256),
+        needs_cuda=True,
+        paged_from=100_000,
+    ),
+    "flashoptim": BackEnd(
+        *("flashoptim", "lightning-solo[flashoptim]", ("bf16-true",), 8, 32),
+        scale_bytes=2,
+        smallest=0,
+        correction_bytes=1,
+        needs_cuda=True,
+    ),
+}
+"""Name of each back end of the strategy ``compact`` but ``own`` -> what is known of it."""
