@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from this_machine import machine, versions
 
-from lightning_solo.planner.ask import plan
+from lightning_solo.planner.preset_plans import plan
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import GiB, KiB
 

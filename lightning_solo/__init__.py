@@ -32,8 +32,8 @@ if TYPE_CHECKING:
         PresetError,
         SoloError,
     )
-    from lightning_solo.planner.answer import Plan
-    from lightning_solo.planner.ask import plan
+    from lightning_solo.planner.plan import Plan
+    from lightning_solo.planner.preset_plans import plan
     from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
     from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
     from lightning_solo.techniques.leak_finder.technique import LeakFinder
@@ -72,8 +72,8 @@ _HOME = {
     "trainer_kwargs": "lightning_solo.attach",
     "list_presets": "lightning_solo.attach",
     "show": "lightning_solo.attach",
-    "Plan": "lightning_solo.planner.answer",
-    "plan": "lightning_solo.planner.ask",
+    "Plan": "lightning_solo.planner.plan",
+    "plan": "lightning_solo.planner.preset_plans",
     "AccumulationSchedule": "lightning_solo.callbacks",
     "ActivationCheckpointing": "lightning_solo.callbacks",
     "LeakFinder": "lightning_solo.callbacks",

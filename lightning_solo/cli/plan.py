@@ -17,8 +17,8 @@ from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import first_batch, model_of
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory
-from lightning_solo.planner.answer import Plan, ranked, with_host_memory
 from lightning_solo.planner.device import CPU, this_device
+from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.devices import budget_on
 from lightning_solo.presets.schema import SoloConfig

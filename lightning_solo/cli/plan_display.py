@@ -15,9 +15,9 @@ from rich.text import Text
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import batch_argument, with_batch
 from lightning_solo.errors import SoloError
-from lightning_solo.planner.answer import Plan
 from lightning_solo.planner.calibration import Readings
 from lightning_solo.planner.device import CPU, Device
+from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.table import COLOURS, table
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.report.plan_chart import CATEGORIES, OVERHEAD, length, parts

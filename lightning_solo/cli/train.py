@@ -113,8 +113,8 @@ def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> tuple[SoloCo
         BudgetError: no preset fits.
         PlanError: the model can't be planned.
     """
-    from lightning_solo.planner.answer import Plan
     from lightning_solo.planner.auto import candidates, checks, choose
+    from lightning_solo.planner.plan import Plan
 
     before = read_json(file) if goes_on else None
     if before is not None:
@@ -171,7 +171,7 @@ def model_of(checked: CheckedConfig) -> Any:
 
 def first_batch(checked: CheckedConfig) -> Any:
     """Return the first training batch; the model that may bring it is built without data."""
-    from lightning_solo.planner.fake import empty_parameters
+    from lightning_solo.planner.fake_modules import empty_parameters
 
     with empty_parameters():
         model, data = build_parts(checked)

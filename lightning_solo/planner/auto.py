@@ -15,9 +15,9 @@ from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
-from lightning_solo.planner.ask import plan_configs
 from lightning_solo.planner.device import CPU
 from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.preset_plans import plan_configs
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose

@@ -11,7 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_solo.errors import PresetError
-from lightning_solo.planner.fake import empty_parameters
+from lightning_solo.planner.fake_modules import empty_parameters
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:

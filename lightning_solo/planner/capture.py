@@ -21,7 +21,16 @@ from lightning_solo.errors import PlanError
 from lightning_solo.fitting import Sizes, sizes_of
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.batches import mapped
-from lightning_solo.planner.fake import (
+from lightning_solo.planner.cuda_rules import (
+    CudaByHand,
+    choose_foreach,
+    cpu_policy,
+    cuda_policy,
+    fill_history,
+    host_tensors_within,
+)
+from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
+from lightning_solo.planner.fake_modules import (
     CopiedByClone,
     built_without_data,
     fake_mode,
@@ -32,15 +41,6 @@ from lightning_solo.planner.fake import (
     with_numbers,
 )
 from lightning_solo.planner.kernels import planned_kernels
-from lightning_solo.planner.policy import (
-    CudaByHand,
-    choose_foreach,
-    cpu_policy,
-    cuda_policy,
-    fill_history,
-    host_tensors_within,
-)
-from lightning_solo.planner.stand_ins import arrays_of_zeros
 from lightning_solo.planner.tracer import Cost, Tracer
 
 STEPS = 2  # an optimizer has its states from the second step on

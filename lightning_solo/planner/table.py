@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from lightning_solo.planner.answer import Plan
+from lightning_solo.planner.plan import Plan
 from lightning_solo.units import format_bytes
 
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}

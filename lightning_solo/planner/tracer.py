@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger, tensors_of
-from lightning_solo.planner.indices import check_indices
-from lightning_solo.planner.policy import HALF
-from lightning_solo.planner.stand_ins import STAND_INS
+from lightning_solo.planner.cuda_rules import HALF
+from lightning_solo.planner.data_dependent_ops import STAND_INS
+from lightning_solo.planner.index_bounds import check_indices
 from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten

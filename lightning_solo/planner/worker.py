@@ -23,7 +23,7 @@ import cloudpickle
 
 from lightning_solo.errors import CapabilityError, PlanError
 from lightning_solo.planner.device import CPU
-from lightning_solo.planner.parent import ended_with_its_parent
+from lightning_solo.planner.forks import end_with_parent
 from lightning_solo.presets.conflicts import needs_cuda
 
 _HEAD = struct.Struct("<Q")
@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<Q")
 
 @dataclass
 class Request:
-    """What is to be planned; as `planner.plan.Planner`, and the presets by name."""
+    """What is to be planned; as `planner.planner.Planner`, and the presets by name."""
 
     make: Callable[[], Any]
     batch: Any
@@ -148,11 +148,11 @@ def serve() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a module prints is not an answer
-    ended_with_its_parent()
+    end_with_parent()
     gc.disable()  # of what imports make nothing is garbage, and looking for it takes a third of their time
     import torch
 
-    import lightning_solo.planner.plan  # noqa: F401 - torch and Lightning, once
+    import lightning_solo.planner.planner  # noqa: F401 - torch and Lightning, once
 
     gc.freeze()  # nor is it looked at later
     gc.enable()
@@ -161,7 +161,7 @@ def serve() -> None:
     while (payload := _frame(requests)) is not None:
         pid = os.fork()
         if pid == 0:
-            ended_with_its_parent()
+            end_with_parent()
             status = 1
             try:
                 _answer(payload, replies)
@@ -174,7 +174,7 @@ def serve() -> None:
 
 
 def _answer(payload: bytes, replies: BinaryIO) -> None:
-    from lightning_solo.planner.plan import Planner
+    from lightning_solo.planner.planner import Planner
 
     try:
         request: Request = cloudpickle.loads(payload)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import PresetError
-from lightning_solo.planner.answer import Plan
+from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.timeline import COMPUTE, STREAMS, busy
 from lightning_solo.report.charts import spans, stacks
 from lightning_solo.report.model import Cell, Figure, Table, number

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_solo.planner.answer import Plan
+from lightning_solo.planner.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PROJECT = """

@@ -22,10 +22,10 @@ from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.errors import SoloError
 from lightning_solo.planner import calibrate
-from lightning_solo.planner.answer import HOST_NOT_JUDGED, Plan
-from lightning_solo.planner.ask import plan
 from lightning_solo.planner.calibration import Readings, calibrated
 from lightning_solo.planner.device import device
+from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan
+from lightning_solo.planner.preset_plans import plan
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture

@@ -19,8 +19,8 @@ from lightning_solo.attach import show, trainer_kwargs
 from lightning_solo.errors import BudgetError, CapabilityError, PlanError, PresetError
 from lightning_solo.memory.reading import Reading
 from lightning_solo.planner import auto
-from lightning_solo.planner.answer import Plan, ranked, with_host_memory
 from lightning_solo.planner.auto import PlanCheck, candidates, checks, choose, difference, none_fits
+from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.reference.byte_gpt import ByteGPT

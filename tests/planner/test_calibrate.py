@@ -17,7 +17,7 @@ from lightning_solo.planner import calibration
 from lightning_solo.planner.calibrate import calibrate, speeds, train_a_little
 from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep, kept, place
 from lightning_solo.planner.device import Device, assumed, device, this_device
-from lightning_solo.planner.seconds import step_seconds
+from lightning_solo.planner.step_time import step_seconds
 from lightning_solo.planner.tracer import Cost
 from lightning_solo.units import GiB, MiB
 

@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import capture
-from lightning_solo.planner.fake import fake_mode, known_numbers, with_numbers
+from lightning_solo.planner.fake_modules import fake_mode, known_numbers, with_numbers
 from lightning_solo.planner.tracer import Tracer
 from tests.planner.modules import Classifier, vectors
 from tests.planner.test_capture import assert_equal, both

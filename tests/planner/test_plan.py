@@ -1,418 +1,158 @@
-"""The planner itself, in this process: its bytes against a real fit's, and what it says where it can't know."""
+"""What a plan says: the host's memory in its verdict, the order in which plans are tried, the table."""
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from rich.console import Console
 
-from lightning_solo.errors import PlanError, PresetError
-from lightning_solo.fitting import zero_settings
-from lightning_solo.memory.ledger import Ledger
-from lightning_solo.planner import plan as planning
-from lightning_solo.planner.device import Device, device
-from lightning_solo.planner.plan import TIGHT, Plan, Planner
-from lightning_solo.planner.rules import CALLBACKS, STRATEGIES, arrange
-from lightning_solo.presets.compose import compose
-from lightning_solo.presets.registry import NAMES
-from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.units import GiB, MiB
-from lightning_solo.zero.layout import zero_layout
-from tests.planner.modules import Classifier, dense, vectors
-
-CPU, GPU = device("cpu"), device("rtx_4090")
+from lightning_solo.errors import PresetError
+from lightning_solo.planner import preset_plans
+from lightning_solo.planner.device import assumed, device
+from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan, ranked, with_host_memory
+from lightning_solo.planner.preset_plans import plan
+from lightning_solo.planner.table import table
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.units import GiB
 
 
-def planned(
-    make: Callable[[], Any],
-    batch: Any,
-    config: SoloConfig | str = "baseline",
-    on: Device = CPU,
-    budget: int = 16 * GiB,
-    micro_batch: int | None = None,
-    overrides: Sequence[str] = (),
-    **trainer: Any,
-) -> Plan:
-    config = compose(config, overrides) if isinstance(config, str) else config
-    return Planner(make, batch, trainer, on, budget, micro_batch).plan("tried", config)
+def planned(**given: Any) -> Plan:
+    return Plan(
+        **{
+            "preset": "zero_offload",
+            "device": "rtx_4090",
+            "micro_batch": 4,
+            "peak_bytes": GiB,
+            "breakdown": {"weights": GiB},
+            "phases": {"forward": 2, "optimizer_step": 3},
+            "needed_bytes": 2 * GiB,
+            "budget_bytes": 20 * GiB,
+            "verdict": "fits",
+            "host_bytes": 10 * GiB,
+            "seconds_per_step": 1.0,
+            "flops": 1,
+            "bytes_moved": 1,
+            "largest_micro_batch": 3,
+            **given,
+        }
+    )
 
 
-# --- against a real fit, by a ledger that knows nothing of the planner ---
-
-
-class Held(Callback):
-    """The most that a real fit holds from its start on."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger = Ledger(pl_module, trainer.optimizers)
-        self.ledger.__enter__()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.bytes = self.ledger.peak_bytes
-        self.ledger.__exit__(None, None, None)
-
-
-class Attends(L.LightningModule):
-    """A module that the package knows nothing of: (batch, 12, width) -> 3 classes."""
-
-    def __init__(self, hidden: int = 48, dropout: float = 0.0, masked: bool = False, optimizer: Any = None) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(16, hidden), nn.Linear(hidden, 16), nn.LayerNorm(16)
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 3)
-        self.dropout, self.masked, self.optimizer = dropout, masked, optimizer
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).view(len(x), 12, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        mask = torch.ones(12, 12, dtype=torch.bool).tril() if self.masked else None
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
-        x = x + F.dropout(y.transpose(1, 2).flatten(2), self.dropout, self.training)
-        return self.head((x + self.down(F.gelu(self.up(x)))).mean(1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]).float(), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return (self.optimizer or torch.optim.AdamW)(self.parameters(), lr=1e-3)
-
-
-def examples(size: int = 4) -> Any:
-    return torch.randn(size, 12, 16), torch.randint(3, (size,))
-
-
-def held(make: Callable[[], Any], batch: Any, steps: int = 3, **trainer: Any) -> int:
-    """Return the bytes that a real fit holds at most, measured without the planner."""
-    watch = Held()
-    loader: Any = DataLoader([batch] * 8, batch_size=None)  # of batches from before, which count nowhere
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        enable_model_summary=False,
-        callbacks=[watch],
-        **{**quiet, **trainer},
-    ).fit(make(), loader)
-    return watch.bytes
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "wider": {"hidden": 96},
-    "dropout": {"dropout": 0.1},
-    "masked": {"masked": True},
-    "momentum": {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
-}
-
-
-@cache
-def plan_of(change: str) -> Plan:
-    return planned(partial(Attends, **CHANGES[change]), examples())
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_peak_is_what_a_real_fit_holds(change: str) -> None:
-    make, plan = partial(Attends, **CHANGES[change]), plan_of(change)
-    assert plan.peak_bytes == held(make, examples(), precision="32-true")
-    assert plan.needed_bytes == plan.peak_bytes
-    assert plan.traced == "fake tensors"
-
-
-def test_each_change_changes_the_peak() -> None:
-    peaks = [plan_of(change).peak_bytes for change in CHANGES]
-    assert len(set(peaks)) == len(peaks)
-
-
-@pytest.mark.parametrize(("preset", "trainer"), [("bf16", "bf16-mixed"), ("bf16_true", "bf16-true")])
-def test_other_precisions_and_another_batch_as_well(preset: str, trainer: str) -> None:
-    plan = planned(Attends, examples(), preset, micro_batch=9)
-    assert plan.peak_bytes == held(Attends, examples(9), precision=trainer)
-
-
-def test_arguments_of_ones_own_trainer() -> None:
-    plan = planned(Attends, examples(), gradient_clip_val=1.0, accumulate_grad_batches=2)
-    real = held(Attends, examples(), precision="32-true", gradient_clip_val=1.0, accumulate_grad_batches=2)
-    assert plan.peak_bytes == real
-
-
-# --- what adds up ---
-
-
-@pytest.mark.parametrize("on", [CPU, GPU], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("preset", ["baseline", "bf16", "bf16_true", "checkpointing", "zero_offload"])
-def test_the_parts_are_the_peak(preset: str, on: Device) -> None:
-    overrides = ["callback.activation_checkpointing.blocks=[Linear]"] if preset == "checkpointing" else []
-    plan = planned(Attends, examples(), preset, on, overrides=overrides)
-    assert sum(plan.breakdown.values()) == plan.peak_bytes
-    assert min(plan.breakdown.values()) >= 0
-    exact = plan.peak_bytes - plan.breakdown.get("workspace", 0) - plan.breakdown.get("rounding", 0)
-    assert max(plan.phases.values()) == exact
-    assert plan.needed_bytes >= plan.peak_bytes
-    json.dumps(plan.as_dict())
-
-
-def test_a_gpu_takes_workspace_context_and_whole_blocks() -> None:
-    plan = planned(Attends, examples(), on=GPU)
-    assert plan.breakdown["workspace"] == GPU.workspace_bytes
-    assert plan.breakdown["rounding"] > 0
-    assert plan.needed_bytes >= plan.peak_bytes + GPU.context_bytes
-    assert plan.needed_bytes % MiB == GPU.context_bytes % MiB
-
-
-# --- states, to the byte ---
-
-PARAMETERS = sum(p.numel() for p in Attends().parameters())
-TENSORS = len(list(Attends().parameters()))
+# --- host memory ---
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "states"),
+    ("on", "gib", "verdict", "largest"),
     [
-        (torch.optim.AdamW, 8 * PARAMETERS + 4 * TENSORS),  # two of fp32, a step of 4 bytes in each tensor
-        (torch.optim.SGD, 0),
-        (partial(torch.optim.SGD, momentum=0.9), 4 * PARAMETERS),
-        (partial(torch.optim.Adam, amsgrad=True), 12 * PARAMETERS + 4 * TENSORS),
-        (torch.optim.Adagrad, 4 * PARAMETERS + 4 * TENSORS),
+        ("rtx_4090", 11, "fits", 3),
+        ("rtx_4090", 10.2, "tight", 3),  # 10 x 1.05 are more
+        ("rtx_4090", 9, "does not fit", 0),
+        ("cpu", 13, "fits", 3),  # 10 and the 2 "on the device" are in one memory
+        ("cpu", 11, "does not fit", 0),
     ],
-    ids=["AdamW", "SGD", "momentum", "amsgrad", "Adagrad"],
 )
-def test_model_states(optimizer: Any, states: int) -> None:
-    breakdown = planned(partial(Attends, optimizer=optimizer), examples(2), on=GPU).breakdown
-    assert breakdown["weights"] == 4 * PARAMETERS
-    assert breakdown["gradients"] == 4 * PARAMETERS
-    assert breakdown["optimizer_states"] == states
+def test_a_host_that_has_too_little_is_in_the_verdict(on: str, gib: float, verdict: str, largest: int) -> None:
+    found = with_host_memory(planned(device=on), int(gib * GiB))
+    assert (found.verdict, found.largest_micro_batch, found.fits) == (verdict, largest, verdict != "does not fit")
+    assert bool(found.host_shortage) == (verdict != "fits")
+    assert found.missing_bytes == (max(found.host_needed_bytes - int(gib * GiB), 0))
+    assert found.as_dict()["host_shortage"] == found.host_shortage
 
 
-# --- verdicts ---
+def test_a_shortage_in_words() -> None:
+    found = with_host_memory(planned(), 9 * GiB)
+    assert found.host_shortage == "10.00 GiB on the host, which has 9.00 GiB"
 
 
-def test_verdicts_around_the_need() -> None:
-    planner = Planner(Attends, examples(), {}, GPU, 16 * GiB)
-    config = compose("baseline")
-    needed = planner.plan("tried", config).needed_bytes
-    for budget, verdict in [
-        (needed - 1, "does not fit"),
-        (needed, "tight"),
-        (int(needed * (1 + TIGHT)) - 1, "tight"),
-        (int(needed * (1 + TIGHT)) + 1, "fits"),
-    ]:
-        planner.budget = budget
-        plan = planner.plan("tried", config)
-        assert (plan.verdict, plan.fits) == (verdict, verdict != "does not fit")
-        assert plan.margin_bytes == budget - needed
+def test_the_worse_of_two_verdicts_stays() -> None:
+    assert with_host_memory(planned(verdict="tight"), 100 * GiB).verdict == "tight"
+    assert with_host_memory(planned(verdict="does not fit"), int(10.2 * GiB)).verdict == "does not fit"
 
 
-@pytest.mark.parametrize(("on", "budget"), [(CPU, 4 * MiB), (GPU, GPU.context_bytes + 64 * MiB)], ids=["cpu", "gpu"])
-def test_the_largest_micro_batch_fits_and_one_more_does_not(on: Device, budget: int) -> None:
-    planner = Planner(Attends, examples(), {}, on, budget)
-    config = compose("baseline")
-    largest = planner.plan("tried", config).largest_micro_batch
-    assert largest is not None
-    assert largest > 8
-    verdicts = []
-    for size in (largest, largest + 1):
-        planner.micro_batch = size
-        verdicts.append(planner.plan("tried", config).verdict)
-    assert verdicts[0] == "fits"
-    assert verdicts[1] != "fits"
+def test_nothing_on_the_host_is_not_judged_and_an_unknown_host_is_said() -> None:
+    assert with_host_memory(planned(host_bytes=0), 1) == planned(host_bytes=0)
+    found = with_host_memory(planned(), None)
+    assert (found.verdict, found.host_shortage, found.assumptions) == ("fits", "", (HOST_NOT_JUDGED,))
 
 
-def test_no_micro_batch_fits_in_nothing() -> None:
-    plan = planned(Attends, examples(), budget=1000)
-    assert (plan.largest_micro_batch, plan.verdict) == (0, "does not fit")
+def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
+    on_host = with_host_memory(planned(preset="host"), 9 * GiB)  # lacks 1
+    on_device = planned(preset="device", verdict="does not fit", needed_bytes=20 * GiB + 1, host_bytes=0)
+    far = planned(preset="far", verdict="does not fit", needed_bytes=30 * GiB, host_bytes=0)
+    assert [one.preset for one in ranked([far, on_host, on_device])] == ["device", "host", "far"]
 
 
-# --- techniques ---
+def byte_gpt() -> ByteGPT:
+    return ByteGPT(width=16, depth=2, heads=2, context=64)
 
 
-def test_every_technique_has_a_rule() -> None:
-    assert set(CALLBACKS) == set(NAMES["callback"])
-    assert set(STRATEGIES) == set(NAMES["strategy"])
+BATCH = torch.zeros(4, 65, dtype=torch.uint8)
 
 
-def test_a_strategy_without_a_rule_is_refused() -> None:
-    config = replace(compose("baseline"), strategy={"_target_": "mine.Own"})
-    with pytest.raises(PlanError, match=r"strategy='mine.Own': no rule"):
-        arrange(config, {})
+def test_a_plan_compares_with_the_host_memory_that_is_given() -> None:
+    found = plan(byte_gpt, BATCH, presets=["zero_offload", "bf16"], device="rtx-4090", host_memory="1KiB")
+    assert isinstance(found, list)
+    by_name = {one.preset: one for one in found}
+    assert (by_name["bf16"].verdict, by_name["zero_offload"].verdict) == ("fits", "does not fit")
+    assert by_name["zero_offload"].host_memory_bytes == 1024
+    other = plan(byte_gpt, BATCH, preset="zero_offload", device="rtx-4090")
+    assert isinstance(other, Plan)
+    assert other.verdict == "fits"
+    assert HOST_NOT_JUDGED in other.assumptions
 
 
-def test_zero_offload_holds_what_its_layout_holds() -> None:
-    config = compose("zero_offload")
-    assert config.strategy is not None
-    plan = planned(Attends, examples(64), config, on=GPU)
-    sizes = [p.numel() for p in Attends().parameters()]
-    settings = zero_settings(dict(config.strategy), config.precision or "32-true", 1, max(sizes), cuda=True)
-    layout = zero_layout([sizes], settings, frozen=[], buffer_bytes=0)
-    assert plan.host_bytes == layout.host_bytes > 12 * PARAMETERS
-    breakdown = plan.breakdown
-    states = breakdown["weights"] + breakdown["gradients"] + breakdown["optimizer_states"]
-    assert states == sum(layout.device.values())
-    assert breakdown["optimizer_states"] == 0
-    # forward and backward hold what they hold in bf16 without it
-    bf16 = planned(Attends, examples(64), "bf16_true", on=GPU).phases["backward"]
-    held_bf16 = 2 * 2 * PARAMETERS + 4 * PARAMETERS + 4 * TENSORS  # weights, gradients, two states, steps
-    activations = plan.phases["backward"] - sum(layout.device.values())
-    assert activations == pytest.approx(bf16 - held_bf16, rel=0.02)
+def test_for_this_machine_it_is_compared_without_being_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preset_plans, "memory_here", lambda: (64 * GiB, 1024))
+    on_cpu: dict[str, Any] = {"preset": "zero_offload", "device": "cpu", "overrides": ["strategy.allow_cpu=true"]}
+    found = plan(byte_gpt, BATCH, **on_cpu)
+    assert isinstance(found, Plan)
+    assert (found.verdict, found.host_memory_bytes) == ("does not fit", 1024), "what is available, not all there is"
 
 
-def test_accumulation_multiplies_what_is_computed_and_keeps_what_is_held() -> None:
-    plans = [planned(Attends, examples(), overrides=[f"accumulate_grad_batches={n}"], on=GPU) for n in (2, 8)]
-    assert plans[1].flops == 4 * plans[0].flops
-    assert plans[1].peak_bytes == plans[0].peak_bytes
-    assert 3 < plans[1].seconds_per_step / plans[0].seconds_per_step < 4  # the update is there once
+@pytest.mark.parametrize(("given", "says"), [("16 gigs", "host_memory='16 gigs': write"), (16, "host_memory=16: must")])
+def test_a_host_memory_that_is_none(given: Any, says: str) -> None:
+    with pytest.raises(PresetError, match=says):
+        plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", host_memory=given)
 
 
-def test_sixteen_bit_floats_are_planned_as_bf16() -> None:
-    plans = [planned(Attends, examples(), preset, on=GPU) for preset in ("fp16", "bf16")]
-    assert plans[0].peak_bytes == plans[1].peak_bytes
-    assert any("16-mixed is planned as bf16-mixed" in said for said in plans[0].assumptions)
+def test_a_budget_above_the_devices_memory_is_refused() -> None:
+    with pytest.raises(
+        PresetError, match=r"budget='64GiB': NVIDIA GeForce RTX 4090 has 23.52 GiB; write less, or drop"
+    ):
+        plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", budget="64GiB")
 
 
-# --- where fake tensors end ---
+# --- arithmetic that a device has not ---
 
 
-@torch.library.custom_op("planned::doubled", mutates_args=())
-def doubled(x: Tensor) -> Tensor:
-    """An operator without a rule for fake tensors."""
-    return 2 * x
+def test_bf16_on_a_device_without_it_is_said() -> None:
+    said = "Tesla T4 has no bf16 arithmetic: emulated, slow, and a run is refused there; fp16 it has (preset fp16)"
+    assert said in assumed(device("t4"), "bf16-mixed")
+    assert said in assumed(device("t4"), "bf16-true")
+    assert said not in assumed(device("t4"), "16-mixed")
+    assert not any("bf16" in text for text in assumed(device("l4"), "bf16-mixed"))
+    found = plan(byte_gpt, BATCH, presets=["bf16", "fp16"], device="t4")
+    assert isinstance(found, list)
+    assert {one.preset for one in found if said in one.assumptions} == {"bf16"}
 
 
-doubled.register_autograd(lambda ctx, grad: 2 * grad)
+# --- written and read, and shown ---
 
 
-class Custom(Classifier):
-    """Uses an operator of its own."""
+def test_a_plan_is_read_back_as_it_was_written() -> None:
+    whole = with_host_memory(planned(assumptions=("a", "b")), 9 * GiB)
+    assert Plan.from_dict(json.loads(json.dumps(whole.as_dict()))) == whole
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(doubled(self.network(x)), y)
 
-
-def custom() -> Custom:
-    return Custom(nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 5)))
-
-
-def test_an_operator_without_a_rule_is_planned_by_real_steps() -> None:
-    plan = planned(custom, vectors(), micro_batch=9)
-    assert plan.traced == "real steps on the CPU"
-    assert plan.peak_bytes == held(custom, vectors(9), precision="32-true")
-
-
-def test_a_module_too_large_for_real_steps_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = sum(p.numel() for p in custom().parameters())
-    monkeypatch.setattr(planning, "host_memory", lambda: (GiB, 16 * parameters))
-    with pytest.raises(PlanError) as caught:
-        planned(custom, vectors())
-    assert "planned" in str(caught.value), "the first way's reason, with the operator's name"
-    assert "doubled" in str(caught.value)
-    # weight, gradient and two states of fp32
-    assert f"with AdamW, take {planning.format_bytes(16 * parameters)}" in str(caught.value)
-
-
-def test_sparse_gradients() -> None:
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(100, 8, sparse=True), nn.Linear(8, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.embedding((x[:, :1] > 0).long()).mean(1))
-
-    plan = planned(lambda: Classifier(Sparse(), partial(torch.optim.SGD, lr=0.1)), vectors())
-    assert plan.breakdown["weights"] == 4 * (100 * 8 + 8 * 5 + 5)
-
-
-# --- habits of a constructor ---
-
-
-def test_a_module_that_reads_a_file_and_starts_a_process(tmp_path: Path) -> None:
-    (tmp_path / "width").write_text("24")
-
-    def make() -> Classifier:
-        width = int((tmp_path / "width").read_text())
-        assert subprocess.run(["true"], check=False).returncode == 0
-        return Classifier(nn.Sequential(nn.Linear(16, width), nn.Linear(width, 5)))
-
-    assert planned(make, vectors()).breakdown["weights"] == 4 * (17 * 24 + 25 * 5)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_module_that_needs_a_gpu_in_its_constructor_is_refused_with_its_line() -> None:
-    def make() -> Classifier:
-        return Classifier(nn.Linear(16, 5).cuda())
-
-    with pytest.raises(PlanError, match=r"test_plan.py:\d+; and the module can't be built without data either"):
-        planned(make, vectors())
-
-
-def test_a_batch_of_the_wrong_shape_names_the_line() -> None:
-    with pytest.raises(PlanError, match=r"RuntimeError: .*modules.py:\d+; its model states alone"):
-        planned(dense, (torch.randn(4, 17), torch.randint(5, (4,))))
-
-
-def test_a_folder_that_is_called_as_a_library_is_still_ones_own(tmp_path: Path) -> None:
-    folder = tmp_path / "lightning" / "torch"
-    folder.mkdir(parents=True)
-    (folder / "mine.py").write_text("def wrong(x):\n    return x @ x\n")
-    found: dict[str, Any] = {}
-    exec(compile((folder / "mine.py").read_text(), str(folder / "mine.py"), "exec"), found)
-
-    class Wrong(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return found["wrong"](self.network(batch[0])).sum()
-
-    with pytest.raises(PlanError, match=r"lightning/torch/mine\.py:2;"):
-        planned(lambda: Wrong(nn.Linear(16, 5)), vectors())
-
-
-class Never(Classifier):
-    """Optimizes by hand, and doesn't."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        return None
-
-
-class Picky(Classifier):
-    """Trains on hard batches only: of a number that nobody knows it can't be told which those are."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = F.cross_entropy(self.network(batch[0]), batch[1])
-        return loss if loss.item() > 1.01 else None
-
-
-def test_a_module_that_makes_no_step_is_refused() -> None:
-    with pytest.raises(PlanError, match="Never made no optimizer step in 64 batches"):
-        planned(lambda: Never(nn.Linear(16, 5)), vectors())
-
-
-def test_a_loss_that_depends_on_its_number_is_planned_by_real_steps() -> None:
-    make = lambda: Picky(nn.Linear(16, 5))  # noqa: E731
-    plan = planned(make, vectors())
-    assert plan.traced == "real steps on the CPU"
-    assert plan.breakdown["gradients"] == plan.breakdown["weights"] == 4 * (16 * 5 + 5)
-
-
-def test_no_batch_and_none_of_its_own_says_what_to_write() -> None:
-    with pytest.raises(PresetError, match=r"train_dataloader\(\) gives none .*write plan\(module, batch\)"):
-        planned(dense, None)
-
-
-def test_a_batch_without_tensors_is_refused() -> None:
-    with pytest.raises(PresetError, match="no tensor with a first dimension"):
-        planned(dense, {"x": 3})
+def test_the_table_has_a_star_behind_the_chosen_one() -> None:
+    first, second = planned(), planned(preset="bf16", host_bytes=0, largest_micro_batch=None, seconds_per_step=2.0)
+    said = io.StringIO()
+    Console(file=said, width=100).print(table([first, second], second))
+    heading, *rows = (line.split() for line in said.getvalue().splitlines())
+    assert heading == ["preset", "verdict", "peak", "needed", "host", "step", "batch", "peak", "in"]
+    assert " ".join(rows[0]) == "zero_offload fits 1.00 GiB 2.00 GiB 10.00 GiB 1.00 x 3 optimizer step"
+    assert " ".join(rows[1]) == "bf16 * fits 1.00 GiB 2.00 GiB 2.00 x ? optimizer step"

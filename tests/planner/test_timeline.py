@@ -13,9 +13,9 @@ from torch import nn
 
 import lightning_solo as solo
 from lightning_solo.optim.adamw_states import state_layout
-from lightning_solo.planner.answer import Plan
 from lightning_solo.planner.device import device
-from lightning_solo.planner.seconds import KERNEL_S, LAUNCH_S, operations, step_schedule, step_seconds
+from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.step_time import KERNEL_S, LAUNCH_S, operations, step_schedule, step_seconds
 from lightning_solo.planner.timeline import (
     COMPUTE,
     STREAMS,

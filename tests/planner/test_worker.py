@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_solo.errors import PlanError, PresetError
-from lightning_solo.planner.answer import Plan
-from lightning_solo.planner.ask import plan
 from lightning_solo.planner.device import device
+from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.worker import Request, Worker
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
@@ -202,7 +202,7 @@ def test_a_function_gives_the_batch() -> None:
 SCRIPT = """
 import sys
 import lightning as L, torch
-from lightning_solo.planner.ask import plan
+from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.device import device
 from lightning_solo.planner.worker import Request, Worker
 from lightning_solo.presets.compose import compose

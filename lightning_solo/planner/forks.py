@@ -1,24 +1,29 @@
-"""Functions at the same time, all but the first in forks: tracing is Python, which runs on one core."""
+"""Functions run in parallel, all but the first in forked processes: tracing is Python, which uses one core."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
 from lightning_solo.errors import PlanError
-from lightning_solo.planner.parent import ended_with_its_parent
 
 Result = TypeVar("Result")
 
 
-def beside(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:
-    """Return the results of all, in order; no process is left.
+def end_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends, for whatever reason; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:
+    """Return the results of all functions, in order; no process is left.
 
     Raises:
         Exception: that of one of them, the first one's first.
@@ -61,8 +66,10 @@ def _fork(function: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
 
 def _answer_and_exit(function: Callable[[], object], writer: int) -> NoReturn:
+    import torch  # not at the top: the process that imports this first has no torch yet
+
     try:
-        ended_with_its_parent()
+        end_with_parent()
         torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(_answer(function))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.planner.capture import capture
-from lightning_solo.planner.fake import fake_mode
-from lightning_solo.planner.policy import choose_foreach, cuda_policy
+from lightning_solo.planner.cuda_rules import choose_foreach, cuda_policy
+from lightning_solo.planner.fake_modules import fake_mode
 from tests.planner.modules import Classifier, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced

@@ -1,4 +1,4 @@
-"""Modules whose parameters have no data: built for nothing, or made of one that is there; and what lets them train."""
+"""Modules whose parameters are fake tensors, without data: how to build them, and what lets them train."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 from transformers.utils import import_utils
 
-from lightning_solo.planner.beside import beside
-from lightning_solo.planner.fake import (
+from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
+from lightning_solo.planner.fake_modules import (
     KNOWN,
     CopiedByClone,
     empty_parameters,
@@ -32,7 +32,7 @@ from lightning_solo.planner.fake import (
     to_fake,
     with_numbers,
 )
-from lightning_solo.planner.stand_ins import arrays_of_zeros
+from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import MiB
 from tests.planner.modules import tied
@@ -135,7 +135,7 @@ def test_a_module_of_seven_billion_takes_no_memory() -> None:
         module = empty(lambda: ByteGPT(width=4096, depth=34, heads=32, context=2048))
         return sum(p.numel() for p in module.parameters()), resident() - before
 
-    _, (parameters, more) = beside(lambda: None, build)  # in a process of its own, whose peak is its own
+    _, (parameters, more) = run_in_forks(lambda: None, build)  # in a process of its own, whose peak is its own
     # 12 x 4096**2 in each of 34 layers, and biases, norms and embeddings
     assert 6.8e9 < parameters < 6.9e9
     assert more < 100 * MiB

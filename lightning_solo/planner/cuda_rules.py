@@ -1,4 +1,4 @@
-"""What CUDA would do, on tensors of the CPU: its attention kernels, its autocast lists, its dropout, its foreach.
+"""CUDA's rules for tensors of the CPU: attention kernels, autocast lists, dropout, defaults of optimizers.
 
 Lists after ``ATen/autocast_mode.h`` of torch 2.13; kernels after ``transformers/cuda/sdp_utils.cpp``.
 """

@@ -1,4 +1,4 @@
-"""Any micro-batch from traces of two: each allocation and each operator's cost is a constant and a slope."""
+"""The trace of any micro-batch from traces of two: allocations and costs are linear in the number of examples."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_solo.errors import PlanError
-from lightning_solo.planner.beside import beside
+from lightning_solo.planner.forks import run_in_forks
 
 
 def children() -> set[str]:
@@ -38,29 +38,29 @@ def waits() -> Any:
 
 
 def test_results_are_in_order_and_each_in_a_process_of_its_own() -> None:
-    here, *there = beside(os.getpid, os.getpid, os.getpid)
+    here, *there = run_in_forks(os.getpid, os.getpid, os.getpid)
     assert here == os.getpid()
     assert len({here, *there}) == 3
 
 
 def test_one_alone_needs_no_process() -> None:
-    assert beside(os.getpid) == [os.getpid()]
+    assert run_in_forks(os.getpid) == [os.getpid()]
 
 
 def test_an_answer_may_be_larger_than_a_pipe() -> None:
     large = bytes(2**20)
-    assert beside(lambda: large, lambda: large, lambda: large) == [large] * 3
+    assert run_in_forks(lambda: large, lambda: large, lambda: large) == [large] * 3
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("first"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_what_the_first_raises_ends_the_others(error: BaseException) -> None:
     with pytest.raises(type(error)):
-        beside(partial(raises, error), waits, waits)
+        run_in_forks(partial(raises, error), waits, waits)
 
 
 def test_what_another_raises_is_raised_here_and_ends_the_rest() -> None:
     with pytest.raises(ZeroDivisionError, match="second"):
-        beside(lambda: 1, partial(raises, ZeroDivisionError("second")), waits)
+        run_in_forks(lambda: 1, partial(raises, ZeroDivisionError("second")), waits)
 
 
 class UnsendableError(Exception):
@@ -70,7 +70,7 @@ class UnsendableError(Exception):
 
 def test_an_error_that_cannot_be_sent_is_told() -> None:
     with pytest.raises(PlanError, match="UnsendableError: 3"):
-        beside(lambda: 1, partial(raises, UnsendableError(3)))
+        run_in_forks(lambda: 1, partial(raises, UnsendableError(3)))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_an_error_that_cannot_be_sent_is_told() -> None:
 )
 def test_one_that_dies_is_told(dies: Callable[[], Any], status: int) -> None:
     with pytest.raises(PlanError, match=f"ended with status {status}$"):
-        beside(lambda: 1, dies)
+        run_in_forks(lambda: 1, dies)
 
 
 def test_they_run_at_the_same_time(tmp_path: Path) -> None:
@@ -89,4 +89,4 @@ def test_they_run_at_the_same_time(tmp_path: Path) -> None:
             assert time.monotonic() < end
         return name
 
-    assert beside(partial(meets, "a", "b"), partial(meets, "b", "c"), partial(meets, "c", "a")) == ["a", "b", "c"]
+    assert run_in_forks(partial(meets, "a", "b"), partial(meets, "b", "c"), partial(meets, "c", "a")) == ["a", "b", "c"]

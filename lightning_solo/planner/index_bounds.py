@@ -1,4 +1,4 @@
-"""Numbers that choose among others and are too large for it: fake tensors don't look at them, a run ends there."""
+"""Bounds-check index tensors, which fake tensors skip and a real run fails on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What operators whose result depends on data answer where there is none; each answer is an assumption that is told.
+"""Results of operators that depend on data, for fake tensors; each is an assumption that the plan names.
 
-A batch has data, and so has what is computed of it alone: those operators are not stood in for.
+A batch has data, and so has what is computed from it alone: those operators run as usual.
 """
 
 from __future__ import annotations

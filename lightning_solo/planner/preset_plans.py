@@ -1,4 +1,4 @@
-"""`plan`: what a module would take under presets, on a device that need not be there."""
+"""Plans of several presets for one module and device: the public `plan`, and `plan_configs` for checked presets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import lightning as L
 
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory as memory_here
-from lightning_solo.planner.answer import with_host_memory
+from lightning_solo.planner.batches import examples
 from lightning_solo.planner.device import CPU, Device, this_device
 from lightning_solo.planner.device import device as device_of
-from lightning_solo.planner.fake import stripped
-from lightning_solo.planner.plan import Plan, examples, ranked
+from lightning_solo.planner.fake_modules import stripped
+from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.devices import budget_on, parse_budget

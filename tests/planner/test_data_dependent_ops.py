@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_solo.planner.fake import fake_mode
-from lightning_solo.planner.stand_ins import STAND_INS
+from lightning_solo.planner.data_dependent_ops import STAND_INS
+from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.tracer import Tracer
 
 TRUE, FALSE = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)

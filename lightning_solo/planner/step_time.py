@@ -1,4 +1,4 @@
-"""How long a step takes, from its operators' costs and their schedule: to rank presets, not to promise milliseconds."""
+"""Estimated seconds of an optimizer step, from its operators' costs and their schedule: good enough to rank presets."""
 
 from __future__ import annotations
 
