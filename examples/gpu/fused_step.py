@@ -60,7 +60,7 @@ def optimizer_of(arguments: dict[str, Any], weights: torch.Tensor, fused: bool |
     p = torch.nn.Parameter(weights.clone())
     corrections = None
     if arguments.pop("split", False):
-        from lightning_solo.optim.compact_adamw import split_parameters
+        from lightning_solo.optim.split_weights import split_parameters
 
         corrections = split_parameters([p], arguments["master_bits"])
     return CompactAdamW([p], lr=1e-2, fused=fused, corrections=corrections, **arguments)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_solo.optim import compressed_moments as moments
-from lightning_solo.optim.adamw_update import in_memory_order
+from lightning_solo.optim.memory_order import in_memory_order
 from lightning_solo.optim.split_weights import CORRECTIONS
 
 Layout = Mapping[str, tuple[int, torch.dtype]]

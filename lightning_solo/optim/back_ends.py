@@ -36,10 +36,10 @@ from lightning_solo.errors import CapabilityError, CheckpointError, ConflictErro
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.compact_adamw import UNSUPPORTED
-from lightning_solo.optim.gradient_release import step_alone
 from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import can_compile
 from lightning_solo.optim.replacement import replace_optimizer
+from lightning_solo.optim.torch_optimizers import step_alone
 from lightning_solo.units import format_bytes
 
 

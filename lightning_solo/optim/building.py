@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_solo.optim.compact_adamw import join_parameters, split_parameters
+from lightning_solo.optim.split_weights import join_parameters, split_parameters
 
 WINDOW_BYTES = 2**28
 """Of fp32 parameters that are open at a time; the youngest is open however large it is."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import BudgetError, CheckpointError, GradientError, PresetError
+from lightning_solo.errors import BudgetError, CheckpointError, PresetError
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim import host_memory, kernels
 from lightning_solo.optim.adamw_states import (
@@ -37,17 +37,24 @@ from lightning_solo.optim.adamw_states import (
     plain,
     state_layout,
 )
-from lightning_solo.optim.adamw_update import Hyperparameters, in_memory_order, is_dense
+from lightning_solo.optim.adamw_update import Hyperparameters
 from lightning_solo.optim.compressed_moments import BLOCK
+from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.kernels import Control, Kernels, Piece
+from lightning_solo.optim.memory_order import in_memory_order, is_dense
 from lightning_solo.optim.names import name_in, names_of
 from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.split_weights import bits_of, join_into, split_into
+from lightning_solo.optim.split_weights import (
+    MASTER_BITS,
+    STOCHASTIC,
+    bits_of,
+    join_into,
+    split_into,
+    split_parameters,
+)
 from lightning_solo.units import format_bytes
 
-STOCHASTIC = "16-stochastic"
-MASTER_BITS = (32, 24, STOCHASTIC)
 TOGETHER = 2**26
 """Elements of parameters that are stepped by one launch."""
 
@@ -198,7 +205,7 @@ class CompactAdamW(Optimizer):
         if bool(worst.isfinite().logical_not()):  # the first time that the host waits for the device
             self.uncount(p for p, _ in pairs)
             first = next(p for p, grad in pairs if not bool(grad.isfinite().all()))
-            raise _not_finite(self, first)
+            raise not_finite(self, first)
         return loss
 
     @torch.no_grad()
@@ -570,70 +577,6 @@ class CompactAdamW(Optimizer):
         stepped = {key: state for key, state in made["state"].items() if "step" in state}
         made["state"] = {key: plain(every[key], state) for key, state in stepped.items()}
         return made
-
-
-def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Check that no gradient of an optimizer's parameters is sparse.
-
-    Raises:
-        GradientError: one is; names it.
-    """
-    for p, grad in gradients:
-        if grad.is_sparse:
-            raise GradientError(
-                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
-                " this parameter to torch.optim.SparseAdam"
-            )
-
-
-def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Check gradients of an optimizer's parameters, at the price of one wait for the device.
-
-    Raises:
-        GradientError: one is sparse, infinite or NaN; names the first.
-    """
-    pairs = list(gradients)
-    require_dense(optimizer, pairs)
-    full = [g for _, g in pairs if g.numel()]
-    if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
-        return
-    first = next(p for p, g in pairs if not bool(g.isfinite().all()))
-    raise _not_finite(optimizer, first)
-
-
-def _not_finite(optimizer: Optimizer, first: Tensor) -> GradientError:
-    return GradientError(f"the gradient of {name_in(optimizer, first)} is not finite; no weight has been touched")
-
-
-def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> dict[Tensor, Tensor]:
-    """Make fp32 parameters bf16 in place, one by one, and return the correction of each, for `CompactAdamW`.
-
-    At no moment is there more than one parameter twice. With "16-stochastic" there is none to return.
-
-    Args:
-        parameters: those of another type are left as they are.
-        master_bits: 32, 24 or "16-stochastic".
-    """
-    corrections = {}
-    for p in parameters:
-        if p.dtype != torch.float32:
-            continue
-        weight = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
-        if isinstance(master_bits, str):
-            weight.copy_(p.detach())
-        else:
-            corrections[p] = split_into(in_memory_order(weight), in_memory_order(p.detach(), weight), master_bits)
-        p.data = weight
-    return corrections
-
-
-def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, Tensor]) -> None:
-    """Make bf16 parameters fp32 again, in place, with what `split_parameters` returned for them."""
-    for p in parameters:
-        master = p.detach().to(torch.float32)
-        if p in corrections:
-            join_into(in_memory_order(master), in_memory_order(p.detach()), corrections[p].to(p.device))
-        p.data = master
 
 
 def require_state_budget(budget: int | str | None, name: str) -> None:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.optim.compact_adamw import UNSUPPORTED, CompactAdamW
-from lightning_solo.optim.gradient_release import ONE_BY_ONE
-from lightning_solo.optim.master_weights import SERVED, MasterWeights
+from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.replacement import replace_optimizer
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
 
 
 def compacted(

@@ -20,9 +20,6 @@ On a GPU the host waits for the device once in a window, at its end, to learn wh
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_solo.errors import ConflictError, GradientError, PresetError
+from lightning_solo.errors import GradientError, PresetError
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_sums import GradientSums
@@ -38,25 +35,11 @@ from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import greatest
+from lightning_solo.optim.torch_optimizers import stepper
 
 BUFFERS = ("device", "host")
 WAITING_BYTES = 2**25
 """Of gradients of small parameters that wait in backward to be stepped by one launch."""
-ONE_BY_ONE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-    "Adafactor",
-)
-"""Torch's optimizers that step each parameter by its own gradient and states alone."""
 
 
 class GradientRelease:
@@ -369,38 +352,5 @@ class GradientRelease:
         return name_in(self.optimizer, parameter)
 
 
-def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
-    """Return a function (parameter, gradient, factor of the gradient) that steps one parameter.
-
-    Raises:
-        ConflictError: the optimizer's step needs all gradients at once, or that isn't known.
-    """
-    own = getattr(optimizer, "step_one", None)
-    if own is not None:
-        return own  # type: ignore[no-any-return]
-    kind = type(optimizer)
-    if kind.__name__ not in ONE_BY_ONE or kind.__module__.split(".")[0] != "torch":
-        raise ConflictError(
-            f"release_gradients with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
-            f" torch's {', '.join(ONE_BY_ONE)}; write release_gradients=false"
-        )
-    return partial(step_alone, optimizer)
-
-
 def _at_least_fp32(kind: torch.dtype) -> torch.dtype:
     return torch.promote_types(kind, torch.float32)
-
-
-def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
-    """Step one parameter by an optimizer's own ``step``, which passes over those that have no gradient."""
-    parameter.grad = (gradient * scale).to(parameter.dtype)
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
-    hooks = {name: getattr(optimizer, name) for name in names}
-    try:
-        for name in names:
-            setattr(optimizer, name, OrderedDict())
-        optimizer.step()
-    finally:
-        parameter.grad = None
-        for name, own in hooks.items():
-            setattr(optimizer, name, own)

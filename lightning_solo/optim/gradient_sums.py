@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_solo.optim import host_memory
-from lightning_solo.optim.adamw_update import in_memory_order
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.kernels import Control, Kernels, Sum
+from lightning_solo.optim.memory_order import in_memory_order
 
 
 class GradientSums:

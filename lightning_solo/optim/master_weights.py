@@ -21,17 +21,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
-from lightning_solo.optim.adamw_update import CHUNK, in_memory_order, is_dense
-from lightning_solo.optim.compact_adamw import MASTER_BITS, STOCHASTIC, require_finite, split_parameters
+from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
-from lightning_solo.optim.gradient_release import ONE_BY_ONE
+from lightning_solo.optim.gradient_checks import require_finite
+from lightning_solo.optim.memory_order import in_memory_order, is_dense
 from lightning_solo.optim.names import name_in, names_of
 from lightning_solo.optim.random_numbers import seed_of, uniform
-from lightning_solo.optim.split_weights import CORRECTIONS, bits_of, join, round_stochastically, split
+from lightning_solo.optim.split_weights import (
+    CORRECTIONS,
+    MASTER_BITS,
+    STOCHASTIC,
+    bits_of,
+    join,
+    round_stochastically,
+    split,
+    split_parameters,
+)
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
 from lightning_solo.units import format_bytes
-
-SERVED = tuple(getattr(torch.optim, name) for name in ONE_BY_ONE)
-"""Torch's classes, and not those derived from them, which may compute something else."""
 
 _OURS = ("correction", "updates")  # beside the optimizer's own states, which must not see them
 _OWN = ("master_bits", "_inner", "_index", "_given", "_splits")
@@ -272,37 +279,6 @@ class MasterWeights(Optimizer):
     def _correction_type(self, p: Tensor) -> torch.dtype | None:
         is_split = p.dtype == torch.bfloat16 and isinstance(self.master_bits, int)
         return CORRECTIONS[int(self.master_bits)] if is_split else None
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the fp32 states that one of torch's optimizers, or a `MasterWeights`, keeps; counts aside."""
-    kind = type(getattr(optimizer, "_inner", optimizer)).__name__
-    return 4 * sum(_NUMBERS[kind](group, p) for group in optimizer.param_groups for p in group["params"])
-
-
-def _of_adafactor(group: Mapping[str, Any], p: Tensor) -> int:
-    return p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.dim() > 1 and p.numel() else p.numel()
-
-
-def _times(count: int) -> Callable[[Mapping[str, Any], Tensor], int]:
-    return lambda group, p: count * p.numel()
-
-
-_NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], int]] = {
-    "SGD": lambda group, p: p.numel() if group["momentum"] else 0,
-    "Adam": lambda group, p: (3 if group["amsgrad"] else 2) * p.numel(),
-    "AdamW": lambda group, p: (3 if group["amsgrad"] else 2) * p.numel(),
-    "NAdam": _times(2),
-    "RAdam": _times(2),
-    "Adamax": _times(2),
-    "Adagrad": _times(1),
-    "Adadelta": _times(2),
-    "RMSprop": lambda group, p: (1 + bool(group["momentum"]) + bool(group["centered"])) * p.numel(),
-    "Rprop": _times(2),
-    "ASGD": _times(1),
-    "Adafactor": _of_adafactor,
-}
-"""Name of an optimizer -> how many fp32 numbers it keeps of a parameter."""
 
 
 def _joined(p: Tensor, correction: Tensor | None) -> Tensor:

@@ -16,9 +16,15 @@ Split as in FlashOptim (arXiv 2602.23349), section 3; stochastic rounding as in 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor
 
+from lightning_solo.optim.memory_order import in_memory_order
+
+STOCHASTIC = "16-stochastic"
+MASTER_BITS = (32, 24, STOCHASTIC)
 CORRECTIONS = {32: torch.int16, 24: torch.int8}
 """Bits of the master weight -> type of the correction."""
 
@@ -88,3 +94,34 @@ def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
     raw = master.view(torch.int32) + (uniform * 0x10000).to(torch.int32)
     rounded = (raw & _UPPER).view(torch.float32)
     return torch.where(master.isfinite(), rounded, master).to(torch.bfloat16)
+
+
+def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> dict[Tensor, Tensor]:
+    """Make fp32 parameters bf16 in place, one by one, and return the correction of each, for `CompactAdamW`.
+
+    At no moment is there more than one parameter twice. With "16-stochastic" there is none to return.
+
+    Args:
+        parameters: those of another type are left as they are.
+        master_bits: 32, 24 or "16-stochastic".
+    """
+    corrections = {}
+    for p in parameters:
+        if p.dtype != torch.float32:
+            continue
+        weight = torch.empty_like(p, dtype=torch.bfloat16, requires_grad=False)
+        if isinstance(master_bits, str):
+            weight.copy_(p.detach())
+        else:
+            corrections[p] = split_into(in_memory_order(weight), in_memory_order(p.detach(), weight), master_bits)
+        p.data = weight
+    return corrections
+
+
+def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, Tensor]) -> None:
+    """Make bf16 parameters fp32 again, in place, with what `split_parameters` returned for them."""
+    for p in parameters:
+        master = p.detach().to(torch.float32)
+        if p in corrections:
+            join_into(in_memory_order(master), in_memory_order(p.detach()), corrections[p].to(p.device))
+        p.data = master

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_solo.errors import GradientError
 from lightning_solo.machine import is_installed
 from lightning_solo.optim import CompactAdamW, GradientRelease, gpu_kernel, kernels
-from lightning_solo.optim.compact_adamw import split_parameters
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.operator_kernels import OperatorKernels
+from lightning_solo.optim.split_weights import split_parameters
 
 if not is_installed("triton") or os.environ.get("TRITON_INTERPRET") != "1":
     reason = "needs Triton, and TRITON_INTERPRET=1 from the start: run by `make kernels`"

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_solo.optim import split_weights
 from lightning_solo.optim.building import Building
-from lightning_solo.optim.compact_adamw import CompactAdamW, split_parameters
+from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.split_weights import split_parameters
 from tests.modules import Stack
 
 Make = Callable[[], nn.Module]

@@ -18,8 +18,9 @@ from lightning_solo.errors import CheckpointError, GradientError, PresetError
 from lightning_solo.machine import cxx_compiler, is_installed
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import adamw_update, cpu_kernel
-from lightning_solo.optim.compact_adamw import MASTER_BITS, STOCHASTIC, CompactAdamW, split_parameters
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import BLOCK, LEAST
+from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, split_parameters
 
 BITS = [
     pytest.param(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.optim import CompactAdamW, cpu_kernel
-from lightning_solo.optim.compact_adamw import split_parameters
+from lightning_solo.optim.split_weights import split_parameters
 
 pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
 KINDS = {"24": (24, False), "32": (32, True), "16-stochastic": ("16-stochastic", False), "fp32": (32, False)}

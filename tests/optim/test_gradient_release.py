@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_solo.errors import ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update
-from lightning_solo.optim.compact_adamw import split_parameters
-from lightning_solo.optim.gradient_release import ONE_BY_ONE
+from lightning_solo.optim.split_weights import split_parameters
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 
 
 @dataclass(frozen=True)

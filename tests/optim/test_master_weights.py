@@ -16,9 +16,8 @@ from lightning_solo.errors import CheckpointError, ConflictError, GradientError,
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import GradientRelease, MasterWeights
 from lightning_solo.optim.adamw_update import CHUNK
-from lightning_solo.optim.compact_adamw import STOCHASTIC, split_parameters
-from lightning_solo.optim.gradient_release import ONE_BY_ONE
-from lightning_solo.optim.master_weights import SERVED, state_bytes
+from lightning_solo.optim.split_weights import STOCHASTIC, split_parameters
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
 
 RULES: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1},

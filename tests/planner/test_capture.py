@@ -15,7 +15,7 @@ from lightning_solo.errors import PlanError
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.optim import compressed_moments, host_memory
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.optim.gradient_release import ONE_BY_ONE
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose

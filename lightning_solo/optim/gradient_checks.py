@@ -1,0 +1,47 @@
+"""Checks of an optimizer's gradients, with errors that name the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.errors import GradientError
+from lightning_solo.optim.names import name_in
+from lightning_solo.optim.operator_kernels import greatest
+
+
+def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Check that no gradient of an optimizer's parameters is sparse.
+
+    Raises:
+        GradientError: one is; names it.
+    """
+    for p, grad in gradients:
+        if grad.is_sparse:
+            raise GradientError(
+                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
+                " this parameter to torch.optim.SparseAdam"
+            )
+
+
+def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Check gradients of an optimizer's parameters, at the price of one wait for the device.
+
+    Raises:
+        GradientError: one is sparse, infinite or NaN; names the first.
+    """
+    pairs = list(gradients)
+    require_dense(optimizer, pairs)
+    full = [g for _, g in pairs if g.numel()]
+    if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
+        return
+    first = next(p for p, g in pairs if not bool(g.isfinite().all()))
+    raise not_finite(optimizer, first)
+
+
+def not_finite(optimizer: Optimizer, first: Tensor) -> GradientError:
+    """Return the error of a parameter whose gradient isn't finite, where no step was taken."""
+    return GradientError(f"the gradient of {name_in(optimizer, first)} is not finite; no weight has been touched")

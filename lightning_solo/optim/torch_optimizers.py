@@ -1,0 +1,83 @@
+"""Torch's optimizers that step each parameter by its own gradient and states alone: SGD, AdamW, Adafactor..."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.errors import ConflictError
+
+
+def _of_adafactor(group: Mapping[str, Any], p: Tensor) -> int:
+    return p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.dim() > 1 and p.numel() else p.numel()
+
+
+def _times(count: int) -> Callable[[Mapping[str, Any], Tensor], int]:
+    return lambda group, p: count * p.numel()
+
+
+_STATE_NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], int]] = {
+    "SGD": lambda group, p: p.numel() if group["momentum"] else 0,
+    "Adam": lambda group, p: (3 if group["amsgrad"] else 2) * p.numel(),
+    "AdamW": lambda group, p: (3 if group["amsgrad"] else 2) * p.numel(),
+    "NAdam": _times(2),
+    "RAdam": _times(2),
+    "Adamax": _times(2),
+    "Adagrad": _times(1),
+    "Adadelta": _times(2),
+    "RMSprop": lambda group, p: (1 + bool(group["momentum"]) + bool(group["centered"])) * p.numel(),
+    "Rprop": _times(2),
+    "ASGD": _times(1),
+    "Adafactor": _of_adafactor,
+}
+"""Name of an optimizer -> how many fp32 numbers it keeps of a parameter."""
+
+ONE_BY_ONE = tuple(_STATE_NUMBERS)
+"""Names of these optimizers."""
+SERVED = tuple(getattr(torch.optim, name) for name in ONE_BY_ONE)
+"""Torch's classes, and not those derived from them, which may compute something else."""
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the fp32 states that one of torch's optimizers, or a `MasterWeights`, keeps; counts aside."""
+    kind = type(getattr(optimizer, "_inner", optimizer)).__name__
+    return 4 * sum(_STATE_NUMBERS[kind](group, p) for group in optimizer.param_groups for p in group["params"])
+
+
+def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
+    """Return a function (parameter, gradient, factor of the gradient) that steps one parameter.
+
+    Raises:
+        ConflictError: the optimizer's step needs all gradients at once, or that isn't known.
+    """
+    own = getattr(optimizer, "step_one", None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    kind = type(optimizer)
+    if kind.__name__ not in ONE_BY_ONE or kind.__module__.split(".")[0] != "torch":
+        raise ConflictError(
+            f"release_gradients with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
+            f" torch's {', '.join(ONE_BY_ONE)}; write release_gradients=false"
+        )
+    return partial(step_alone, optimizer)
+
+
+def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
+    """Step one parameter by an optimizer's own ``step``, which passes over those that have no gradient."""
+    parameter.grad = (gradient * scale).to(parameter.dtype)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
+    hooks = {name: getattr(optimizer, name) for name in names}
+    try:
+        for name in names:
+            setattr(optimizer, name, OrderedDict())
+        optimizer.step()
+    finally:
+        parameter.grad = None
+        for name, own in hooks.items():
+            setattr(optimizer, name, own)
