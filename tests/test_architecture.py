@@ -17,6 +17,7 @@ LEVELS = {
     "units": 0,
     "cards": 0.5,
     "presets": 1,
+    "data": 1,
     "memory": 1,
     "nn": 1,
     "optim": 1,
@@ -92,7 +93,7 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
     assert not top & LATE, "heavy optional packages are imported inside the function that needs them"
     if room(path) in ("cards", "presets") or path.name in ("card.py", "back_end_facts.py"):
         assert not roots & HEAVY, "presets are checked without torch"
-    if room(path) in ("memory", "nn"):
+    if room(path) in ("data", "memory", "nn"):
         assert not roots & (HEAVY - {"torch", "transformers"}), "mechanisms stand on plain torch"
     if room(path) == "zero":
         assert not roots & (HEAVY - {"torch", "deepspeed"}), "mechanisms stand on plain torch, and DeepSpeed's C++"

@@ -23,7 +23,6 @@ from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # between plan and reading, from which on it is said
@@ -159,7 +158,7 @@ class PlanCheck(Callback):
     """Compares the plan with what the first two optimizer steps of a fit took on the GPU, by its peak counter.
 
     The counter is reset when training starts. Nothing is compared where there is none (a CPU), nor beside a
-    `MemoryLogger` with ``per_phase``, which resets it several times a step.
+    callback that resets it too, several times a step (``resets_peak_counters``).
 
     Args:
         plan: of the preset that runs.
@@ -173,7 +172,8 @@ class PlanCheck(Callback):
         """Count the peak and the steps from here."""
         self._first = None
         device = trainer.strategy.root_device
-        if read(device).peak_allocated is not None and not any(map(_resets_the_peak, trainer.callbacks)):
+        resets = (getattr(callback, "resets_peak_counters", False) for callback in trainer.callbacks)
+        if read(device).peak_allocated is not None and not any(resets):
             self._first = trainer.global_step
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -195,10 +195,6 @@ class PlanCheck(Callback):
 def checks(plan: Plan) -> list[Callback]:
     """Return the callbacks that check a plan: none for a plan of a CPU, where there is no counter to compare with."""
     return [] if plan.device == CPU else [PlanCheck(plan)]
-
-
-def _resets_the_peak(callback: Any) -> bool:
-    return isinstance(callback, MemoryLogger) and callback.per_phase
 
 
 def difference(plan: Plan, peak: int, states: Mapping[str, int]) -> str | None:

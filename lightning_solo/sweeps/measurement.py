@@ -13,10 +13,10 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
 from lightning_solo.memory.reading import read
 from lightning_solo.sweeps.results import loss_of
-from lightning_solo.techniques.throughput.technique import size_of
 
 WARM_UP = 5
 """Steps that are not timed, or half of them where there are fewer than ten."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,15 @@ class JobObserver:
 
 
 def figures(trainer: Any) -> dict[str, float]:
-    """Return what our `Throughput` last told, if it is there: it logs to loggers alone."""
-    ours = getattr(sys.modules.get("lightning_solo.techniques.throughput.technique"), "Throughput", ())
-    return dict(next((callback.figures for callback in trainer.callbacks if isinstance(callback, ours)), {}))
+    """Return the ``figures`` of the callbacks that have such a mapping of numbers: they log them to loggers alone."""
+    mappings = [getattr(callback, "figures", None) for callback in trainer.callbacks]
+    return {
+        str(key): float(value)
+        for mapping in mappings
+        if isinstance(mapping, Mapping)
+        for key, value in mapping.items()
+        if isinstance(value, (int, float))
+    }
 
 
 def total_steps(trainer: Any) -> int | None:

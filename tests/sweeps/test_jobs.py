@@ -125,6 +125,11 @@ def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
     assert figures(trainer) == {}
 
 
+def test_figures_are_taken_from_every_callback_that_has_numbers() -> None:
+    callbacks = [type("Callback", (), {"figures": value})() for value in ({"a/b": 2}, {"plot": object()}, [3.0])]
+    assert figures(type("Trainer", (), {"callbacks": callbacks})()) == {"a/b": 2.0}
+
+
 def test_a_device_that_is_gone_does_not_hide_why(tmp_path: Path) -> None:
     """After an error of CUDA's each further call to it raises too, that of the one who asks for the peak as well."""
     script = TRAIN.replace("return cfg.n * 1.5", CUDA_ERROR)

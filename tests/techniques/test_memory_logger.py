@@ -19,7 +19,9 @@ from lightning_solo.memory.events import CATEGORIES
 from lightning_solo.memory.reading import Reading
 from lightning_solo.report.run_folder import read_run
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
-from lightning_solo.techniques.memory_logger import technique as memory_logger
+from lightning_solo.techniques.memory_logger import phase_peaks, technique
+from lightning_solo.techniques.memory_logger.phase_peaks import PHASES, PhasePeaks
+from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB
 from tests.modules import Stack, loader, regression
@@ -54,7 +56,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         peak = next(readings) * MiB
         return Reading(allocated=MiB, reserved=2 * GiB, peak_allocated=peak, peak_reserved=peak, alloc_retries=3)
 
-    monkeypatch.setattr(memory_logger, "read", read)
+    monkeypatch.setattr(phase_peaks, "read", read)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: resets.append(1))
     return resets
 
@@ -64,7 +66,7 @@ class AsIfCuda(MemoryLogger):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._device = torch.device("cuda:0")
+        self._phases.device = torch.device("cuda:0")
 
 
 # --- acted ---
@@ -122,7 +124,7 @@ def test_peaks_per_phase(home: Any, make_trainer: Any, tmp_path: Path, fake_cuda
     }
     assert len(fake_cuda) == 5
     row = rows(tmp_path / "memory.csv")[-1]
-    assert [int(row[f"{phase}_bytes"]) // MiB for phase in memory_logger.PHASES] == [3, 4, 6]
+    assert [int(row[f"{phase}_bytes"]) // MiB for phase in PHASES] == [3, 4, 6]
 
 
 def test_a_peak_that_a_reset_hid_is_still_reported(
@@ -133,7 +135,7 @@ def test_a_peak_that_a_reset_hid_is_still_reported(
     def reset(device: torch.device) -> None:
         counter["peak"] = GiB
 
-    monkeypatch.setattr(memory_logger, "read", lambda device: Reading(GiB, GiB, counter["peak"], counter["peak"], 0))
+    monkeypatch.setattr(phase_peaks, "read", lambda device: Reading(GiB, GiB, counter["peak"], counter["peak"], 0))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     callback = AsIfCuda(per_phase=True)
     make_trainer(home, callbacks=[callback]).fit(regression(home), loader(3))
@@ -142,11 +144,41 @@ def test_a_peak_that_a_reset_hid_is_still_reported(
     assert rows(tmp_path / "memory.csv")[-1]["peak_allocated_bytes"] == str(9 * GiB)
 
 
+def test_a_phase_keeps_the_largest_peak_of_its_micro_batches_until_the_next_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = iter([1, 7, 1, 5, 1, 3, 2])  # of two forwards and their ends, of a third one, and of the last reading
+    monkeypatch.setattr(phase_peaks, "read", lambda device: Reading(0, 0, peak := next(peaks), peak, 0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    phases = PhasePeaks(torch.device("cuda"), per_phase=True)
+    for _ in range(2):
+        phases.enter("forward")
+        phases.enter(None)
+    assert phases.take() == {"forward": 7}
+    assert phases.take() == {}
+    phases.enter("forward")
+    phases.enter(None)
+    assert phases.take() == {"forward": 3}
+    assert phases.read().peak_allocated == 7
+
+
+def test_the_table_has_the_mean_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    table = SummaryTable()
+    for count in (GiB, 4 * GiB, GiB):
+        table.add("peak_resident", count)
+    assert table.rows() == {"peak_resident": (2 * GiB, 4 * GiB)}
+    assert table.largest("peak_resident") == 4 * GiB
+    table.print("Memory", below="a line")
+    printed = capsys.readouterr().out
+    assert printed.index("peak resident") < printed.index("2.00 GiB") < printed.index("4.00 GiB")
+    assert printed.endswith("a line\n")
+
+
 @pytest.mark.cpu_only("the memory of a process is read on the CPU; a GPU has counters")
 def test_resident_bytes_per_phase_on_a_cpu(home: Any, make_trainer: Any, tmp_path: Path) -> None:
     make_trainer(home, callbacks=[MemoryLogger(every_n_steps=2, per_phase=True)]).fit(regression(home), loader(2))
     row = rows(tmp_path / "memory.csv")[-1]
-    assert all(int(row[f"{phase}_bytes"]) > MiB for phase in memory_logger.PHASES)
+    assert all(int(row[f"{phase}_bytes"]) > MiB for phase in PHASES)
 
 
 # The peak by category: a Stack of 3 blocks, 8 wide.
@@ -367,8 +399,8 @@ def test_one_reading_per_row_and_no_synchronisation(
     calls: list[str] = []
     for name in ("synchronize", "empty_cache", "reset_accumulated_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
-    fake = memory_logger.read
-    monkeypatch.setattr(memory_logger, "read", lambda device: (calls.append("read"), fake(device))[1])
+    fake = phase_peaks.read
+    monkeypatch.setattr(phase_peaks, "read", lambda device: (calls.append("read"), fake(device))[1])
     make_trainer(home).fit(regression(home), loader(20))
     stock = list(calls)  # Lightning empties the cache itself when a fit starts
     calls.clear()
@@ -385,7 +417,7 @@ def test_peaks_are_the_allocators(home: Any, make_trainer: Any, tmp_path: Path) 
     phased = MemoryLogger(every_n_steps=2, per_phase=True)
     make_trainer(home, accelerator="gpu", callbacks=[phased]).fit(regression(home), loader(4))
     row = rows(tmp_path / "memory.csv")[-1]
-    assert max(int(row[f"{phase}_bytes"]) for phase in memory_logger.PHASES) <= int(row["peak_allocated_bytes"])
+    assert max(int(row[f"{phase}_bytes"]) for phase in PHASES) <= int(row["peak_allocated_bytes"])
 
 
 # --- trace ---
@@ -492,7 +524,7 @@ def test_row_91_a_file_that_cannot_be_written(
     def fail(*args: Any) -> None:
         raise OSError(number, "no")
 
-    monkeypatch.setattr(memory_logger, "append_rows", fail)
+    monkeypatch.setattr(technique, "append_rows", fail)
     trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1)])
     with pytest.warns(UserWarning, match="cannot be written") as caught:
         trainer.fit(regression(home), loader(5))

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
+from lightning_solo.data.batch_size import first_tensor, size_of
 from lightning_solo.errors import PresetError
-from lightning_solo.techniques.throughput import technique as throughput
-from lightning_solo.techniques.throughput.technique import CountedOnce, Throughput, compute_dtype, first_tensor, size_of
+from lightning_solo.techniques.throughput import flops, rates
+from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype
+from lightning_solo.techniques.throughput.technique import Throughput
 from tests.modules import loader, regression
 from tests.techniques.test_memory_logger import recording_logger
 
@@ -32,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         def perf_counter() -> float:
             return now[0]
 
-    monkeypatch.setattr(throughput, "time", Time)
+    monkeypatch.setattr(rates, "time", Time)
 
     def advance(seconds: float) -> None:
         now[0] += seconds
@@ -232,7 +234,7 @@ def test_the_type_of_a_precision() -> None:
 @pytest.mark.cpu_only("of a GPU the package has a table, and doesn't ask Lightning")
 def test_a_known_device_gives_utilisation(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(throughput, "get_available_flops", lambda device, dtype: asked.append((device, dtype)) or 1e9)
+    monkeypatch.setattr(flops, "get_available_flops", lambda device, dtype: asked.append((device, dtype)) or 1e9)
     callback = Throughput()
     make_trainer(home, precision="bf16-mixed", callbacks=[callback]).fit(regression(home), loader(4))
     assert asked == [(torch.device("cpu"), torch.bfloat16)]
@@ -255,7 +257,7 @@ def test_devices_of_our_own_table(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    peak = throughput.peak_flops(torch.device("cuda"), dtype)
+    peak = flops.peak_flops(torch.device("cuda"), dtype)
     assert peak == (tflops and pytest.approx(tflops * 1e12))
 
 
@@ -328,7 +330,7 @@ def test_never_synchronises(home: Any, make_trainer: Any, monkeypatch: pytest.Mo
     callback = Throughput(every_n_steps=1, window_size=3)
     make_trainer(home, callbacks=[callback]).fit(regression(home), loader(9))
     assert calls == []
-    assert len(callback._totals) == 3  # what it keeps does not grow with the run
+    assert len(callback._rates.totals) == 3  # what it keeps does not grow with the run
 
 
 def test_only_one_forward_runs_under_the_counter(home: Any, make_trainer: Any) -> None:
@@ -369,7 +371,7 @@ def test_nothing_stays_on_strategy_or_module(home: Any, make_trainer: Any) -> No
         trainer.fit_loop.max_epochs = fits
         trainer.fit(module, loader(4), loader(2))
         assert callback.figures["throughput/samples_per_s"] > 0
-        assert len(callback._totals) == 4  # of this fit alone
+        assert len(callback._rates.totals) == 4  # of this fit alone
     trainer.validate(module, loader(2), verbose=False)
     trainer.test(module, loader(2), verbose=False)
     trainer.predict(module, loader(2))
@@ -432,7 +434,7 @@ def test_a_method_that_another_technique_put_there_comes_back() -> None:
 def test_dynamo_is_not_imported_for_the_count() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "torch._dynamo", raising=False)
-        with throughput.eager_flop_counter() as counter:
+        with flops.eager_flop_counter() as counter:
             torch.ones(2, 3) @ torch.ones(3, 4)
         assert "torch._dynamo" not in sys.modules
     assert counter.get_total_flops() == 2 * 2 * 3 * 4

@@ -11,96 +11,76 @@ Reference:  https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.mem
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
-from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_solo.errors import PresetError
-from lightning_solo.memory.categories import PeakWatch, compiled_parts
-from lightning_solo.memory.events import CATEGORIES, Peak
+from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import checked_path, path_below
-from lightning_solo.memory.reading import Reading, read, resident_bytes
-from lightning_solo.units import GiB, format_bytes
+from lightning_solo.memory.reading import Reading
+from lightning_solo.techniques.memory_logger.category_peaks import CategoryPeaks, describe
+from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
+from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
+from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
+from lightning_solo.units import GiB
 
-PHASES = ("forward", "backward", "optimizer_step")
-COLUMNS = (
-    *("fit", "stage", "device", "epoch", "step"),
-    *(f"{field.name}_bytes".replace("retries_bytes", "retries") for field in fields(Reading)),
-    *(f"{phase}_bytes" for phase in PHASES),
-    *(f"{category}_bytes" for category in CATEGORIES),
-)
+_FILE = "memory_logger.file", "memory/run.csv"
 _numbers = itertools.count(1)
 
 
-def metrics_of(reading: Reading) -> dict[str, float]:
-    """Return the few figures worth a curve, by logged key.
+def metrics_of(
+    reading: Reading, phases: Mapping[str, int] | None = None, categories: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Return the few figures worth a curve, and the bytes of phases and categories, by logged key.
 
-    >>> metrics_of(Reading(resident=GiB, peak_resident=3 * GiB))
-    {'memory/resident_gib': 1.0, 'memory/peak_resident_gib': 3.0}
+    >>> metrics_of(Reading(resident=GiB, peak_resident=3 * GiB), {"forward": 2 * GiB})
+    {'memory/resident_gib': 1.0, 'memory/peak_resident_gib': 3.0, 'memory/forward_resident_gib': 2.0}
     """
-    found = {
+    counts = {
         "memory/allocated_gib": reading.allocated,
         "memory/peak_allocated_gib": reading.peak_allocated,
         "memory/reserved_gib": reading.reserved,
         "memory/resident_gib": reading.resident,
         "memory/peak_resident_gib": reading.peak_resident,
     }
-    metrics = {key: count / GiB for key, count in found.items() if count is not None}
+    suffix = "peak_allocated_gib" if reading.resident is None else "resident_gib"
+    counts |= {f"memory/{category}_gib": count for category, count in (categories or {}).items()}
+    counts |= {f"memory/{phase}_{suffix}": peak for phase, peak in (phases or {}).items()}
+    metrics = {key: count / GiB for key, count in counts.items() if count is not None}
     if reading.alloc_retries is not None:
         metrics["memory/alloc_retries"] = float(reading.alloc_retries)
     return metrics
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append rows of `COLUMNS` to a CSV, which gets a header when it is new.
-
-    Raises:
-        OSError: it cannot be written, or there is a file with another header.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", newline="", encoding="utf-8") as file:
-        file.seek(0)
-        header = file.readline()
-        if header and header.strip() != ",".join(COLUMNS):
-            raise OSError("it holds a table with other columns")
-        writer = csv.DictWriter(file, COLUMNS)
-        if not header:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 class MemoryLogger(Callback):
     """Logs memory every so many optimizer steps, and sums it up at the end, also of a run that failed.
 
-    On a GPU the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
+    On a GPU it reads the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
     allocator's counters were last reset; this callback resets them only with ``per_phase``.
 
-    What the peak of a step consists of, and which operator of which module makes it, a `memory.ledger.Ledger` counts in
-    the steps asked for: storages by the bytes asked for, before the allocator rounds them, without the batch. Compiled
-    parts run as written meanwhile, which is said: their own peak is another one.
+    In the first ``category_steps`` steps a `memory.ledger.Ledger` counts what the peak consists of, and which operator
+    of which module makes it. It counts the bytes that storages request, before the allocator rounds them, without the
+    batch. Compiled parts run as written in these steps, and a warning says so: their own peak is another one.
 
     Args:
         every_n_steps: optimizer steps (``global_step``) between two readings.
         per_phase: also log the peak of forward, backward and optimizer step (on a CPU: the bytes resident at the end
             of each). Resets the CUDA peak counters between phases, so ``torch.cuda.max_memory_allocated()`` then
-            tells the last phase only, to everyone in this process; the peaks reported here stay those of the whole run.
+            covers the last phase only, for everyone in this process; the peaks logged here stay those of the whole run.
         file: CSV, relative to the first logger's directory, else to ``default_root_dir``; rows are appended, and
             column ``fit`` tells runs apart.
         table: print a table at the end.
-        category_steps: optimizer steps at the start of a fit whose peak is told by category, such as 2: the first has
-            no optimizer states yet. 0 by default, as these steps are slower; `log_categories` asks for more later.
+        category_steps: optimizer steps at the start of a fit whose peak is logged by category, such as 2: the first has
+            no optimizer states yet. 0 by default, as these steps are slower; `log_categories` requests more later.
 
     Raises:
         PresetError: an argument is out of range, or ``file`` does not stay inside the directory.
@@ -120,8 +100,7 @@ class MemoryLogger(Callback):
         self.file = checked_path(file, *_FILE)
         self.table = _checked_bool("table", table)
         self.category_steps = _checked_steps("category_steps", category_steps, 0)
-        self._watch = PeakWatch()
-        self._start("")
+        self._start("", torch.device("cpu"))
 
     def __repr__(self) -> str:
         """The call that builds this callback again."""
@@ -136,43 +115,42 @@ class MemoryLogger(Callback):
 
         On a GPU the allocator's peak counts since its counters were last reset, which may have been before this run.
         """
-        return max(self._seen.get("peak", [0]))
+        return self._table.largest("peak_allocated") or self._table.largest("resident")
+
+    @property
+    def resets_peak_counters(self) -> bool:
+        """Whether the CUDA peak counters are reset during a step, so that nobody else can read a step's peak."""
+        return self.per_phase
 
     def log_categories(self, steps: int = 1) -> None:
-        """Log the peak of the next ``steps`` optimizer steps by category; asked for within a step, of those after it.
+        """Log the peak of the next ``steps`` optimizer steps by category; called within a step, of those after it.
 
         Raises:
             PresetError: ``steps`` is out of range.
         """
-        self._category_steps_left = _checked_steps("log_categories(steps)", steps, 1)
+        self._categories.steps_left = _checked_steps("log_categories(steps)", steps, 1)
 
     @property
     def category_peak(self) -> Peak | None:
         """The largest peak that the last run counted by category; None where it counted none."""
-        return max(self._category_peaks, key=lambda found: found[1].bytes)[1] if self._category_peaks else None
+        return self._categories.largest and self._categories.largest[0]
 
-    def _start(self, stage: str) -> None:
-        self._watch.take()
-        self._category_steps_left = self.category_steps
-        self._category_peaks: list[tuple[int, Peak]] = []  # with the step that each was counted in
-        self._counted_from = 0
-        self._told_of_compiled = False
+    def _start(self, stage: str, device: torch.device) -> None:
         self._fit = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{next(_numbers)}" if stage else ""
         self._stage = stage
-        self._device = torch.device("cpu")
+        self._phases = PhasePeaks(device, self.per_phase)
+        self._categories = CategoryPeaks(self.category_steps)
+        self._table = SummaryTable()
         self._path: Path | None = None
         self._step = 0  # of the last row
-        self._phase: str | None = None
-        self._peaks = dict.fromkeys(PHASES, 0)  # since the last row
-        self._peak = self._peak_reserved = 0  # CUDA peaks that a reset by ``per_phase`` would have lost
-        self._seen: dict[str, list[int]] = {}  # integers in the hooks; the metrics are computed for the table
 
     # --- when: Lightning's hooks ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start afresh for this run."""
-        self._start(str(getattr(stage, "value", stage)))  # Lightning gives an enum, whose str() is not its value
-        self._device = trainer.strategy.root_device
+        self._categories.discard()
+        # Lightning gives an enum, whose str() is not its value
+        self._start(str(getattr(stage, "value", stage)), trainer.strategy.root_device)
         root = trainer.log_dir or trainer.default_root_dir
         if "://" in str(root):
             warnings.warn(
@@ -182,57 +160,51 @@ class MemoryLogger(Callback):
             self._path = path_below(root, self.file, *_FILE)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what weights and whatever was there before take."""
-        self._step = trainer.global_step
-        self._row(trainer, {})
+        """Add a row for what weights and whatever was there before take."""
+        self._add_row(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Forward begins."""
-        if self.per_phase:
-            self._enter("forward")
-        if self._category_steps_left or self._watch.started:
-            self._count(trainer, pl_module)
+        self._phases.enter("forward")
+        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
+        self._categories.enter(pl_module, optimizers, self._phases.device, trainer.global_step)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Backward begins."""
-        if self.per_phase:
-            self._enter("backward")
+        self._phases.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Backward is over."""
-        if self.per_phase:
-            self._enter(None)
+        self._phases.enter(None)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """The optimizer step begins."""
-        if self.per_phase:
-            self._enter("optimizer_step")
+        self._phases.enter("optimizer_step")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, where an optimizer step was made and it is its turn."""
-        self._watch.leave()
-        if self.per_phase:
-            self._enter(None)
+        self._categories.leave()
+        self._phases.enter(None)
         step = trainer.global_step
-        counted = self._watch.take() if step != self._counted_from else None
+        counted = self._categories.take(step) if step != self._categories.first_step else None
         if counted is not None or (step != self._step and step % self.every_n_steps == 0):
             self._log(trainer, counted)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count no longer: a module may have skipped the rest of an epoch, within a batch that never ends."""
-        self._watch.leave()
+        self._categories.leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count no longer, as before a validation."""
-        self._watch.leave()
+        self._categories.leave()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last steps, while the model is still on its device."""
-        self._watch.take()
+        self._categories.discard()
         if trainer.global_step != self._step:
             self._log(trainer)
 
@@ -255,94 +227,42 @@ class MemoryLogger(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
-        counted = self._watch.take()
+        counted = self._categories.take(trainer.global_step)
         if self._fit:
-            if self.per_phase:
-                self._enter(None)
+            self._phases.enter(None)
             self._log(trainer, counted)
         self._finish()
 
     # --- what ---
 
-    def _enter(self, phase: str | None) -> None:
-        """Note the peak of the phase that ends, and begin another."""
-        ended, self._phase = self._phase, phase
-        if self._device.type == "cuda":
-            reading = read(self._device)
-            peak = reading.peak_allocated or 0
-            self._peak = max(self._peak, peak)
-            self._peak_reserved = max(self._peak_reserved, reading.peak_reserved or 0)
-            torch.cuda.reset_peak_memory_stats(self._device)
-        elif ended is not None:
-            peak = resident_bytes()
-        if ended is not None:
-            self._peaks[ended] = max(self._peaks[ended], peak)
-
-    def _count(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the storages of this batch, the first or another one of an optimizer step."""
-        if not self._watch.started:
-            self._category_steps_left -= 1
-            self._counted_from = trainer.global_step
-            compiled = [] if self._told_of_compiled else compiled_parts(pl_module)
-            if compiled:
-                self._told_of_compiled = True
-                warnings.warn(
-                    f"MemoryLogger: compiled: {', '.join(compiled)}; in the steps whose categories are counted it runs "
-                    "as written, so its activations and temporaries are those of the uncompiled code: what the "
-                    "compiled code holds is not seen",
-                    stacklevel=2,
-                )
-        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
-        self._watch.enter(pl_module, optimizers, self._device)
-
     def _log(self, trainer: Trainer, counted: Peak | None = None) -> None:
-        phases = {phase: peak for phase, peak in self._peaks.items() if peak}
-        self._peaks = dict.fromkeys(PHASES, 0)
-        self._step = trainer.global_step
-        categories: dict[str, int] = {} if counted is None else counted.breakdown
-        if counted is not None:
-            self._category_peaks.append((self._step, counted))
-        metrics = self._row(trainer, phases, categories)
-        metrics |= {f"memory/{category}_gib": held / GiB for category, held in categories.items()}
-        suffix = "peak_allocated_gib" if self._device.type == "cuda" else "resident_gib"
-        metrics |= {f"memory/{phase}_{suffix}": peak / GiB for phase, peak in phases.items()}
+        """Add a row, and log it to every logger."""
+        metrics = self._add_row(trainer, {} if counted is None else counted.breakdown)
         for logger in trainer.loggers:
             # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def _row(
-        self, trainer: Trainer, phases: Mapping[str, int], categories: Mapping[str, int] | None = None
-    ) -> dict[str, float]:
-        reading = self._whole_run(read(self._device))
+    def _add_row(self, trainer: Trainer, categories: Mapping[str, int] | None = None) -> dict[str, float]:
+        """Add a reading of now to the CSV and to the table, and return its metrics."""
         categories = categories or {}
-        for category, held in categories.items():
-            self._seen.setdefault(f"counted_{category}", []).append(held)
-        for name, count in (*asdict(reading).items(), *phases.items()):
-            if count is not None and name != "alloc_retries":
-                self._seen.setdefault(name, []).append(count)
-        peak = reading.peak_allocated if reading.resident is None else reading.resident
-        self._seen.setdefault("peak", []).append(peak or 0)
-        row: dict[str, object] = {
-            "fit": self._fit,
-            "stage": self._stage,
-            "device": str(self._device),
-            "epoch": trainer.current_epoch,
-            "step": self._step,
-            **dict(zip(COLUMNS[5:], asdict(reading).values(), strict=False)),
-            **{f"{part}_bytes": held for part, held in (*phases.items(), *categories.items())},
-        }
-        self._write(row)
-        return metrics_of(reading)
-
-    def _whole_run(self, reading: Reading) -> Reading:
-        """Return the reading with the peaks that our own resets hid."""
-        if reading.peak_allocated is None or reading.peak_reserved is None:
-            return reading
-        peaks = {
-            "peak_allocated": max(reading.peak_allocated, self._peak),
-            "peak_reserved": max(reading.peak_reserved, self._peak_reserved),
-        }
-        return Reading(**{**asdict(reading), **peaks})
+        phases, reading = self._phases.take(), self._phases.read()
+        self._step = trainer.global_step
+        for category, count in categories.items():
+            self._table.add(f"counted_{category}", count)
+        for name, counter in (*asdict(reading).items(), *phases.items()):
+            if counter is not None and name != "alloc_retries":
+                self._table.add(name, counter)
+        self._write(
+            {
+                "fit": self._fit,
+                "stage": self._stage,
+                "device": str(self._phases.device),
+                "epoch": trainer.current_epoch,
+                "step": self._step,
+                **cells_of(reading, {**phases, **categories}),
+            }
+        )
+        return metrics_of(reading, phases, categories)
 
     def _write(self, row: Mapping[str, object]) -> None:
         if self._path is None:
@@ -356,56 +276,12 @@ class MemoryLogger(Callback):
             self._path = None
 
     def _finish(self) -> None:
-        self._watch.take()
-        if self._fit and self.table and self._seen:
-            print_table(self._rows(), f"Memory, {self._stage} on {self._device}", self._counted_words())
+        self._categories.discard()
+        if self._fit and self.table and self._table:
+            largest = self._categories.largest
+            below = "" if largest is None else describe(*largest)
+            self._table.print(f"Memory, {self._stage} on {self._phases.device}", below)
         self._fit = ""
-
-    def _counted_words(self) -> str:
-        if not self._category_peaks:
-            return ""
-        step, peak = max(self._category_peaks, key=lambda found: found[1].bytes)
-        return words_of(peak, step)
-
-    def _rows(self) -> dict[str, tuple[int, int]]:
-        """Return the mean and the largest bytes of what was read, by name."""
-        rows = {}
-        for name, counts in self._seen.items():
-            # float64 holds every byte count exactly up to 2**53; the default float32 only up to 16 MiB
-            mean, largest = MeanMetric().set_dtype(torch.float64), MaxMetric().set_dtype(torch.float64)
-            mean.update(counts)
-            largest.update(counts)
-            rows[name.replace("_", " ")] = (int(mean.compute()), int(largest.compute()))
-        rows.pop("peak", None)
-        return rows
-
-
-def words_of(peak: Peak, step: int) -> str:
-    """Return in words where the peak of an optimizer step was.
-
-    >>> words_of(Peak(3 * GiB, {}, "aten.mm.default", "net.head"), 2)
-    'counted peak 3.00 GiB, optimizer step 2: made by aten.mm.default in net.head'
-    """
-    if not peak.operator:
-        return f"counted peak {format_bytes(peak.bytes)}, optimizer step {step}: at its start"
-    where = f"in {peak.module}" if peak.module else "outside of the module's parts"
-    return f"counted peak {format_bytes(peak.bytes)}, optimizer step {step}: made by {peak.operator} {where}"
-
-
-def print_table(rows: Mapping[str, tuple[int, int]], title: str, below: str = "") -> None:
-    """Print the mean and the largest bytes of each row as a table, and a line below it."""
-    table = Table(title=title)
-    for heading in ("", "mean", "largest"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, (mean, largest) in rows.items():
-        table.add_row(name, format_bytes(mean), format_bytes(largest))
-    console = Console()
-    console.print(table)
-    if below:
-        console.print(below, soft_wrap=True, markup=False)
-
-
-_FILE = "memory_logger.file", "memory/run.csv"
 
 
 def _checked_steps(name: str, value: object, least: int) -> int:

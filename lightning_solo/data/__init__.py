@@ -1,0 +1,1 @@
+"""What several techniques know about batches: on plain torch, without Lightning."""

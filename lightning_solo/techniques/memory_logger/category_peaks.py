@@ -1,0 +1,127 @@
+"""Peaks of single optimizer steps by category: a ledger that counts during their batches and is off in between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_solo.memory.events import Peak
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.units import format_bytes
+
+
+class CategoryPeaks:
+    """Counts the next ``steps_left`` optimizer steps, each with a `Ledger` of its own.
+
+    While it counts, functions that torch.compile made run as written: dynamo marks what it first meets under a dispatch
+    mode as not to be compiled, for good. So their peak is that of the uncompiled code, which is warned of once.
+    """
+
+    def __init__(self, steps_left: int) -> None:
+        self.steps_left = steps_left
+        self.first_step = 0  # ``global_step`` at the start of the step that is counted, or was counted last
+        self._ledger: Ledger | None = None
+        self._on = ExitStack()
+        self._peaks: list[tuple[Peak, int]] = []
+        self._warned = False
+
+    def enter(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, step: int) -> None:
+        """Count until `leave`, if the optimizer step is counted already or there is one left to count."""
+        self.leave()
+        if self._ledger is None:
+            if not self.steps_left:
+                return
+            self.steps_left -= 1
+            self.first_step = step
+            self._warn_of_compiled(module)
+            # on a CPU all is counted: what an offloading technique calls the host is the device there
+            self._ledger = Ledger(module, optimizers, None if device.type == "cpu" else device.type)
+        if "torch._dynamo" in sys.modules:
+            self._on.enter_context(torch.compiler.set_stance("force_eager"))
+            # a compiled wrapper warns at every call that the hooks by which modules are named run twice for it
+            self._on.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules", category=UserWarning)
+        self._on.enter_context(self._ledger)
+
+    def leave(self) -> None:
+        """Count no longer; a second call does nothing."""
+        self._on.close()
+
+    def discard(self) -> None:
+        """Leave, and forget the step that was being counted."""
+        self.leave()
+        self._ledger = None
+
+    def take(self, step: int) -> Peak | None:
+        """Leave, and return the peak of the step that is counted, kept as that of ``step``; None where none is."""
+        self.leave()
+        if self._ledger is None:
+            return None
+        peak, self._ledger = self._ledger.peak(), None
+        self._peaks.append((peak, step))
+        return peak
+
+    @property
+    def largest(self) -> tuple[Peak, int] | None:
+        """The largest peak that was taken, and its optimizer step."""
+        return max(self._peaks, key=lambda taken: taken[0].bytes, default=None)
+
+    def _warn_of_compiled(self, module: nn.Module) -> None:
+        compiled = [] if self._warned else compiled_parts(module)
+        if compiled:
+            self._warned = True
+            warnings.warn(
+                f"MemoryLogger: compiled: {', '.join(compiled)}; in the steps whose categories are counted it runs "
+                "as written, so its activations and temporaries are those of the uncompiled code: what the "
+                "compiled code holds is not seen",
+                stacklevel=2,
+            )
+
+
+def compiled_parts(module: nn.Module) -> list[str]:
+    """Return the names of what torch.compile made in ``module``: parts, and functions kept as attributes.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> layers[0].compile(backend="eager")
+    >>> compiled_parts(layers)
+    ['0']
+    """
+    names = []
+    for name, part in module.named_modules():
+        whole = name or f"the whole {type(part).__name__}"
+        # nn.Module.compile(), torch.compile(module), torch.compile(LightningModule)
+        if getattr(part, "_compiled_call_impl", None) is not None or getattr(part, "_compiler_ctx", None) is not None:
+            names.append(whole)
+        elif type(part).__name__ == "OptimizedModule":
+            names.append(whole)
+            continue
+        prefix = f"{name}." if name else ""
+        names += [
+            f"{prefix}{key}"
+            for key, value in vars(part).items()
+            if not key.startswith("_") and not isinstance(value, nn.Module) and is_compiled(value)
+        ]
+    return names
+
+
+def is_compiled(function: object) -> bool:
+    """Return whether torch.compile returned this function."""
+    return callable(function) and hasattr(function, "_torchdynamo_orig_callable")
+
+
+def describe(peak: Peak, step: int) -> str:
+    """Return a sentence about the peak of an optimizer step and what made it.
+
+    >>> describe(Peak(3 * 2**30, {}, "aten.mm.default", "net.head"), 2)
+    'counted peak 3.00 GiB, optimizer step 2: made by aten.mm.default in net.head'
+    """
+    if not peak.operator:
+        return f"counted peak {format_bytes(peak.bytes)}, optimizer step {step}: at its start"
+    where = f"in {peak.module}" if peak.module else "outside of the module's parts"
+    return f"counted peak {format_bytes(peak.bytes)}, optimizer step {step}: made by {peak.operator} {where}"

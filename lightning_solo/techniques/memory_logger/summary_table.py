@@ -1,0 +1,42 @@
+"""The table at the end of a run: mean and largest bytes of everything that was read."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_solo.units import format_bytes
+
+
+class SummaryTable:
+    """Byte counts by name, in the order in which the names first came."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def add(self, name: str, count: int) -> None:
+        """Add one count of bytes."""
+        self._counts.setdefault(name, []).append(count)
+
+    def largest(self, name: str) -> int:
+        """Return the largest count of a name; 0 where there is none."""
+        return max(self._counts.get(name, [0]))
+
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """Return the mean, rounded down, and the largest count, by name."""
+        return {name: (sum(counts) // len(counts), max(counts)) for name, counts in self._counts.items()}
+
+    def print(self, title: str, below: str = "") -> None:
+        """Print the table, and a line below it."""
+        table = Table(title=title)
+        for heading in ("", "mean", "largest"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for name, (mean, largest) in self.rows().items():
+            table.add_row(name.replace("_", " "), format_bytes(mean), format_bytes(largest))
+        console = Console()
+        console.print(table)
+        if below:
+            console.print(below, soft_wrap=True, markup=False)

@@ -1,0 +1,87 @@
+"""Floating-point operations: those of one call counted, and those that a device can do in a second."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_solo.presets.devices import find
+
+
+@contextlib.contextmanager
+def eager_flop_counter() -> Iterator[FlopCounterMode]:
+    """Count FLOPs in this context.
+
+    Dynamo marks a function that it first meets under a dispatch mode as not to be compiled, for good; so compiled
+    functions run as written here. Dynamo is loaded (seconds) only if the program did so already.
+    """
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield stack.enter_context(FlopCounterMode(display=False))
+
+
+class CountedOnce:
+    """Replaces an object's method until its next call, whose FLOPs it counts; no mode stays on, even if that raises."""
+
+    def __init__(self, owner: Any, name: str, receive: Callable[[int], None]) -> None:
+        self.owner, self.name = owner, name
+        self.receive: Callable[[int], None] | None = receive
+        self.instance_method = owner.__dict__.get(name)  # what another technique put on the object itself
+        self.method = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method under the counter, and remove this object; later calls are not counted."""
+        self.remove()
+        receive, self.receive = self.receive, None
+        if receive is None:
+            return self.method(*args, **kwargs)
+        with eager_flop_counter() as counter:
+            result = self.method(*args, **kwargs)
+        receive(int(counter.get_total_flops()))
+        return result
+
+    def remove(self) -> None:
+        """Put back what was there, unless someone has replaced it since."""
+        if self.owner.__dict__.get(self.name) is not self:
+            return
+        if self.instance_method is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.instance_method)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return a device's dense operations per second by our own table, else by Lightning's; None if unknown.
+
+    Args:
+        device: where the products run.
+        dtype: of the products; those of fp32 are TF32's where torch may use it.
+    """
+    known = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(dtype)
+    if known is None or kind is None:
+        return get_available_flops(device, dtype)
+    if kind == "fp32" and torch.get_float32_matmul_precision() != "highest" and known.flops["tf32"]:
+        kind = "tf32"
+    return known.flops[kind]
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Return the type that matrix products run in under one of Lightning's precision names.
+
+    >>> compute_dtype("bf16-mixed"), compute_dtype("16-true"), compute_dtype("32-true")
+    (torch.bfloat16, torch.float16, torch.float32)
+    """
+    if precision.startswith("transformer-engine"):
+        return torch.int8  # FP8 runs at the rate of int8, which is what Lightning's table lists
+    return {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}.get(
+        precision.split("-")[0], torch.float32
+    )

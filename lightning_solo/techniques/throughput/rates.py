@@ -1,0 +1,91 @@
+"""Samples, tokens and model FLOPs per second of training, over the last batches."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What was processed since the start of the fit; ``seconds`` without validation."""
+
+    seconds: float
+    samples: int
+    tokens: int | None
+    flops: int | None
+
+
+class Rates:
+    """Totals of the last batches, by a clock that runs only while batches are trained on.
+
+    Args:
+        window_size: batches that a rate is averaged over.
+        available_flops: operations that the device can do in a second; None if unknown.
+    """
+
+    def __init__(self, window_size: int, available_flops: float | None = None) -> None:
+        self.available_flops = available_flops
+        self.totals: deque[Totals] = deque(maxlen=window_size)
+        self.seconds = 0.0
+        self.flops_of_batch = 0  # model FLOPs of the batch that is added next; 0 where they were not counted
+        self._samples = 0
+        self._tokens: int | None = 0
+        self._flops = 0.0
+        self._flops_per_unit: float | None = None  # of a token, or of a sample where tokens are unknown
+        self._mark: float | None = None  # since when the clock runs; None while it does not
+
+    def resume(self) -> None:
+        """Start the clock, unless it runs."""
+        if self._mark is None:
+            self._mark = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock; the time since the last batch does not count."""
+        self._mark = None
+
+    def add(self, samples: int | None, tokens: int | None) -> None:
+        """Add a batch that ends now; one without samples adds its time alone."""
+        now = time.perf_counter()
+        self.seconds += 0.0 if self._mark is None else now - self._mark
+        self._mark = now
+        if not samples:
+            return
+        self._samples += samples
+        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
+        units = samples if tokens is None else tokens
+        if self.flops_of_batch and units:
+            self._flops_per_unit, self.flops_of_batch = self.flops_of_batch / units, 0
+        self._flops += (self._flops_per_unit or 0.0) * units
+        flops = None if self._flops_per_unit is None else round(self._flops)
+        self.totals.append(Totals(self.seconds, self._samples, self._tokens, flops))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The rates over the batches in the window, by logged key; empty before the second batch."""
+        return figures_of(self.totals, self.available_flops)
+
+
+def figures_of(totals: Sequence[Totals], available_flops: float | None) -> dict[str, float]:
+    """Return the rates over a stretch of training, by logged key; none for fewer than two totals.
+
+    The first total is only the start of the stretch, so a slow first batch does not count.
+
+    >>> figures_of([Totals(40.0, 4, 8, None), Totals(42.0, 12, 24, None)], None)
+    {'throughput/samples_per_s': 4.0, 'throughput/tokens_per_s': 8.0}
+    """
+    if len(totals) < 2 or totals[-1].seconds <= totals[0].seconds:
+        return {}
+    first, last = totals[0], totals[-1]
+    seconds = last.seconds - first.seconds
+    figures = {"throughput/samples_per_s": (last.samples - first.samples) / seconds}
+    if first.tokens is not None and last.tokens is not None:
+        figures["throughput/tokens_per_s"] = (last.tokens - first.tokens) / seconds
+    if first.flops is not None and last.flops is not None:
+        flops_per_s = (last.flops - first.flops) / seconds
+        figures["throughput/model_tflops_per_s"] = flops_per_s / 1e12
+        if available_flops:
+            figures["throughput/mfu"] = flops_per_s / available_flops
+    return figures
