@@ -1,0 +1,70 @@
+"""The two packages in which Lightning is published, and classes made for either.
+
+`lightning.pytorch` and `pytorch_lightning` hold the same code twice: a strategy of one is refused by the other's
+Trainer. A callback works in both, since its hooks are called by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from typing import Any
+
+FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""Home of the Trainer -> the Fabric that it stands on."""
+
+
+def default_home() -> str:
+    """Return the home that the program has imported; ``lightning.pytorch`` where it is both or neither."""
+    other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    return "pytorch_lightning" if other else "lightning.pytorch"
+
+
+def home_of(thing: object) -> str:
+    """Return the home of a Trainer, a module, a strategy or a callback, whatever the user derived it from."""
+    for cls in type(thing).__mro__:
+        for home in FABRIC:
+            if f"{cls.__module__}.".startswith(f"{home}."):
+                return home
+    return default_home()
+
+
+def part(home: str, path: str) -> Any:
+    """Return a module of a home, such as ``part("pytorch_lightning", "utilities.model_helpers")``."""
+    return importlib.import_module(f"{home}.{path}")
+
+
+def fabric_part(home: str, path: str) -> Any:
+    """Return a module of the Fabric that a home stands on."""
+    return importlib.import_module(f"{FABRIC[home]}.{path}")
+
+
+@cache
+def for_home(cls: type, home: str | None = None) -> type:
+    """Return a strategy class over the strategy of a home that its ``base`` names.
+
+    Args:
+        cls: a class with `Seams`; its ``base`` is a name in ``<home>.strategies``.
+        home: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default the one that the program has imported.
+    """
+    home = home or default_home()
+    base = getattr(part(home, "strategies"), cls.base)  # type: ignore[attr-defined]
+    body = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__reduce_ex__": _reduced,
+        "home": home,
+        "template": cls,
+    }
+    return type(cls.__name__, (cls, base), body)
+
+
+def _reduced(strategy: Any, protocol: Any) -> Any:
+    """Copy and pickle by template and home: the derived class is not an attribute of any module."""
+    return _rebuilt, (strategy.template, strategy.home), strategy.__getstate__()
+
+
+def _rebuilt(template: type, home: str) -> Any:
+    return object.__new__(for_home(template, home))

@@ -1,0 +1,134 @@
+"""All that is changed in objects of Lightning, and what is called by a private name: one file for an upgrade to visit.
+
+Written for Lightning 2.6, where no callback hook comes between ``configure_model`` and the optimizers, around forward
+and backward, or to clipping. Each patch is of one object, not of a class, and returns its way back. A test each, in
+`tests/seams/test_patches.py` and for both homes, fails where the target is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_solo.seams.run import Run
+
+
+def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
+    """Give a user's own strategy the seams, by a class that stands over its own; return what takes them off."""
+    own = type(strategy)
+    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    # An object's class may be replaced by one whose first base it is; the seams come before it all the same.
+    order = {"mro": lambda cls: [cls, mixin, *own.__mro__]}
+    strategy.__class__ = type(type(own).__name__, (type(own),), order)(own.__name__, (own, mixin), body)
+
+    def undo() -> None:
+        strategy.__class__ = own
+        vars(strategy).pop("solo_run", None)
+
+    return undo
+
+
+_NONE: Any = object()  # an attribute that the object itself doesn't have
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """Replace an attribute of an object, and yield the one before.
+
+    Raises:
+        AttributeError: there is none of that name: Lightning has moved it.
+    """
+    original, own = getattr(owner, name), vars(owner).get(name, _NONE)
+    setattr(owner, name, value)
+    try:
+        yield original
+    finally:
+        if vars(owner).get(name, _NONE) is value:  # else somebody has replaced it since
+            delattr(owner, name)
+            if own is not _NONE:
+                setattr(owner, name, own)
+
+
+@contextmanager
+def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | float]) -> Iterator[None]:
+    """Let ``trainer.estimated_stepping_batches`` be ``count(trainer, Lightning's own answer)``.
+
+    A property is of the class, so that this Trainer gets a class of its own.
+    """
+    own = type(trainer)
+    stock = own.estimated_stepping_batches.fget
+    body = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+        "estimated_stepping_batches": property(lambda self: count(self, stock(self))),
+    }
+    trainer.__class__ = type(own.__name__, (own,), body)
+    try:
+        yield
+    finally:
+        trainer.__class__ = own
+
+
+def clipping(precision: Any, run: Run) -> Any:
+    """Have the techniques of a run clip: what ``LightningModule.clip_gradients`` ends in, a method of the precision."""
+    own = precision.clip_gradients
+
+    def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        by = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+        run.around("clip", lambda *_: own(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
+
+    return replaced(precision, "clip_gradients", clip_gradients)
+
+
+def without_module_init_context(precision: Any) -> Any:
+    """Let ``configure_model`` build in fp32: the precision's own context, the innermost, would build in its dtype."""
+    return replaced(precision, "module_init_context", nullcontext)
+
+
+def without_distributed_sampler(trainer: Any) -> Any:
+    """Keep the order of training loaders: under a strategy for several processes Lightning puts in a sampler."""
+    return replaced(trainer._accelerator_connector, "use_distributed_sampler", False)
+
+
+def batches_through(strategy: Any, change: Callable[[Any], Any]) -> Any:
+    """Change each batch behind its way to the device."""
+    own = strategy.batch_to_device
+    return replaced(strategy, "batch_to_device", lambda *args, **kwargs: change(own(*args, **kwargs)))
+
+
+def micro_batches(trainer: Any, run: Run) -> Any:
+    """Have the techniques of a run run each micro-batch of automatic optimization: forward, zeroing and backward."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    own = loop._make_closure
+
+    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = own(kwargs, optimizer, batch_idx)
+        calls: list[Any] = []
+
+        def proceed(batch: Any = None, weight: float = 1.0) -> Any:
+            given = kwargs if batch is None else type(kwargs)({**kwargs, "batch": batch})
+            made = own(given, optimizer, batch_idx)
+            if calls:
+                made._zero_grad_fn = None
+            if weight != 1 and made._backward_fn is not None:
+                made._backward_fn = partial(_weighted, made._backward_fn, weight)
+            calls.append(made)
+            return made.closure()
+
+        closure.closure = lambda *args, **kwargs: run.around("loss", proceed)()
+        return closure
+
+    return replaced(loop, "_make_closure", make_closure)
+
+
+def _weighted(backward: Callable[[Any], Any], weight: float, loss: Any) -> None:
+    backward(loss * weight)
+
+
+def with_hooks(precision: Any, module: Any, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the closure with what Lightning runs behind it: clipping, and the hooks before the optimizer's step."""
+    return partial(precision._wrap_closure, module, optimizer, closure)

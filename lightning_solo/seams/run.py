@@ -1,0 +1,168 @@
+"""One run of a Trainer, as its techniques see it: which act, in which order, in which window, and how it is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.errors import ConflictError
+from lightning_solo.seams.homes import home_of, part
+
+if TYPE_CHECKING:
+    from lightning_solo.seams.technique import Technique
+
+
+class Window:
+    """The micro-batches between two optimizer steps.
+
+    Attributes:
+        held: micro-batches of this window that have given a gradient so far; one counts once, however often its
+            backward runs.
+        weight: the factor by which each loss of this window is multiplied before backward.
+        varies: whether the factor may change along the run.
+        gradients_stay: whether parameters hold their gradients when the optimizer's step comes. Where they don't, a
+            short window can only be set right by its losses' weight.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._counted = False
+        self.held = 0
+        self.weight = 1.0
+        self.varies = False
+        self.gradients_stay = True
+
+    @property
+    def factor(self) -> int:
+        """Micro-batches per optimizer step, by which Lightning divides each loss."""
+        return int(self._trainer.accumulate_grad_batches)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether an optimizer step may come after several micro-batches."""
+        return self.factor > 1 or self.varies
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer steps behind this micro-batch: the factor is reached, or the epoch ends."""
+        return not self._trainer.fit_loop._should_accumulate()
+
+    def start_batch(self, batch_idx: int) -> None:
+        """Begin a micro-batch, and where Lightning zeroes gradients a window."""
+        self._counted = False
+        if batch_idx % self.factor == 0:
+            self.held = 0
+
+    def count(self) -> None:
+        """Count the present micro-batch, once."""
+        self.held += not self._counted
+        self._counted = True
+
+
+class Run:
+    """The context of one fit, validation, test or prediction, which every seam of a technique is given.
+
+    Attributes:
+        strategy: of the Trainer, with seams.
+        trainer: of either home.
+        home: the package of the Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        window: the present window of accumulation.
+        undo: what restores the module and Lightning's objects; it runs once, after the run or its failure.
+    """
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self.strategy = strategy
+        self.trainer = trainer
+        self.home = home_of(trainer)
+        self.window = Window(trainer)
+        self.undo = ExitStack()
+        self.ended = False
+        self.techniques: list[Technique] = []
+        self._transformed = False
+        self._with: dict[str, list[Technique]] = {}
+
+    @property
+    def module(self) -> Any:
+        """The LightningModule."""
+        return self.strategy.lightning_module
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the module runs."""
+        device: torch.device = self.strategy.root_device
+        return device
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name of the precision, such as ``"bf16-mixed"``."""
+        return str(self.strategy.precision_plugin.precision)
+
+    @property
+    def training(self) -> bool:
+        """Whether this is a fit."""
+        return bool(self.trainer.state.fn == "fit")
+
+    @cached_property
+    def info(self) -> Callable[[str], None]:
+        """Log a line once, whatever the number of processes."""
+        say: Callable[[str], None] = part(self.home, "utilities").rank_zero_info
+        return say
+
+    def join(self, technique: Technique) -> None:
+        """Have a technique act in this run, at the place that its phase gives it.
+
+        Raises:
+            ConflictError: it replaces optimizers or steps, and another one does so too, or an engine.
+        """
+        if technique in self.techniques:
+            return
+        if technique.overrides("optimizers") or technique.overrides("step"):
+            self._require_sole(technique)
+        self.techniques.append(technique)
+        self.techniques.sort(key=lambda each: each.phase)  # stable: within a phase as they are listed
+        self._with.clear()
+
+    def _require_sole(self, technique: Technique) -> None:
+        name = type(technique).__name__
+        if any(type(other) is type(technique) for other in self.techniques):
+            raise ConflictError(f"two {name} in one run: drop one; a strategy may bring its own")
+        kinds = {cls.__name__ for cls in type(self.strategy).__mro__}
+        if "ParallelStrategy" in kinds:
+            raise ConflictError(
+                f"{name} and {type(self.strategy).__name__}, which keeps optimizers or gradients in its own way: write"
+                f" Trainer(strategy='auto', devices=1), or drop {name}"
+            )
+
+    def having(self, seam: str) -> list[Technique]:
+        """Return the techniques that act at a seam, by phase."""
+        if seam not in self._with:
+            self._with[seam] = [technique for technique in self.techniques if technique.overrides(seam)]
+        return self._with[seam]
+
+    def around(self, seam: str, proceed: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``proceed`` with the techniques' seams around it, that of the first phase outermost."""
+        for technique in reversed(self.having(seam)):
+            proceed = partial(getattr(technique, seam), self, proceed)
+        return proceed
+
+    def transform(self) -> None:
+        """Let techniques change the module, once: after ``configure_model``, before it goes to the device."""
+        if not self._transformed:
+            self._transformed = True
+            for technique in self.having("transform"):
+                technique.transform(self)
+
+    def backward(self, proceed: Callable[[Tensor], Any], loss: Tensor) -> Any:
+        """Run backward of a micro-batch: the techniques' seams, and the window's weight."""
+        self.window.count()
+        return self.around("backward", proceed)(loss if self.window.weight == 1 else loss * self.window.weight)
+
+    def end(self) -> None:
+        """Undo what the techniques did; a second call does nothing."""
+        self.ended = True
+        self.undo.close()

@@ -1,0 +1,231 @@
+"""Seams in a strategy: techniques act around its methods, and without any it is the strategy that it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_solo.seams import patches
+from lightning_solo.seams.homes import for_home
+from lightning_solo.seams.run import Run
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import SingleDeviceStrategy as Base
+
+    from lightning_solo.seams.technique import Technique
+else:
+    Base = object
+
+
+class Seams(Base):
+    """A mixin over a strategy of Lightning: each method runs the techniques of the run around the strategy's own.
+
+    A class that has it is made an instance for the Trainer of ``lightning``; `for_home` gives that of the other home.
+    """
+
+    base: ClassVar[str] = "SingleDeviceStrategy"
+    """The strategy of Lightning to stand on, by its name in ``<home>.strategies``."""
+    home: str
+    solo_run: Run | None = None
+    brought: Sequence[Technique] = ()
+    """Techniques that this strategy joins to each of its runs, besides the Trainer's callbacks."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("solo_run", None)
+        return state
+
+    # --- the run ---
+
+    def begin(self, trainer: Any) -> Run:
+        """Return a new run, with what this strategy brings; the one before is ended."""
+        if self.solo_run is not None:
+            self.solo_run.end()
+        self.solo_run = run = Run(self, trainer)
+        for technique in self.brought:
+            run.join(technique)
+        return run
+
+    @property
+    def ctx(self) -> Run | None:
+        """The run that is on, if it has techniques."""
+        run = self.solo_run
+        return None if run is None or run.ended else run
+
+    def setup_environment(self) -> None:
+        """Begin the run of what this strategy brings."""
+        if self.brought:
+            assert self.lightning_module is not None  # connected
+            self.begin(self.lightning_module.trainer)
+        super().setup_environment()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the run, behind the callbacks' own hooks, which may have saved."""
+        super().on_exception(exception)
+        if self.solo_run is not None:
+            self.solo_run.end()
+
+    def teardown(self) -> None:
+        """End the run; what it undoes comes behind the way of module and states to the host."""
+        run = self.ctx
+        if run is None:
+            super().teardown()
+            return
+        try:
+            run.around("leaving", super().teardown)()
+        finally:
+            run.end()
+
+    # --- set-up ---
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Have ``configure_model`` run in the contexts of the techniques."""
+        run = self.ctx
+        with ExitStack() as stack:
+            for technique in () if run is None else run.having("building"):
+                stack.enter_context(technique.building(run))  # type: ignore[arg-type]
+            stack.enter_context(super().model_sharded_context())
+            yield
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights in the contexts of the techniques."""
+        run = self.ctx
+        with ExitStack() as stack:
+            for technique in () if run is None else run.having("loading"):
+                stack.enter_context(technique.loading(run))  # type: ignore[arg-type]
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def setup(self, trainer: Any) -> None:
+        """Have the techniques transform the module, and behind Lightning's set-up replace optimizers."""
+        run = self.ctx
+        if run is None:
+            super().setup(trainer)
+            return
+        run.transform()
+        super().setup(trainer)
+        if not run.training:
+            return
+        for technique in run.having("optimizers"):
+            self.optimizers = technique.optimizers(run, list(self.optimizers), self._schedulers())
+        if run.having("clip"):
+            run.undo.enter_context(patches.clipping(self.precision_plugin, run))
+        if run.having("loss"):
+            run.undo.enter_context(patches.micro_batches(trainer, run))
+
+    def _schedulers(self) -> list[Any]:
+        return [config.scheduler for config in self.lr_scheduler_configs]
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the techniques replace the loader for training."""
+        made: object = super().process_dataloader(dataloader)
+        run = self.ctx
+        if run is not None and run.trainer.training:
+            for technique in run.having("loader"):
+                made = technique.loader(run, made)
+        return made
+
+    # --- a step ---
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin a micro-batch, behind the callbacks, which may have changed the factor."""
+        if (run := self.ctx) is not None:
+            run.window.start_batch(batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward of a micro-batch, whose loss counts by the window's weight."""
+        run = self.ctx
+        if run is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        own = super().backward
+        made: Tensor = run.backward(lambda loss: own(loss, optimizer, *args, **kwargs), closure_loss)
+        return made
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step an optimizer."""
+        run, own = self.ctx, super().optimizer_step
+        if run is None or not run.having("step"):
+            return own(optimizer, closure, model, **kwargs)
+
+        def proceed(optimizer: Any, ignored: Any, **options: Any) -> Any:
+            return own(optimizer, closure, model, **options)
+
+        behind = patches.with_hooks(self.precision_plugin, model or self.lightning_module, optimizer, closure)
+        return run.around("step", proceed)(optimizer, behind, **kwargs)
+
+    # --- checkpoints, also behind a run ---
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights that a checkpoint has."""
+        weights = super().lightning_module_state_dict()
+        for technique in self._having_after("saved_weights"):
+            weights = technique.saved_weights(self.solo_run, weights)  # type: ignore[arg-type]
+        return weights
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the states of an optimizer that a checkpoint has."""
+        states: dict[str, Any] = super().optimizer_state(optimizer)
+        for technique in self._having_after("saved_states"):
+            states = technique.saved_states(self.solo_run, optimizer, states)  # type: ignore[arg-type]
+        return states
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers."""
+        own, run = super().load_optimizer_state_dict, self.ctx
+        (own if run is None else run.around("load_states", own))(checkpoint)
+
+    def _having_after(self, seam: str) -> Sequence[Technique]:
+        return () if self.solo_run is None else self.solo_run.having(seam)
+
+
+class SoloStrategy(Seams):
+    """Lightning's strategy for one device, with seams: what presets bring whose techniques need them.
+
+    Args:
+        device: where the module runs; a Trainer replaces it by what it chose.
+    """
+
+    @property
+    def parallel_devices(self) -> None:
+        """None, whatever a Trainer has set: the next one would take it for a choice of the user's, and refuse it."""
+        return
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        # Lightning sets what it chose where there is such an attribute, and nothing of a strategy for one device.
+        if devices:
+            self._root_device = devices[0]
+
+
+def solo_strategy(home: str) -> Any:
+    """Return a `SoloStrategy` for the Trainer of a home of Lightning."""
+    return for_home(SoloStrategy, home)()
+
+
+def join(technique: Technique, trainer: Any) -> Run:
+    """Join a technique to the run of a Trainer, and return the run; a strategy without seams is given them until then.
+
+    Raises:
+        ConflictError: as `Run.join`.
+    """
+    strategy = trainer.strategy
+    undo = None if isinstance(strategy, Seams) else patches.give_seams(strategy, Seams)
+    run: Run | None = strategy.ctx
+    if run is None or run.trainer is not trainer:
+        run = Seams.begin(strategy, trainer)
+    if undo is not None:
+        run.undo.callback(undo)  # first in, last out
+    try:
+        run.join(technique)
+    except BaseException:
+        run.end()
+        raise
+    return run

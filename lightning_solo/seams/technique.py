@@ -1,0 +1,131 @@
+"""The base of callbacks that need more of Lightning than a callback's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.cards.phase import Phase
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.strategy import Seams, join
+
+
+class Technique(Callback):
+    """A callback that also acts at seams of the strategy, whichever strategy and home the Trainer has.
+
+    Override the seams that are needed and no others: one that isn't overridden costs nothing. What is changed is
+    undone by what a seam registers, ``ctx.undo.callback(restore, ...)``, after the fit and after a failure. Those with
+    ``proceed`` run around Lightning's own work, the first phase outermost.
+    """
+
+    phase: ClassVar[Phase]
+    ctx: Run | None = None
+    """The run that this technique has joined; None outside a fit."""
+
+    # --- the seams, in the order in which a fit comes to them ---
+
+    def building(self, ctx: Run) -> AbstractContextManager[Any]:
+        """Return a context for ``configure_model``."""
+        return nullcontext()
+
+    def loading(self, ctx: Run) -> AbstractContextManager[Any]:
+        """Return a context for loading a checkpoint's weights into the module."""
+        return nullcontext()
+
+    def transform(self, ctx: Run) -> None:
+        """Change the module, which is built and has its weights; it goes to the device next, then to optimizers."""
+
+    def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
+        """Return the optimizers that take the place of those that ``configure_optimizers`` made."""
+        return optimizers
+
+    def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        """Load a checkpoint's optimizer states; ``proceed(checkpoint)`` does as Lightning."""
+        proceed(checkpoint)
+
+    def loader(self, ctx: Run, loader: Any) -> Any:
+        """Return the loader that takes the place of the one for training."""
+        return loader
+
+    def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
+        """Run one micro-batch: forward, and backward of the loss; under automatic optimization.
+
+        ``proceed(batch=None, weight=1.0)`` does so for the loader's batch, or for a part of it with its weight in the
+        loss, and returns Lightning's ``ClosureResult``. Gradients are zeroed in its first call, where they are at all.
+        """
+        return proceed()
+
+    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        """Run backward; ``proceed(loss)`` does as Lightning."""
+        return proceed(loss)
+
+    def clip(self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, bound: float, by: str) -> None:
+        """Clip gradients ``by`` "norm" or "value"; ``proceed(optimizer, bound, by)`` does as Lightning."""
+        proceed(optimizer, bound, by)
+
+    def step(
+        self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """Step an optimizer, and return the loss.
+
+        Args:
+            ctx: the run.
+            proceed: ``proceed(optimizer, closure, **options)`` does as Lightning.
+            optimizer: whose step it is.
+            closure: forward and backward of the window's last micro-batch, with clipping and hooks behind it.
+            options: of ``optimizer.step``.
+        """
+        return proceed(optimizer, closure, **options)
+
+    def saved_weights(self, ctx: Run, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights that a checkpoint has, from the module's state dict."""
+        return weights
+
+    def saved_states(self, ctx: Run, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizer states that a checkpoint has, from the optimizer's state dict."""
+        return states
+
+    def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
+        """Leave the device at the end of a run; ``proceed()`` does as Lightning: all moves to the host."""
+        proceed()
+
+    # --- joining a run, and leaving it ---
+
+    @classmethod
+    def overrides(cls, seam: str) -> bool:
+        """Return whether this class acts at a seam."""
+        return getattr(cls, seam) is not getattr(Technique, seam)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Join the run, where it is a fit."""
+        if stage == "fit":
+            self.ctx = join(self, trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End the run; the strategy has, unless it was never set up."""
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run; Lightning calls no teardown of callbacks after an exception."""
+        self._end()
+
+    def _end(self) -> None:
+        ctx, self.ctx = self.ctx, None
+        if ctx is not None:
+            ctx.end()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save behind a fit as during it, where the strategy is without seams again."""
+        if isinstance(trainer.strategy, Seams):
+            return
+        ctx = Run(trainer.strategy, trainer)
+        checkpoint["state_dict"] = self.saved_weights(ctx, checkpoint["state_dict"])
+        states = zip(trainer.strategy.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
+        saved = [self.saved_states(ctx, optimizer, state) for optimizer, state in states]
+        if saved:
+            checkpoint["optimizer_states"] = saved

@@ -1,0 +1,186 @@
+"""Each patch acts on its target in Lightning, is undone, and its test fails when the target is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_solo.seams import patches
+from lightning_solo.seams.strategy import Seams
+from tests.modules import loader, regression
+
+Make = Callable[..., Any]
+
+
+class Recorded:
+    """Stands for a run: notes what comes to its seams, and passes it on."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def around(self, seam: str, proceed: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            self.calls.append((seam, args))
+            return proceed(*args)
+
+        return noted
+
+
+def test_a_strategy_gets_seams_and_loses_them(home: ModuleType, make_trainer: Make) -> None:
+    strategy = make_trainer(home).strategy
+    own, before = type(strategy), dict(vars(strategy))
+    undo = patches.give_seams(strategy, Seams)
+    assert isinstance(strategy, Seams)
+    assert isinstance(strategy, own)
+    assert type(strategy).__qualname__ == own.__qualname__
+    for method in SEAMED:  # all that the mixin stands before are methods of Lightning's strategy
+        assert getattr(type(strategy), method) is not getattr(own, method)
+    undo()
+    assert type(strategy) is own
+    assert vars(strategy) == before
+
+
+SEAMED = (
+    *("setup_environment", "on_exception", "teardown", "model_sharded_context", "load_model_state_dict", "setup"),
+    *("process_dataloader", "on_train_batch_start", "backward", "optimizer_step", "lightning_module_state_dict"),
+    *("optimizer_state", "load_optimizer_state_dict"),
+)
+
+
+def test_the_mixin_overrides_no_method_that_lightning_lacks(home: ModuleType) -> None:
+    ours = {"begin", "ctx", "_schedulers", "_having_after"}
+    methods = {name for name, value in vars(Seams).items() if callable(value) and not name.startswith("__")}
+    assert methods - ours == set(SEAMED)
+    assert all(hasattr(home.strategies.Strategy, name) for name in SEAMED)
+
+
+def test_estimated_stepping_batches(home: ModuleType, make_trainer: Make) -> None:
+    trainer = make_trainer(home, max_epochs=2)
+    own = type(trainer)
+    trainer.fit(regression(home), loader(3))
+    with patches.stepping_batches(trainer, lambda trainer, stock: 10 * stock):
+        assert trainer.estimated_stepping_batches == 10 * 3 * 2
+        assert type(trainer).__name__ == "Trainer"
+    assert trainer.estimated_stepping_batches == 3 * 2
+    assert type(trainer) is own
+
+
+def test_clipping_ends_in_the_precision(home: ModuleType, make_trainer: Make) -> None:
+    run, before = Recorded(), make_trainer(home).precision_plugin
+    for by in ("norm", "value"):
+        trainer = make_trainer(home, gradient_clip_val=0.5, gradient_clip_algorithm=by, max_steps=1)
+        with patches.clipping(trainer.precision_plugin, run):  # type: ignore[arg-type]
+            trainer.fit(regression(home), loader(1))
+        assert [(seam, args[1:]) for seam, args in run.calls] == [("clip", (0.5, by))]
+        assert vars(trainer.precision_plugin).keys() == vars(before).keys()
+        run.calls.clear()
+    assert trainer.lightning_module.net.head.weight.grad.abs().max() <= 0.5  # it has clipped
+
+
+def test_configure_model_builds_in_the_default_dtype(home: ModuleType, make_trainer: Make) -> None:
+    kinds: list[torch.dtype] = []
+
+    @contextmanager
+    def in_fp32() -> Iterator[None]:  # inside Lightning's tensor_init_context, outside its module_init_context
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        yield
+        torch.set_default_dtype(before)
+
+    for patched in (True, False):
+        trainer, module = make_trainer(home, precision="bf16-true", max_steps=1), regression(home)
+        trainer.strategy.model_sharded_context = in_fp32
+        module.configure_model = lambda: kinds.append(torch.nn.Linear(1, 1).weight.dtype)
+        if patched:
+            with patches.without_module_init_context(trainer.precision_plugin):
+                trainer.fit(module, loader(1))
+        else:
+            trainer.fit(module, loader(1))
+        assert "module_init_context" not in vars(trainer.precision_plugin)
+    assert kinds == [torch.float32, torch.bfloat16]
+
+
+def test_no_sampler_is_put_in(home: ModuleType, make_trainer: Make) -> None:
+    trainer = make_trainer(home)
+    connector = trainer._data_connector
+    trainer.strategy.__class__ = type(
+        "Several", (type(trainer.strategy),), {"distributed_sampler_kwargs": {"num_replicas": 1, "rank": 0}}
+    )
+    several = trainer._accelerator_connector
+    assert several.use_distributed_sampler is True
+    vars(several)["_is_distributed_for_test"] = True
+    shuffled = torch.utils.data.DataLoader(range(4), shuffle=True)
+    with patches.without_distributed_sampler(trainer):
+        assert not connector._requires_distributed_sampler(shuffled)
+        assert several.use_distributed_sampler is False
+    assert several.use_distributed_sampler is True
+
+
+def test_batches_on_their_way_to_the_device(home: ModuleType, make_trainer: Make) -> None:
+    seen: list[bool] = []
+    trainer, module = make_trainer(home, max_steps=1), regression(home)
+    stock = module.training_step
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        seen.append(bool((batch[1] == 7).all()))
+        return stock(batch, batch_idx)
+
+    module.training_step = step
+    with patches.batches_through(trainer.strategy, lambda batch: [batch[0], torch.full_like(batch[1], 7)]):
+        trainer.fit(module, loader(1))
+    assert seen == [True]
+    assert "batch_to_device" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_micro_batches_of_automatic_optimization(home: ModuleType, make_trainer: Make, factor: int) -> None:
+    run = Recorded()
+    trainer = make_trainer(home, accumulate_grad_batches=factor)
+    with patches.micro_batches(trainer, run):  # type: ignore[arg-type]
+        trainer.fit(regression(home), loader(4))
+    assert run.calls == [("loss", ())] * 4
+    assert trainer.global_step == 4 // factor
+    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+
+def test_the_hooks_behind_a_closure(home: ModuleType, make_trainer: Make) -> None:
+    calls: list[str] = []
+    trainer, module = make_trainer(home, max_steps=1), regression(home)
+    module.on_before_optimizer_step = lambda optimizer: calls.append("hook")
+    own = trainer.strategy.optimizer_step
+
+    def step(optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        behind = patches.with_hooks(trainer.precision_plugin, module, optimizer, closure)
+        calls.append("before")
+        loss = behind()
+        assert loss > 0
+        return loss
+
+    with patches.replaced(trainer.strategy, "optimizer_step", step):
+        trainer.fit(module, loader(1))
+    assert calls == ["before", "hook"]
+    assert trainer.strategy.optimizer_step == own
+
+
+def test_a_patch_of_what_is_gone_raises_and_of_what_is_there_is_undone() -> None:
+    class Thing:
+        name = "class"
+
+    thing = Thing()
+    with pytest.raises(AttributeError, match="gone"), patches.replaced(thing, "gone", 1):
+        pass
+    with patches.replaced(thing, "name", "ours") as before:
+        assert (thing.name, before) == ("ours", "class")
+    assert vars(thing) == {}
+    thing.name = None  # type: ignore[assignment]
+    with patches.replaced(thing, "name", "ours"):
+        pass
+    assert vars(thing) == {"name": None}
+    with patches.replaced(thing, "name", "ours"):
+        thing.name = "somebody's"
+    assert thing.name == "somebody's"

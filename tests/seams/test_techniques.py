@@ -1,0 +1,425 @@
+"""Techniques act at their seams, by phase, under any strategy of either home, and leave nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_solo.cards.phase import Phase
+from lightning_solo.errors import ConflictError
+from lightning_solo.seams.homes import for_home, home_of
+from lightning_solo.seams.strategy import Seams, SoloStrategy, solo_strategy
+from lightning_solo.seams.technique import Technique
+from tests.modules import Stack, loader, regression
+
+Make = Callable[..., Any]
+
+
+class Everywhere(Technique):
+    """Acts at every seam, and notes where; does there what Lightning does."""
+
+    phase = Phase.STEP
+
+    def __init__(self, notes: list[str], name: str = "") -> None:
+        self.notes, self.name = notes, name
+
+    def note(self, seam: str) -> None:
+        self.notes.append(f"{self.name}{seam}")
+
+    @contextmanager
+    def building(self, ctx: Any) -> Iterator[None]:
+        self.note("building")
+        yield
+        self.note("built")
+
+    @contextmanager
+    def loading(self, ctx: Any) -> Iterator[None]:
+        self.note("loading")
+        yield
+
+    def transform(self, ctx: Any) -> None:
+        self.note("transform")
+        ctx.undo.callback(self.note, "undone")
+
+    def optimizers(self, ctx: Any, optimizers: list[Any], schedulers: Any) -> list[Any]:
+        assert len(optimizers) == 1
+        self.note("optimizers")
+        return optimizers
+
+    def load_states(self, ctx: Any, proceed: Any, checkpoint: Any) -> None:
+        self.note("load_states")
+        proceed(checkpoint)
+
+    def loader(self, ctx: Any, loader: Any) -> Any:
+        self.note("loader")
+        return loader
+
+    def loss(self, ctx: Any, proceed: Any) -> Any:
+        self.note("loss")
+        return proceed()
+
+    def backward(self, ctx: Any, proceed: Any, loss: Tensor) -> Any:
+        self.note("backward")
+        return proceed(loss)
+
+    def clip(self, ctx: Any, proceed: Any, optimizer: Any, bound: float, by: str) -> None:
+        assert (bound, by) == (0.5, "norm")
+        self.note("clip")
+        proceed(optimizer, bound, by)
+
+    def step(self, ctx: Any, proceed: Any, optimizer: Any, closure: Any, **options: Any) -> Any:
+        self.note("step")
+        return proceed(optimizer, closure, **options)
+
+    def saved_weights(self, ctx: Any, weights: dict[str, Any]) -> dict[str, Any]:
+        self.note("saved_weights")
+        return weights
+
+    def saved_states(self, ctx: Any, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+        self.note("saved_states")
+        return states
+
+    def leaving(self, ctx: Any, proceed: Any) -> None:
+        self.note("leaving")
+        proceed()
+
+
+class Marks(Technique):
+    """Changes the module in its phase, and says so."""
+
+    def __init__(self, phase: Phase, notes: list[str]) -> None:
+        self.phase, self.notes = phase, notes  # type: ignore[misc]
+
+    def transform(self, ctx: Any) -> None:
+        self.notes.append(self.phase.name)
+        ctx.undo.callback(self.notes.append, f"{self.phase.name} undone")
+
+    def backward(self, ctx: Any, proceed: Any, loss: Tensor) -> Any:
+        self.notes.append(f"before {self.phase.name}")
+        made = proceed(loss)
+        self.notes.append(f"behind {self.phase.name}")
+        return made
+
+
+def own_strategy(home: ModuleType, device: torch.device) -> Any:
+    class Mine(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
+        """A strategy of a user's own."""
+
+        def setup(self, trainer: Any) -> None:
+            super().setup(trainer)
+            self.mine = True
+
+    return Mine(device)
+
+
+def strategies(home: ModuleType, device: torch.device) -> dict[str, Any]:
+    return {"none": "auto", "solo": solo_strategy(home.__name__), "own": own_strategy(home, device)}
+
+
+@pytest.mark.parametrize("kind", ["none", "solo", "own"])
+def test_every_seam_is_come_to_in_order(
+    home: ModuleType, make_trainer: Make, device: torch.device, tmp_path: Path, kind: str
+) -> None:
+    notes: list[str] = []
+    module = regression(home)
+    module.configure_model = lambda: notes.append("configure_model")
+    stock = module.configure_optimizers
+    module.configure_optimizers = lambda: notes.append("configure_optimizers") or stock()
+
+    class Save(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "one.ckpt")
+
+    trainer = make_trainer(
+        home,
+        strategy=strategies(home, device)[kind],
+        callbacks=[Everywhere(notes), Save()],
+        gradient_clip_val=0.5,
+    )
+    trainer.fit(module, loader(1))
+    set_up = ["building", "configure_model", "built", "transform", "configure_optimizers", "optimizers"]
+    batch = ["step", "loss", "backward", "clip", "saved_weights", "saved_states"]
+    assert notes == [*set_up, "loader", *batch, "leaving", "undone"]
+    assert kind != "own" or trainer.strategy.mine
+    notes.clear()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+    assert notes[:8] == [*set_up[:3], "loading", *set_up[3:], "load_states"]
+    assert notes[-2:] == ["leaving", "undone"]
+
+
+def test_phases_decide_not_the_list(home: ModuleType, make_trainer: Make) -> None:
+    phases = [Phase.STATES, Phase.DATA, Phase.COMPILE, Phase.SAVED_TENSORS]
+    notes: list[str] = []
+    trainer = make_trainer(home, callbacks=[Marks(phase, notes) for phase in phases], max_steps=1)
+    trainer.fit(regression(home), loader(1))
+    ordered = [phase.name for phase in sorted(phases)]
+    assert notes == [
+        *ordered,
+        *[f"before {name}" for name in ordered],
+        *[f"behind {name}" for name in reversed(ordered)],
+        *[f"{name} undone" for name in reversed(ordered)],
+    ]
+
+
+def test_within_a_phase_the_list_decides(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    notes: list[str] = []
+    techniques = [Everywhere(notes, name) for name in ("b", "a")]
+    for technique in techniques:
+        vars(technique)["overrides"] = lambda seam: seam == "transform"
+    make_trainer(home, callbacks=techniques, max_steps=1).fit(regression(home), loader(1))
+    assert notes == ["btransform", "atransform", "aundone", "bundone"]
+
+
+MOMENTS = ("setup", "configure_model", "configure_optimizers", "training_step", "on_after_backward", "on_train_end")
+
+
+@pytest.mark.parametrize("kind", ["none", "solo", "own"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_all_is_undone_after_a_failure(
+    home: ModuleType, make_trainer: Make, device: torch.device, kind: str, moment: str
+) -> None:
+    notes: list[str] = []
+    technique = Everywhere(notes)
+    trainer = make_trainer(home, strategy=strategies(home, device)[kind], callbacks=[technique], gradient_clip_val=0.5)
+    before = picture(trainer)
+    for fails in (True, False):
+        module = regression(home)
+        if fails:
+
+            def fail(*args: Any, **kwargs: Any) -> None:
+                raise KeyError("mine")
+
+            setattr(module, moment, fail)
+            with pytest.raises(KeyError, match="mine"):
+                trainer.fit(module, loader(2))
+        else:
+            trainer.fit(module, loader(2))
+        assert picture(trainer) == before
+        assert technique.ctx is None
+        assert notes.count("undone") == notes.count("transform") == (0 if moment in MOMENTS[:2] else 1) + (not fails)
+
+
+def picture(trainer: Any) -> list[Any]:
+    """Return what patches change: classes, and what objects of Lightning have of their own."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    owners = (trainer.strategy, trainer.precision_plugin, loop)
+    functions = [sorted(name for name, value in vars(owner).items() if inspect.isroutine(value)) for owner in owners]
+    return [type(trainer), type(trainer.strategy), trainer._accelerator_connector.use_distributed_sampler, functions]
+
+
+def test_one_strategy_for_two_trainers_and_several_fits(home: ModuleType, make_trainer: Make) -> None:
+    strategy, notes = solo_strategy(home.__name__), []
+    strategy.brought = [Everywhere(notes)]
+    for _ in range(2):
+        trainer = make_trainer(home, strategy=strategy, accelerator="auto", gradient_clip_val=0.5)
+        for fits in (1, 2):
+            notes.clear()
+            trainer.fit_loop.max_epochs = fits
+            trainer.fit(regression(home), loader(1))
+            assert notes[:2] == ["transform", "optimizers"]
+            assert notes.count("loader") == 1
+            assert notes.count("step") == 1
+            assert notes[-1] == "undone"
+
+
+def test_validation_test_and_prediction_are_left_alone(home: ModuleType, make_trainer: Make) -> None:
+    notes: list[str] = []
+    trainer, module = make_trainer(home, callbacks=[Everywhere(notes)]), regression(home)
+    trainer.validate(module, loader(1), verbose=False)
+    trainer.test(module, loader(1), verbose=False)
+    trainer.predict(module, loader(1))
+    assert notes == []
+
+
+def test_the_loader_of_validation_is_not_the_one_for_training(home: ModuleType, make_trainer: Make) -> None:
+    class Halved(Technique):
+        phase = Phase.DATA
+
+        def loader(self, ctx: Any, loader: Any) -> Any:
+            return list(loader)[::2]
+
+    module, seen = regression(home), {"training": 0, "validation": 0}
+    for kind in seen:
+        stock = getattr(module, f"{kind}_step")
+
+        def counted(batch: Any, batch_idx: int, kind: str = kind, stock: Any = stock) -> Any:
+            seen[kind] += 1
+            return stock(batch, batch_idx)
+
+        setattr(module, f"{kind}_step", counted)
+    make_trainer(home, callbacks=[Halved()]).fit(module, loader(10), loader(10))
+    assert seen == {"training": 5, "validation": 10}
+
+
+class Halves(Technique):
+    """Runs each micro-batch in two pieces, whose losses count by their share."""
+
+    phase = Phase.STEP
+
+    def loss(self, ctx: Any, proceed: Any) -> Any:
+        batch = next(self.batches)
+        count = len(batch[0])
+        pieces = ([each[: count // 4] for each in batch], [each[count // 4 :] for each in batch])
+        for piece in pieces:
+            made = proceed(piece, len(piece[0]) / count)
+        return made
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.batches = iter(loader(6).__iter__())
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_micro_batch_in_pieces_has_the_gradients_of_the_whole(
+    home: ModuleType, make_trainer: Make, factor: int
+) -> None:
+    def run(callbacks: list[Any]) -> Any:
+        torch.manual_seed(2)
+        module = regression(home, Stack(1))
+        make_trainer(home, callbacks=callbacks, accumulate_grad_batches=factor).fit(module, loader(6))
+        return module
+
+    start = Stack(1)
+    torch.manual_seed(2)
+    start = Stack(1)
+    for expected, ours, first in zip(
+        run([]).parameters(), run([Halves()]).parameters(), start.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(ours, first)
+
+
+def test_a_weighted_window_counts_more(home: ModuleType, make_trainer: Make) -> None:
+    gradients: dict[float, Tensor] = {}
+
+    class Weigh(Technique):
+        phase = Phase.STEP
+
+        def __init__(self, weight: float) -> None:
+            self.weight = weight
+
+        def transform(self, ctx: Any) -> None:
+            ctx.window.weight = self.weight
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            gradients[self.weight] = pl_module.net.head.weight.grad.clone()
+
+    for weight in (1.0, 4.0):
+        torch.manual_seed(2)
+        make_trainer(home, callbacks=[Weigh(weight)], max_steps=1).fit(regression(home, Stack(1)), loader(1))
+    assert torch.equal(gradients[4.0], 4 * gradients[1.0])
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_the_window_counts_and_knows_its_last(home: ModuleType, make_trainer: Make) -> None:
+    seen = []
+
+    class Look(Technique):
+        phase = Phase.OBSERVE
+
+        def backward(self, ctx: Any, proceed: Any, loss: Tensor) -> Any:
+            made = proceed(loss)
+            proceed(loss * 0) if ctx.window.held == 2 else None  # twice: one micro-batch all the same
+            seen.append((ctx.window.factor, ctx.window.held, ctx.window.is_last))
+            return made
+
+    module = regression(home)
+    stock = module.training_step
+    module.training_step = lambda batch, batch_idx: None if batch_idx == 4 else stock(batch, batch_idx)
+    module.backward = lambda loss, *args, **kwargs: loss.backward(retain_graph=True)
+    make_trainer(home, callbacks=[Look()], accumulate_grad_batches=3).fit(module, loader(8))
+    # batches 0 1 2 | 3 (4 has no loss) 5 | 6 7, the epoch's last
+    assert seen == [
+        (3, 1, False),
+        (3, 2, False),
+        (3, 3, True),
+        (3, 1, False),
+        (3, 2, True),
+        (3, 1, False),
+        (3, 2, True),
+    ]
+
+
+def test_weights_are_saved_the_same_way_behind_a_fit(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    class InDouble(Technique):
+        phase = Phase.STATES
+
+        def saved_weights(self, ctx: Any, weights: dict[str, Any]) -> dict[str, Any]:
+            assert ctx.module is not None
+            return {name: value.double() for name, value in weights.items()}
+
+        def saved_states(self, ctx: Any, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+            return {**states, "marked": True}
+
+    for strategy in ("auto", solo_strategy(home.__name__)):
+        trainer = make_trainer(home, strategy=strategy, callbacks=[InDouble()], max_steps=1)
+        trainer.fit(regression(home), loader(1))
+        trainer.save_checkpoint(tmp_path / "behind.ckpt")
+        saved = torch.load(tmp_path / "behind.ckpt", weights_only=True)
+        assert {value.dtype for value in saved["state_dict"].values()} == {torch.float64}
+        assert saved["optimizer_states"][0]["marked"]
+
+
+def test_who_replaces_optimizers_is_alone(home: ModuleType, make_trainer: Make) -> None:
+    class Mine(Technique):
+        phase = Phase.STATES
+
+        def optimizers(self, ctx: Any, optimizers: list[Any], schedulers: Any) -> list[Any]:
+            return optimizers
+
+    trainer = make_trainer(home, callbacks=[Mine(), Mine()])
+    with pytest.raises(ConflictError, match="two Mine in one run: drop one"):
+        trainer.fit(regression(home), loader(1))
+    assert not isinstance(trainer.strategy, Seams)
+    trainer = make_trainer(home, strategy="fsdp" if torch.cuda.is_available() else "ddp", callbacks=[Mine()])
+    with pytest.raises(ConflictError, match=r"Mine and \w+Strategy, which keeps .*write Trainer\(strategy='auto'"):
+        trainer.callbacks[0].setup(trainer, regression(home), "fit")
+    assert not isinstance(trainer.strategy, Seams)
+
+
+# --- without techniques ---
+
+
+def test_without_techniques_it_is_lightnings_strategy(home: ModuleType, make_trainer: Make) -> None:
+    ends = []
+    for strategy in (solo_strategy(home.__name__), "auto"):
+        torch.manual_seed(2)
+        module = regression(home, Stack(1))
+        trainer = make_trainer(
+            home, strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=0.1, precision="bf16-mixed"
+        )
+        trainer.fit(module, loader(5), loader(2))
+        trainer.validate(module, loader(2), verbose=False)
+        trainer.test(module, loader(2), verbose=False)
+        ends.append([*module.state_dict().values(), *trainer.predict(module, loader(2))])
+        assert type(trainer.strategy).__name__ == ("SingleDeviceStrategy" if strategy == "auto" else "SoloStrategy")
+        assert trainer.strategy.strategy_name == "single_device"
+        assert getattr(trainer.strategy, "solo_run", None) is None
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_copies_and_pickles_are_of_the_same_class(home: ModuleType) -> None:
+    strategy = solo_strategy(home.__name__)
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert type(other) is type(strategy) is for_home(SoloStrategy, home.__name__)
+        assert vars(other).keys() == vars(strategy).keys()
+    assert isinstance(strategy, home.strategies.SingleDeviceStrategy)
+    assert strategy.__class__.__mro__[1] is SoloStrategy
+
+
+def test_the_home_of_things(home: ModuleType, make_trainer: Make) -> None:
+    assert home_of(make_trainer(home)) == home_of(regression(home)) == home.__name__
+    assert home_of(solo_strategy(home.__name__)) == home.__name__
+    assert home_of(object()) == "lightning.pytorch"  # both are imported here
