@@ -8,11 +8,14 @@ loops read and write each number, within rounding of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_solo.errors import PresetError
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.kernels import Scalars
@@ -32,6 +35,29 @@ class Hyperparameters:
     eps: float
     weight_decay: float
     decoupled_weight_decay: bool
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
+        """Return those of an optimizer's group."""
+        return cls(
+            lr=float(group["lr"]),
+            betas=tuple(group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+    def require_valid(self, name: str) -> None:
+        """Check the numbers that an optimizer, of this name, was given.
+
+        Raises:
+            PresetError: one is out of its range.
+        """
+        for key, value in (("lr", float(self.lr)), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if not value >= 0:
+                raise PresetError(f"{name}: {key}={value}: write a number of at least 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise PresetError(f"{name}: betas={self.betas}: write two numbers from 0 up to, not including, 1")
 
     def scalars(self, step: int, index: int) -> Scalars:
         """Return the numbers of a parameter's step.

@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError
 from lightning_solo.machine import is_installed
+from lightning_solo.optim.adamw_state_dict import UNSUPPORTED
 from lightning_solo.optim.back_end_facts import BACK_ENDS
-from lightning_solo.optim.compact_adamw import UNSUPPORTED
 from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import can_compile
 from lightning_solo.optim.replacement import replace_optimizer

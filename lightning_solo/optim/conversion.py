@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
-from lightning_solo.optim.compact_adamw import UNSUPPORTED, CompactAdamW
+from lightning_solo.optim.adamw_state_dict import UNSUPPORTED
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.replacement import replace_optimizer
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED

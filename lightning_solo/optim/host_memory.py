@@ -159,7 +159,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
-        self._device = device
+        self.device = device
         self._streams: Any = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else None  # type: ignore[no-untyped-call]
         self._slots: list[_Slot] = []
         self._turn = 0
@@ -192,7 +192,7 @@ class Staging:
             self._copy(back, pieces)
             return
         up, down = self._streams
-        now = torch.cuda.current_stream(self._device)
+        now = torch.cuda.current_stream(self.device)
         waits = [slot.emptied, *(self._stored.get(piece.data_ptr()) for piece in pieces.values())]
         with torch.cuda.stream(up):
             for event in filter(None, waits):
@@ -217,7 +217,7 @@ class Staging:
     def next_slot(self, pieces: Mapping[str, Tensor]) -> tuple[int, _Slot]:
         """Return the slot whose turn it is, with its number; its buffers are made larger where they are too small."""
         self._largest = max(self._largest, sum(piece.nbytes for piece in pieces.values()))
-        least = SLOTS.get(self._device.type, 1)
+        least = SLOTS.get(self.device.type, 1)
         count = max(least, min(self._served // SERVED_PART, STAGING_BYTES) // self._largest) if least > 1 else least
         for slot in self._slots[count:]:
             self._free(slot, [*slot.buffers])
@@ -230,9 +230,9 @@ class Staging:
         for name, piece in pieces.items():
             if name not in slot.buffers or slot.buffers[name].numel() < piece.nbytes:
                 self._free(slot, [name])
-                slot.buffers[name] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
+                slot.buffers[name] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self.device)
                 if self._streams is not None:  # its memory may have been somebody's who is still at work
-                    self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
+                    self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
         return number, slot
 
     def _free(self, slot: _Slot, names: Iterable[str]) -> None:

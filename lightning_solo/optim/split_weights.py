@@ -121,7 +121,19 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
 def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, Tensor]) -> None:
     """Make bf16 parameters fp32 again, in place, with what `split_parameters` returned for them."""
     for p in parameters:
-        master = p.detach().to(torch.float32)
-        if p in corrections:
-            join_into(in_memory_order(master), in_memory_order(p.detach()), corrections[p].to(p.device))
-        p.data = master
+        p.data = joined(p, corrections.get(p))
+
+
+def joined(p: Tensor, correction: Tensor | None) -> Tensor:
+    """Return the fp32 master weight of a parameter, of its shape; an fp32 parameter's is its own memory."""
+    if correction is None:
+        return p.detach().to(torch.float32)
+    master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+    join_into(in_memory_order(master), in_memory_order(p.detach()), correction.to(p.device))
+    return master
+
+
+def split_again(p: Tensor, master: Tensor, correction: Tensor) -> None:
+    """Set a bf16 parameter and its correction from an fp32 master weight of its shape."""
+    flat = in_memory_order(master.to(p.device), p.detach())
+    correction.copy_(split_into(in_memory_order(p.detach()), flat, bits_of(correction)))

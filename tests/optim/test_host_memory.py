@@ -20,8 +20,8 @@ from lightning_solo.optim import (
     CompactAdamW,
     GradientRelease,
     adamw_update,
-    compact_adamw,
     host_memory,
+    state_placement,
 )
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.host_memory import Staging, host_tensors
@@ -77,10 +77,10 @@ def test_acted_on_all_states_but_those_of_small_tensors(bits: Any):
     train(module, optimizer, 1)
     large = [p for p in module.parameters() if p.numel() >= 4096]
     assert len(large) == 3
-    assert set(optimizer._on_host) == set(large)
+    assert set(optimizer.host_states) == set(large)
     assert optimizer.host_bytes == sum(bytes_of(state_layout(p, *bits)) for p in large)
     for p in large:
-        for name, tensor in optimizer._on_host[p].items():
+        for name, tensor in optimizer.host_states[p].items():
             assert optimizer.state[p][name] is tensor
     assert "on the host" in optimizer.summary()
 
@@ -106,7 +106,7 @@ def test_a_budget_is_what_stays_on_the_device_and_goes_to_the_first():
     small = sum(3 * 4 * p.numel() for p in module.parameters() if p.numel() < 4096)  # more than they take
     optimizer = optimizer_of(module, (24, 8), budget=first + small)
     train(module, optimizer, 1)
-    assert set(optimizer._on_host) == {module[2].weight, module[4].weight}
+    assert set(optimizer.host_states) == {module[2].weight, module[4].weight}
     everywhere = sum(bytes_of(state_layout(p, 24, 8)) for p in module.parameters())
     assert everywhere - optimizer.host_bytes <= first + small
 
@@ -116,22 +116,22 @@ def test_on_a_cpu_nothing_is_free_of_a_device():
     optimizer = optimizer_of(module, (24, 8), budget="auto")
     assert "placed at the first step" in optimizer.summary()
     train(module, optimizer, 1)
-    assert len(optimizer._on_host) == 3
+    assert len(optimizer.host_states) == 3
     assert "from where comes back what is free" in optimizer.summary()
     train(module, optimizer, 1)
-    assert len(optimizer._on_host) == 3
+    assert len(optimizer.host_states) == 3
     assert "from where" not in optimizer.summary()
 
 
 def test_what_the_first_step_leaves_free_is_filled_from_the_first_parameter_on(monkeypatch: pytest.MonkeyPatch):
     ours, plain = net(), net()
     first = bytes_of(state_layout(ours[0].weight.bfloat16(), 24, 8))
-    monkeypatch.setattr(compact_adamw, "_free_bytes", lambda device: first + 10)
+    monkeypatch.setattr(state_placement, "free_bytes", lambda device: first + 10)
     optimizers = optimizer_of(ours, (24, 8), budget="auto"), optimizer_of(plain, (24, 8))
     train(ours, optimizers[0], 1)
-    assert len(optimizers[0]._on_host) == 3
+    assert len(optimizers[0].host_states) == 3
     train(ours, optimizers[0], 3)
-    assert set(optimizers[0]._on_host) == {ours[2].weight, ours[4].weight}
+    assert set(optimizers[0].host_states) == {ours[2].weight, ours[4].weight}
     train(plain, optimizers[1], 1)
     train(plain, optimizers[1], 3)
     assert_same(everything(ours, optimizers[0]), everything(plain, optimizers[1]))
@@ -146,7 +146,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device_from_the_start(monkey
     optimizer.place_states()
     assert optimizer.host_bytes <= last + 400
     assert optimizer.state_bytes == every
-    assert set(optimizer._on_host) <= {module[4].weight}
+    assert set(optimizer.host_states) <= {module[4].weight}
 
 
 @pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler")
@@ -332,7 +332,7 @@ def test_trace_loaded_again_into_a_place_that_is_there():
     optimizer = optimizer_of(module, (24, 8), budget=0)
     train(module, optimizer, 2)
     saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
-    homes = {p: dict(home) for p, home in optimizer._on_host.items()}
+    homes = {p: dict(home) for p, home in optimizer.host_states.items()}
     train(module, optimizer, 2, seed=6)
     after = [x.clone() for x in everything(module, optimizer)]
     module.load_state_dict(saved[0])
@@ -373,7 +373,7 @@ def test_a_group_that_is_added_later_finds_its_place():
     train(module, optimizer, 1)
     optimizer.add_param_group({"params": list(module[2].parameters())})
     train(module, optimizer, 1)
-    assert set(optimizer._on_host) == {module[0].weight, module[2].weight}
+    assert set(optimizer.host_states) == {module[0].weight, module[2].weight}
 
 
 # --- errors ---
@@ -447,5 +447,5 @@ def test_gpu_parity_with_states_on_the_device(released: bool, monkeypatch: pytes
         results.append([x.cpu() for x in everything(module, optimizer)])
         if budget == 0:
             assert optimizer.host_bytes > 0
-            assert all(x.device.type == "cpu" for home in optimizer._on_host.values() for x in home.values())
+            assert all(x.device.type == "cpu" for home in optimizer.host_states.values() for x in home.values())
     assert_same(*results)

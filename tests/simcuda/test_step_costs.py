@@ -158,7 +158,7 @@ def test_as_many_buffers_as_what_passes_through_them_asks_for(monkeypatch: pytes
     of_one = max(sum(buffer.nbytes for buffer in slot.buffers.values()) for slot in slots)
     assert len(slots) == optimizer.host_bytes // 4 // of_one > host_memory.SLOTS["cuda"]
     monkeypatch.setattr(host_memory, "STAGING_BYTES", 1)
-    with optimizer.staging.on_device({"exp_avg": next(iter(optimizer._on_host.values()))["exp_avg"][:1024]}):
+    with optimizer.staging.on_device({"exp_avg": next(iter(optimizer.host_states.values()))["exp_avg"][:1024]}):
         assert len(optimizer.staging._slots) == host_memory.SLOTS["cuda"]
 
 

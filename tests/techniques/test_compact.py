@@ -415,7 +415,7 @@ def test_parity_of_states_on_the_host(make_trainer: Make, budget: Any, accumulat
     assert right.host_bytes == 0
     fits = budget == "auto" and ours.strategy.root_device.type == "cuda"
     # the matrices, or all but the first; none where the device has room
-    assert len(left._on_host) == (0 if fits else 3 if budget == "60KiB" else 4)
+    assert len(left.host_states) == (0 if fits else 3 if budget == "60KiB" else 4)
     assert (left.host_bytes == 0) == fits
     assert_same(weights(ours), weights(resident))
     for p, q in zip(ours.lightning_module.parameters(), resident.lightning_module.parameters(), strict=True):
@@ -572,9 +572,9 @@ def test_trace_what_lightning_moves_to_the_device_is_not_what_lies_on_the_host(
     class Watch(home.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             (optimizer,) = trainer.optimizers
-            for p, tensors in optimizer._on_host.items():
+            for p, tensors in optimizer.host_states.items():
                 assert all(optimizer.state[p][name] is tensor for name, tensor in tensors.items())
-            seen.append(len(optimizer._on_host))
+            seen.append(len(optimizer.host_states))
 
     if device.type == "cpu":
         monkeypatch.setattr(moving, "move_data_to_device", lambda tensor, device: tensor.clone())
@@ -612,7 +612,7 @@ def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
     strategy = CompactStrategy(state_budget="60KiB", release_gradients=False)
     trainer = fit(home, make_trainer, strategy, module, precision="bf16-true", max_steps=2)
     assert sum(optimizer.state_bytes - optimizer.host_bytes for optimizer in trainer.optimizers) <= 60 * 1024
-    assert [len(optimizer._on_host) for optimizer in trainer.optimizers] == [1, 2]
+    assert [len(optimizer.host_states) for optimizer in trainer.optimizers] == [1, 2]
 
 
 @pytest.mark.every_change
@@ -1113,5 +1113,5 @@ def test_gpu_states_on_the_host(make_trainer: Make, budget: Any, arguments: dict
     assert_same(weights(ours), weights(resident))
     (optimizer,) = ours.optimizers
     assert (optimizer.host_bytes > 0) == (budget != "auto")  # all of it fits
-    for tensors in optimizer._on_host.values():
+    for tensors in optimizer.host_states.values():
         assert all(tensor.is_pinned() for tensor in tensors.values())

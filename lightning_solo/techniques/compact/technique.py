@@ -35,16 +35,14 @@ from lightning_solo.optim import back_ends
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.building import Building
-from lightning_solo.optim.compact_adamw import (
-    CompactAdamW,
-    require_state_budget,
-)
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
 from lightning_solo.optim.host_memory import host_room, is_planned
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, join_parameters, split_parameters
+from lightning_solo.optim.state_placement import require_state_budget
 from lightning_solo.optim.torch_optimizers import SERVED, state_bytes
 from lightning_solo.presets.conflicts import compact_precision
 from lightning_solo.units import format_bytes, parse_bytes

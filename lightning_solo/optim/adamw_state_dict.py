@@ -1,0 +1,113 @@
+"""State dicts of `CompactAdamW`: which can be loaded, and the form that torch's AdamW loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.optim.adamw_states import (
+    Layout,
+    compress,
+    correction_of,
+    described,
+    is_alike,
+    is_plain,
+    new_state,
+    plain,
+)
+from lightning_solo.optim.names import name_in
+
+UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
+"""Rules of torch's AdamW and Adam that have no compact form."""
+
+
+def loadable_states(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], layout: Callable[[Tensor], Layout]
+) -> dict[Tensor, dict[str, Any]]:
+    """Return the saved state of each parameter of an optimizer, empty where the file has none.
+
+    Args:
+        optimizer: that is to load them.
+        state_dict: of a `CompactAdamW`, or of torch's AdamW or Adam.
+        layout: returns the layout of a parameter's state.
+
+    Raises:
+        CheckpointError: other groups, names, sizes or bits, tensors that are missing, or a rule that is `UNSUPPORTED`.
+    """
+    _require_supported(state_dict)
+    saved, parameters = _parameters(state_dict["param_groups"]), _parameters(optimizer.param_groups)
+    _require_same_names(state_dict["param_groups"], optimizer.param_groups)
+    if len(saved) != len(parameters):
+        raise CheckpointError(f"states of {len(saved)} parameters; this optimizer has {len(parameters)}")
+    states = {p: state_dict["state"].get(key, {}) for key, p in zip(saved, parameters, strict=True)}
+    for p, state in states.items():
+        whole = layout(p)
+        moments = {name: size for name, size in whole.items() if name != "correction"}
+        correction = {name: size for name, size in whole.items() if name == "correction"}
+        if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(state, p):
+            raise CheckpointError(
+                f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here; build"
+                " the optimizer with the master_bits and moment_bits of the file"
+            )
+    return states
+
+
+def loaded_state(
+    p: Tensor, saved: Mapping[str, Tensor], layout: Layout, home: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return a copy of a parameter's saved state.
+
+    Args:
+        p: the parameter.
+        saved: one of `loadable_states`, not empty.
+        layout: of the parameter's state.
+        home: host tensors into which it is copied; the others are made on the device.
+    """
+    if not set(saved) - {"correction"}:  # before its first step
+        return {name: home[name].copy_(x) if home else x.to(p.device, copy=True) for name, x in saved.items()}
+    state = new_state(layout, p.device, home)
+    moments = {name: x for name, x in saved.items() if name != "correction"}
+    if is_plain(moments, p):
+        compress(state, p, moments)
+        saved = correction_of(saved)
+    for name, value in saved.items():
+        state[name].copy_(value)
+    return state
+
+
+def plain_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state dict of a `CompactAdamW` with the states as torch's AdamW keeps them, in fp32."""
+    state_dict = optimizer.state_dict()
+    parameters = _parameters(optimizer.param_groups)
+    stepped = {key: state for key, state in state_dict["state"].items() if "step" in state}
+    return {**state_dict, "state": {key: plain(parameters[key], state) for key, state in stepped.items()}}
+
+
+def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(group["params"] for group in groups))
+
+
+def _require_supported(state_dict: Mapping[str, Any]) -> None:
+    for name in ("state", "param_groups"):
+        if name not in state_dict:
+            raise CheckpointError(f"states of an optimizer without {name}: there are {', '.join(state_dict) or 'none'}")
+    for number, group in enumerate(state_dict["param_groups"]):
+        for name in ("params", "lr", "betas", "eps", "weight_decay"):
+            if name not in group:
+                raise CheckpointError(f"group {number} in the file has no {name}: it is not of AdamW or Adam")
+        for name in UNSUPPORTED:
+            if group.get(name):
+                raise CheckpointError(f"group {number} in the file has {name}=True, which CompactAdamW has not")
+
+
+def _require_same_names(saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
+    for saved_group, group in zip(saved, groups, strict=False):
+        theirs, ours = saved_group.get("param_names"), group.get("param_names")
+        if theirs and ours and list(theirs) != list(ours):
+            pair = next(((a, b) for a, b in zip(theirs, ours, strict=False) if a != b), ("more or fewer", "parameters"))
+            raise CheckpointError(f"states of {pair[0]} in the file where this optimizer has {pair[1]}")

@@ -1,0 +1,83 @@
+"""What the steps of a `CompactAdamW` share on a device: kernels, controls, and launches of many parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_solo.optim import kernels
+from lightning_solo.optim.kernels import Control, Piece
+
+LAUNCH_NUMEL = 2**26
+"""Elements of parameters that are stepped by one launch."""
+
+
+class DeviceSteps:
+    """The kernels of an optimizer's steps on one device, and their controls, which share one tensor of flags.
+
+    Args:
+        device: of the parameters.
+        count: of the parameters.
+        numel: elements of all parameters.
+        fused: as `kernels.kernels_on`.
+    """
+
+    def __init__(self, device: torch.device, count: int, numel: int, fused: bool | None) -> None:
+        self.device = device
+        self.kernels = kernels.kernels_on(device, fused=fused, numel=numel)
+        self._count = count
+        self._controls: dict[float, Control] = {}  # by bound, of steps whose gradients are not scaled
+
+    @cached_property
+    def _one(self) -> Tensor:
+        return torch.ones((), dtype=torch.float32, device=self.device)
+
+    @cached_property
+    def _flags(self) -> Tensor:
+        return torch.zeros(self._count, dtype=torch.int32, device=self.device)
+
+    def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
+        """Return what steps are to share.
+
+        Args:
+            scale: factor of the gradients, fp32, on the device. None: 1.
+            bound: to which gradients are clamped.
+        """
+        if scale is not None:
+            return Control(scale, self._flags, bound)
+        if bound not in self._controls:
+            self._controls[bound] = Control(self._one, self._flags, bound)
+        return self._controls[bound]
+
+    def pop_not_finite(self) -> int | None:
+        """Return the number of a parameter that was stepped with a gradient that isn't finite, and forget all of them.
+
+        Waits for the device. None: there is no such parameter, or ``kernels.folds`` is False.
+        """
+        if "_flags" not in vars(self) or not bool(self._flags.any()):
+            return None
+        first = int(self._flags.nonzero()[0])
+        self.forget_not_finite()
+        return first
+
+    def forget_not_finite(self) -> None:
+        """Forget which gradients were not finite."""
+        if "_flags" in vars(self):
+            self._flags.zero_()
+
+
+def launches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces, as many at a time as are stepped by one launch."""
+    launch: list[Piece] = []
+    numel = 0
+    for piece in pieces:
+        if launch and numel + piece.numel > LAUNCH_NUMEL:
+            yield launch
+            launch, numel = [], 0
+        launch.append(piece)
+        numel += piece.numel
+    yield launch

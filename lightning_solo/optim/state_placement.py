@@ -1,0 +1,170 @@
+"""Where the states of a `CompactAdamW` are stored: on the device of their parameter, or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.errors import BudgetError, PresetError
+from lightning_solo.optim import host_memory
+from lightning_solo.optim.adamw_states import Layout, bytes_of
+from lightning_solo.optim.compressed_moments import LEAST
+from lightning_solo.optim.host_memory import Staging
+from lightning_solo.units import format_bytes
+
+States = MutableMapping[Tensor, dict[str, Tensor]]
+"""Parameter -> tensors of its state by name."""
+
+
+class StatePlacement:
+    """Which parameters have their states on the host, and the way of these states through the device.
+
+    Args:
+        layout: returns the layout of a parameter's state.
+        budget: bytes of states that stay on the device; "auto": as many as the first step leaves free; None: all.
+
+    Attributes:
+        host: parameter -> tensors of its state on the host, by name.
+        is_settled: whether it is known what stays on the device; with "auto" the first step decides it.
+    """
+
+    def __init__(self, layout: Callable[[Tensor], Layout], budget: int | str | None) -> None:
+        self.host: dict[Tensor, dict[str, Tensor]] = {}
+        self.is_settled = budget != "auto"
+        self._layout, self._budget = layout, budget
+        self._budget_left: int | None = None  # once states have been placed
+        self._unplaced: list[Tensor] = []
+        self._first: Tensor | None = None  # that was stepped: when it comes again, the first step is over
+        self._staging: Staging | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_staging": None}
+
+    def add(self, p: Tensor) -> None:
+        """Have the state of one more parameter placed."""
+        if self._budget is not None:
+            self._unplaced.append(p)
+
+    def place(self, states: States) -> None:
+        """Allocate host memory for the states of added parameters, and move those that exist already.
+
+        Raises:
+            BudgetError: the host has too little memory; nothing has been allocated.
+        """
+        if not self._unplaced:
+            return
+        parameters, self._unplaced = self._unplaced, []
+        layouts = {p: self._layout(p) for p in parameters}
+        if self._budget_left is None and self._budget == "auto":  # until it is settled, what the host has no room for
+            self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_memory.host_room())
+        elif self._budget_left is None:
+            self._budget_left = int(self._budget or 0)
+        leaving = {}
+        for p, layout in layouts.items():
+            if bytes_of(layout) <= self._budget_left or p.numel() < LEAST:
+                self._budget_left -= bytes_of(layout)
+            else:
+                leaving[p] = layout
+        sizes = [size for layout in leaving.values() for size in layout.values()]
+        remedy = "give a larger state_budget, write moment_bits=4 or master_bits='16-stochastic'"
+        try:
+            host_memory.require_host_room("optimizer states", sizes, remedy)
+        except BudgetError:
+            self._unplaced = parameters
+            raise
+        tensors = iter(host_memory.host_tensors(sizes, parameters[0].device) if sizes else ())
+        if self._staging is not None:  # gradients on the host came first
+            self._staging.serve(sum(map(bytes_of, leaving.values())))
+        for p in parameters:
+            if p in leaving:
+                self.host[p] = {name: next(tensors) for name in leaving[p]}
+            if p in states:
+                states[p] = self._moved(p, states[p])
+
+    def note_step(self, p: Tensor, states: States) -> None:
+        """Note that a parameter is stepped; where that begins the second step, bring states back to the device."""
+        if self.is_settled:
+            return
+        if self._first is p:  # memory has had its peak
+            self._settle(states)
+        self._first = p if self._first is None else self._first
+
+    def _settle(self, states: States) -> None:
+        """Bring states back to the device, from the first parameter on, as long as there is room."""
+        self.is_settled = True
+        self.wait()
+        left = free_bytes(next(iter(self.host)).device) if self.host else 0
+        for p in list(self.host):
+            left -= bytes_of(self._layout(p))
+            if left < 0:
+                break
+            if self._staging is not None:
+                self._staging.serve(-bytes_of(self._layout(p)))
+            del self.host[p]
+            states[p] = self._moved(p, states[p])
+
+    def _moved(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a parameter's state where it is to be stored."""
+        home = self.host.get(p, {})
+        return {
+            name: home[name].copy_(value) if name in home else value if name == "step" else value.to(p.device)
+            for name, value in state.items()
+        }
+
+    def empty(self, p: Tensor, kept: Collection[str]) -> dict[str, Tensor]:
+        """Return a parameter's host tensors, made zero but for those that are kept."""
+        home = self.host.get(p, {})
+        return {name: tensor if name in kept else tensor.zero_() for name, tensor in home.items()}
+
+    def staging(self, device: torch.device) -> Staging:
+        """Return how host tensors pass through a device."""
+        if self._staging is None:
+            self._staging = Staging(device)
+            self._staging.serve(self.host_bytes)
+        return self._staging
+
+    def follow(self, device: torch.device) -> None:
+        """Forget how host tensors pass through another device, after the last ones are back."""
+        if self._staging is not None and self._staging.device != device:
+            self.wait()
+            self._staging = None
+
+    def wait(self) -> None:
+        """Wait until what is on its way to the host is there, before the host reads it."""
+        if self._staging is not None:
+            self._staging.wait()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the states on the host, of those that have been placed."""
+        return sum(tensor.nbytes for home in self.host.values() for tensor in home.values())
+
+    def summary(self, total: int) -> str:
+        """Return in words where states of so many bytes are stored."""
+        words = f"{format_bytes(total - self.host_bytes)} on the device"
+        if self._unplaced:
+            words = f"{format_bytes(total)}, which are placed at the first step"
+        elif self.host_bytes:
+            words += f", {format_bytes(self.host_bytes)} on the host"
+        return words if self.is_settled else f"{words}, from where comes back what is free behind the first step"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that nobody has used so far, less a twentieth of all; of a CPU 0."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - total // 20)
+
+
+def require_state_budget(budget: int | str | None, name: str) -> None:
+    """Check a budget of states on the device.
+
+    Raises:
+        PresetError: it is neither a number of bytes, nor "auto", nor None.
+    """
+    if budget is not None and budget != "auto" and (type(budget) is not int or budget < 0):
+        raise PresetError(f"{name}={budget!r}: write bytes that stay on the device, 'auto' or None")
