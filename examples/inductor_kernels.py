@@ -33,8 +33,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from lightning_solo.machine import is_installed
-from lightning_solo.optim.adamw_update import update_blocks
+from lightning_solo.optim.adamw_update import Blocks, update_blocks
 from lightning_solo.optim.compressed_moments import BLOCK, codebooks
+from lightning_solo.optim.kernels import Scalars
 
 MOMENT_BITS = (8, 32, *((4,) if is_installed("torchao") else ()))
 ROWS = 2**17
@@ -64,8 +65,8 @@ class NoDriver:
         return torch.device("cuda", 0)
 
 
-def arguments_of(master: str, moment_bits: int) -> dict[str, Any]:
-    """Return what `update_blocks` takes: zeros, in a layout."""
+def arguments_of(master: str, moment_bits: int) -> tuple[Blocks, Scalars]:
+    """Return what `update_blocks` takes: zeros, in a layout, and the numbers of a step."""
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "weight": ((ROWS, BLOCK), torch.float32 if master == "fp32" else torch.bfloat16),
         "grad": ((ROWS, BLOCK), torch.bfloat16),
@@ -79,12 +80,12 @@ def arguments_of(master: str, moment_bits: int) -> dict[str, Any]:
         kinds[name] = ((ROWS, width), dtype)
         if moment_bits != 32:
             kinds[f"{name}_scale"] = ((ROWS,), torch.float32)
-    made: dict[str, Any] = {n: torch.zeros(shape, dtype=dtype, device="cuda") for n, (shape, dtype) in kinds.items()}
+    tensors: dict[str, Any] = {n: torch.zeros(shape, dtype=dtype, device="cuda") for n, (shape, dtype) in kinds.items()}
     if moment_bits == 4:
-        made["book"], made["book_sq"] = codebooks(torch.device("cuda"))
-    scalars = {"shrink": 1.0, "pull": 0.0, "first": 0.1, "keep": 0.999, "second": 0.001, "correction2": 0.03}
-    made |= {**scalars, "eps": 1e-8, "rate": 1e-3, "scale": 1.0, "first_row": 0}
-    return made | {"seed": 3_000_000_000, "seed_of_weights": 3_000_000_001}
+        tensors["book"], tensors["book_sq"] = codebooks(torch.device("cuda"))
+    numbers = {"shrink": 1.0, "pull": 0.0, "first": 0.1, "keep": 0.999, "second": 0.001, "correction2": 0.03}
+    scalars = Scalars(**numbers, eps=1e-8, rate=1e-3, seed=3_000_000_000, seed_of_weights=3_000_000_001)
+    return Blocks(**tensors), scalars
 
 
 def _stop(*_: Any) -> None:
@@ -103,7 +104,7 @@ def compiled(master: str, moment_bits: int) -> Iterator[tuple[str, bytes]]:
         torch.no_grad(),
         suppress(CompiledError),
     ):
-        update(**arguments_of(master, moment_bits))
+        update(*arguments_of(master, moment_bits), first_row=0, scale=1.0)
     for kernel in noted:
         for result in kernel.compile_results:
             yield kernel.fn.__name__, result.kernel.asm["cubin"]

@@ -81,88 +81,79 @@ class Hyperparameters:
         )
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a parameter with what is kept of them, a row for each.
+
+    Attributes:
+        weight: (blocks, 128); so are the gradient, the correction, and moments in fp32 or 8 bits.
+        grad: the gradient.
+        exp_avg: (blocks, 64) in 4 bits; so is ``exp_avg_sq``.
+        exp_avg_sq: the second moment.
+        correction: of a bf16 weight.
+        exp_avg_scale: (blocks,); so is ``exp_avg_sq_scale``. None: the moments are in fp32.
+        exp_avg_sq_scale: of the second moment.
+        book: values of the codes of ``exp_avg`` in 4 bits.
+        book_sq: values of the codes of ``exp_avg_sq`` in 4 bits.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    correction: Tensor | None = None
+    exp_avg_scale: Tensor | None = None
+    exp_avg_sq_scale: Tensor | None = None
+    book: Tensor | None = None
+    book_sq: Tensor | None = None
+
+
 def update_blocks(
-    *,
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    correction: Tensor | None = None,
-    exp_avg_scale: Tensor | None = None,
-    exp_avg_sq_scale: Tensor | None = None,
-    book: Tensor | None = None,
-    book_sq: Tensor | None = None,
-    first_row: int,
-    scale: float,
-    shrink: float,
-    pull: float,
-    first: float,
-    keep: float,
-    second: float,
-    correction2: float,
-    eps: float,
-    rate: float,
-    seed: int,
-    seed_of_weights: int,
-    bound: float = math.inf,
+    blocks: Blocks, by: Scalars, *, first_row: int = 0, scale: float = 1.0, bound: float = math.inf
 ) -> None:
     """Step blocks of a parameter in place: the operators of `torch.optim.adam._single_tensor_adam`, in their order.
 
     Args:
-        weight: (blocks, 128); so are the gradient, the correction, and moments in fp32 or 8 bits.
-        grad: as the weight.
-        exp_avg: (blocks, 64) in 4 bits.
-        exp_avg_sq: as ``exp_avg``.
-        correction: of a bf16 weight.
-        exp_avg_scale: (blocks,).
-        exp_avg_sq_scale: (blocks,).
-        book: values of the codes of ``exp_avg`` in 4 bits.
-        book_sq: values of the codes of ``exp_avg_sq`` in 4 bits.
+        blocks: of the parameter.
+        by: the numbers of the step.
         first_row: which block of the parameter is the first.
         scale: factor of the gradient.
-        shrink: 1 - lr * weight decay, of AdamW.
-        pull: weight decay of Adam, which adds it to the gradient.
-        first: 1 - beta1.
-        keep: beta2.
-        second: 1 - beta2.
-        correction2: root of AdamW's second bias correction.
-        eps: of AdamW.
-        rate: lr over the first bias correction.
-        seed: of the second moment's rounding.
-        seed_of_weights: of the weights' rounding, where they have no correction.
         bound: the gradient is clamped to it, before it is scaled.
     """
+    weight, correction = blocks.weight, blocks.correction
+    exp_avg_scale, exp_avg_sq_scale = blocks.exp_avg_scale, blocks.exp_avg_sq_scale
     rows, is_split = weight.shape[0], weight.dtype != torch.float32
-    m, v = exp_avg, exp_avg_sq
+    m, v = blocks.exp_avg, blocks.exp_avg_sq
     master = weight
     if is_split:
         master = weight.to(torch.float32) if correction is None else join(weight, correction)
     if exp_avg_scale is not None and exp_avg_sq_scale is not None:
-        m = moments.dequantize_first(exp_avg, exp_avg_scale, book)
-        v = moments.dequantize_second(exp_avg_sq, exp_avg_sq_scale, book_sq)
-    grad = grad.to(torch.float32)
+        m = moments.dequantize_first(m, exp_avg_scale, blocks.book)
+        v = moments.dequantize_second(v, exp_avg_sq_scale, blocks.book_sq)
+    grad = blocks.grad.to(torch.float32)
     if bound != math.inf:
         grad = grad.clamp(-bound, bound)
     grad = grad * scale
-    master.mul_(shrink)
+    master.mul_(by.shrink)
     if torch.compiler.is_compiling():  # weights of lerp_ and factors of addcmul_ it would take for constants
-        grad = grad + master * pull if pull else grad
-        m.add_((grad - m) * first)
-        v.mul_(keep).add_(grad * second * grad)
+        grad = grad + master * by.pull if by.pull else grad
+        m.add_((grad - m) * by.first)
+        v.mul_(by.keep).add_(grad * by.second * grad)
     else:
-        if pull:
-            grad = grad.add(master, alpha=pull)
-        m.lerp_(grad, first)
-        v.mul_(keep).addcmul_(grad, grad, value=second)
-    root = v.sqrt().div_(correction2).add_(eps)
-    master.add_((m * -rate).div_(root))  # addcdiv_, whose factor a compiler takes for a constant
+        if by.pull:
+            grad = grad.add(master, alpha=by.pull)
+        m.lerp_(grad, by.first)
+        v.mul_(by.keep).addcmul_(grad, grad, value=by.second)
+    root = v.sqrt().div_(by.correction2).add_(by.eps)
+    master.add_((m * -by.rate).div_(root))  # addcdiv_, whose factor a compiler takes for a constant
     if is_split and correction is None:
-        weight.copy_(round_stochastically(master, uniform(rows, BLOCK, first_row, seed_of_weights, weight.device)))
+        weight.copy_(round_stochastically(master, uniform(rows, BLOCK, first_row, by.seed_of_weights, weight.device)))
     elif is_split and correction is not None:
-        for stored, made in zip((weight, correction), split(master, bits_of(correction)), strict=True):
-            stored.copy_(made)
+        for target, value in zip((weight, correction), split(master, bits_of(correction)), strict=True):
+            target.copy_(value)
     if exp_avg_scale is not None and exp_avg_sq_scale is not None:
-        random = uniform(rows, BLOCK, first_row, seed, weight.device) if book_sq is None else None
-        new = (*moments.quantize_first(m, book), *moments.quantize_second(v, book_sq, random))
-        for stored, made in zip((exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), new, strict=True):
-            stored.copy_(made)
+        random = uniform(rows, BLOCK, first_row, by.seed, weight.device) if blocks.book_sq is None else None
+        new = (*moments.quantize_first(m, blocks.book), *moments.quantize_second(v, blocks.book_sq, random))
+        stored = (blocks.exp_avg, exp_avg_scale, blocks.exp_avg_sq, exp_avg_sq_scale)
+        for target, value in zip(stored, new, strict=True):
+            target.copy_(value)

@@ -17,16 +17,16 @@ import shlex
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_solo.machine import cxx_compiler, is_private, processor, processor_flags, tool_path, user_cache
 from lightning_solo.optim.compressed_moments import blocks
+from lightning_solo.optim.kernels import Control, Piece
 
 SOURCE = Path(__file__).with_name("adamw_cpu.cpp")
 FLAGS = (
@@ -51,8 +51,8 @@ class _Step(ctypes.Structure):
     )
 
 
-Kernel = Callable[..., None]
-"""Takes what `update_blocks` does, but all of a parameter, flat, and its scalars by name."""
+Kernel = Callable[[Piece, Control], None]
+"""Steps all of a parameter."""
 
 
 @functools.cache
@@ -75,8 +75,9 @@ def kernel() -> Kernel | None:
     return functools.partial(_step, function)
 
 
-def serves(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a parameter's flat tensors are what the step in C++ takes: it looks at addresses alone."""
+def serves(piece: Piece) -> bool:
+    """Return whether the step in C++ takes the tensors of a parameter: it looks at addresses alone."""
+    tensors = piece.tensors
     weight, correction = tensors["weight"], tensors.get("correction")
     if tensors["exp_avg"].dtype != torch.int8 or (weight.dtype == torch.float32 and correction is not None):
         return False
@@ -89,32 +90,25 @@ def serves(tensors: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _step(
-    function: Callable[..., None],
-    *,
-    weight: Tensor,
-    grad: Tensor,
-    correction: Tensor | None = None,
-    seed: int,
-    seed_of_weights: int,
-    **rest: Any,
-) -> None:
+def _step(function: Callable[..., None], piece: Piece, control: Control) -> None:
     """Step a parameter in place, in as many threads as torch has."""
+    tensors = dict(piece.tensors)
+    weight, grad, correction = tensors["weight"], tensors["grad"], tensors.get("correction")
     if grad.dtype not in (torch.float32, torch.bfloat16):
-        grad = grad.float()
+        grad = tensors["grad"] = grad.float()
     if weight.dtype == torch.float32:
         master = _FP32
     elif correction is None:
         master = _STOCHASTIC
     else:
         master = _BITS24 if correction.dtype == torch.int8 else _BITS32
-    tensors = {"weight": weight, "grad": grad, "correction": correction, **rest}
-    by = _Step(
-        *(None if tensors[name] is None else tensors[name].data_ptr() for name in _POINTERS),
-        *(weight.numel(), torch.get_num_threads(), seed, seed_of_weights),
-        *(rest[name] for name in _NUMBERS),
+    numbers = {**vars(piece.scalars), "scale": control.scale_on_host, "bound": control.bound}
+    step = _Step(
+        *(tensors[name].data_ptr() if name in tensors else None for name in _POINTERS),
+        *(weight.numel(), torch.get_num_threads(), numbers["seed"], numbers["seed_of_weights"]),
+        *(numbers[name] for name in _NUMBERS),
     )
-    function(by, master, grad.dtype == torch.float32)
+    function(step, master, grad.dtype == torch.float32)
 
 
 # --- building ---

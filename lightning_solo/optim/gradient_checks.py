@@ -42,6 +42,8 @@ def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tenso
     raise not_finite(optimizer, first)
 
 
-def not_finite(optimizer: Optimizer, first: Tensor) -> GradientError:
-    """Return the error of a parameter whose gradient isn't finite, where no step was taken."""
-    return GradientError(f"the gradient of {name_in(optimizer, first)} is not finite; no weight has been touched")
+def not_finite(
+    optimizer: Optimizer, parameter: Tensor, consequence: str = "no weight has been touched"
+) -> GradientError:
+    """Return the error of a parameter whose gradient isn't finite."""
+    return GradientError(f"the gradient of {name_in(optimizer, parameter)} is not finite; {consequence}")

@@ -30,16 +30,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_solo.errors import GradientError, PresetError
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.gradient_checks import not_finite
 from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.torch_optimizers import stepper
 
 BUFFERS = ("device", "host")
-WAITING_BYTES = 2**25
-"""Of gradients of small parameters that wait in backward to be stepped by one launch."""
 
 
 class GradientRelease:
@@ -83,13 +82,10 @@ class GradientRelease:
             raise PresetError(f"GradientRelease: buffer={buffer!r}: write 'device' or 'host'")
         self.optimizer, self.accumulation, self.buffer = optimizer, accumulation, buffer
         self.max_norm, self.max_value = max_norm, max_value
-        self._step_one = stepper(optimizer)
+        self._immediate = ImmediateSteps(optimizer)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
-        self._own_sums: GradientSums | None = None
+        self._kept: GradientSums | None = None
         self._plain: Control | None = None  # where the optimizer has none
-        self._used: dict[Tensor, Tensor | None] = {}  # parameters stepped in this window, with their greatest gradient
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # small ones, to be stepped together
-        self._waiting_bytes = 0  # of their gradients
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._forget_and_zero  # type: ignore[method-assign]
@@ -109,7 +105,7 @@ class GradientRelease:
     @property
     def has_kept(self) -> bool:
         """Whether a window has begun."""
-        return bool(self._own_sums)
+        return bool(self._kept)
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -127,9 +123,7 @@ class GradientRelease:
         self._require_watched()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a wrong order
         if self.immediate:
-            if self._waiting and self._compact is not None:
-                self._step_waiting(self._compact)
-            self._require_finite_used()
+            self._immediate.finish(self._bound)
             return None
         if not self.has_kept:
             return None
@@ -152,20 +146,16 @@ class GradientRelease:
             handle.remove()
         self._handles.clear()
         self.forget()
-        if self._own_sums is not None:
-            self._own_sums.remove()
+        if self._kept is not None:
+            self._kept.remove()
         if vars(self.optimizer).get("zero_grad") == self._forget_and_zero:
             del self.optimizer.zero_grad
 
     def forget(self) -> None:
         """Drop what was kept in this window, as the optimizer's ``zero_grad`` does."""
-        if self._own_sums is not None:
-            self._own_sums.clear()
-        if self._used and self._compact is not None:
-            self._compact.forget_not_finite()
-        self._used.clear()
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        if self._kept is not None:
+            self._kept.clear()
+        self._immediate.forget()
 
     def _forget_and_zero(self, *args: Any, **kwargs: Any) -> None:
         self.forget()
@@ -202,66 +192,44 @@ class GradientRelease:
             raise GradientError(
                 f"the gradient of {self._name(parameter)} is sparse; write nn.Embedding(..., sparse=False)"
             )
-        if self.immediate:
-            self._use(parameter, gradient)
-        else:
+        if not self.immediate:
             self._keep(parameter, gradient)
-
-    def _use(self, parameter: Tensor, gradient: Tensor) -> None:
-        if parameter in self._used:
-            self._require_several(parameter, ", and has been stepped with the first")
-        self._used[parameter] = None
-        compact = self._compact
-        if compact is not None and compact.kernels.folds:  # says by itself what wasn't finite
-            if gradient.numel() >= compact.kernels.grouped_below:
-                compact.step_many([(parameter, gradient)], self._control())
-                return
-            self._waiting.append((parameter, gradient))
-            self._waiting_bytes += gradient.nbytes
-            if self._waiting_bytes > WAITING_BYTES:
-                self._step_waiting(compact)
-            return
-        if gradient.numel():
-            self._used[parameter] = measure = greatest([gradient])[0].float()
-            if not measure.is_cuda:  # there it would wait for the device, at each parameter
-                self._require_finite(parameter, measure)
-        if compact is not None:
-            compact.step_many([(parameter, gradient)], self._control())
+        elif parameter in self._immediate:
+            raise self._second_gradient(parameter, ", and has been stepped with the first")
         else:
-            self._step_one(parameter, self._bounded(gradient), 1.0)
-
-    def _step_waiting(self, compact: CompactAdamW) -> None:
-        """Step the parameters that wait for others."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        compact.step_many(waiting, self._control())
+            self._immediate.step(parameter, gradient, self._bound)
 
     def _control(self, scale: Tensor | None = None) -> Control:
-        bound = math.inf if self.max_value is None else self.max_value
         if self._compact is not None:
-            return self._compact.control(scale, bound)
-        if self._plain is None or self._plain.bound != bound:  # sums look at the bound alone
-            nothing = torch.zeros((), device=self._first.device)
-            self._plain = Control(nothing, nothing, bound)
+            return self._compact.control(scale, self._bound)
+        if self._plain is None or self._plain.bound != self._bound:  # sums read the bound alone
+            zero = torch.zeros((), device=self._first.device)
+            self._plain = Control(zero, zero, self._bound)
         return self._plain
 
-    def _require_several(self, parameter: Tensor, and_what: str) -> None:
-        if self.accumulation == 1:
-            self.forget()
-            raise GradientError(
-                f"{self._name(parameter)} got a second gradient in one window{and_what}; call release.step(), not"
-                " optimizer.step(), behind each window, write accumulation=2 for several backward calls in one, and"
-                " use_reentrant=False for activation checkpointing"
-            )
+    @property
+    def _bound(self) -> float:
+        return math.inf if self.max_value is None else self.max_value
+
+    def _second_gradient(self, parameter: Tensor, consequence: str = "") -> GradientError:
+        """Drop what was kept; return the error of a parameter with two gradients in a window of one micro-batch."""
+        self.forget()
+        return GradientError(
+            f"{self._name(parameter)} got a second gradient in one window{consequence}; call release.step(), not"
+            " optimizer.step(), behind each window, write accumulation=2 for several backward calls in one, and"
+            " use_reentrant=False for activation checkpointing"
+        )
 
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self._sums:
-            self._require_several(parameter, "")
+            if self.accumulation == 1:
+                raise self._second_gradient(parameter)
         elif not self._sums.has_room(parameter, self._kind(gradient)):
             self.allocate()
         self._sums.add(parameter, gradient, self._kind(gradient), self._control())
 
     def _kind(self, tensor: Tensor) -> torch.dtype:
-        return tensor.dtype if self.accumulation == 1 else _at_least_fp32(tensor.dtype)
+        return tensor.dtype if self.accumulation == 1 else torch.promote_types(tensor.dtype, torch.float32)
 
     def allocate(self) -> None:
         """Have room on the host for the gradients of all watched parameters: called by itself when the first one comes.
@@ -278,14 +246,14 @@ class GradientRelease:
 
     @property
     def _sums(self) -> GradientSums:
-        if self._own_sums is None:
+        if self._kept is None:
             device, compact = self._first.device, self._compact
             staging = None
             if self.buffer == "host":  # the same as the states', so that what each has on its way is known to both
                 staging = compact.staging if compact is not None else Staging(device)
-            own = compact.kernels if compact is not None else kernels.kernels_on(device)
-            self._own_sums = GradientSums(own, staging)
-        return self._own_sums
+            adding = compact.kernels if compact is not None else kernels.kernels_on(device)
+            self._kept = GradientSums(adding, staging)
+        return self._kept
 
     # --- at the end of a window ---
 
@@ -303,7 +271,7 @@ class GradientRelease:
             for p in kept:
                 gradient = self._sums.on_device(p)
                 self._sums.pop(p)
-                self._step_one(p, self._bounded(gradient), factor)
+                self._immediate.step_one(p, clamped(gradient, self._bound), factor)
             return total
         self._compact.step_many([(p, self._sums[p]) for p in kept], self._control(scale.float()))
         if bool(total.isfinite().logical_not()):  # the first time that the host waits for the device
@@ -311,46 +279,13 @@ class GradientRelease:
             self._refuse(kept)
         return total
 
-    def _bounded(self, gradient: Tensor) -> Tensor:
-        if self.max_value is None:
-            return gradient
-        # a bound is seldom a bf16; what is in fp32 is this object's own
-        return gradient.to(_at_least_fp32(gradient.dtype)).clamp_(-self.max_value, self.max_value)
-
     def _refuse(self, kept: list[Tensor]) -> None:
         """Raise the error of gradients whose norm isn't finite."""
         for p in kept:  # the norm of finite ones may be too large for fp32
             gradient = self._sums.on_device(p)
-            if gradient.numel():
-                self._require_finite(p, greatest([gradient])[0])
+            if gradient.numel() and bool(greatest([gradient])[0].isfinite().logical_not()):
+                raise not_finite(self.optimizer, p)
         raise GradientError("the norm of all gradients is too large for fp32; no weight has been touched")
-
-    def _require_finite(self, parameter: Tensor, measure: Tensor) -> None:
-        if not bool(measure.isfinite().logical_not()):
-            return
-        touched = f"{len(self._used) - 1} parameters before it have been stepped" if self._used else ""
-        self._used.clear()
-        raise GradientError(
-            f"the gradient of {self._name(parameter)} is not finite; {touched or 'no weight has been touched'}"
-        )
-
-    def _require_finite_used(self) -> None:
-        used, self._used = self._used, {}
-        compact, first = self._compact, None
-        on_device = {p: measure for p, measure in used.items() if measure is not None and measure.is_cuda}
-        if on_device and bool(torch.stack([*on_device.values()]).isfinite().logical_not().any()):
-            first = next(p for p, measure in on_device.items() if not bool(measure.isfinite()))
-        elif compact is not None and compact.kernels.folds and used:
-            first = compact.first_not_finite()
-        if first is not None:
-            raise GradientError(
-                f"the gradient of {self._name(first)} is not finite; it and others have been stepped: resume from a"
-                " checkpoint, or write max_norm, with which gradients are kept and checked before any step"
-            )
 
     def _name(self, parameter: Tensor) -> str:
         return name_in(self.optimizer, parameter)
-
-
-def _at_least_fp32(kind: torch.dtype) -> torch.dtype:
-    return torch.promote_types(kind, torch.float32)

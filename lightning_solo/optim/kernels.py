@@ -25,7 +25,20 @@ PER_PARTIAL = 2**14
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of one parameter's step, as `adamw_update.update_blocks` names them."""
+    """The numbers of one parameter's step.
+
+    Attributes:
+        shrink: 1 - lr * weight decay, of AdamW.
+        pull: weight decay of Adam, which adds it to the gradient.
+        first: 1 - beta1.
+        keep: beta2.
+        second: 1 - beta2.
+        correction2: root of AdamW's second bias correction.
+        eps: of AdamW.
+        rate: lr over the first bias correction.
+        seed: of the second moment's rounding.
+        seed_of_weights: of the weights' rounding, where they have no correction.
+    """
 
     shrink: float
     pull: float

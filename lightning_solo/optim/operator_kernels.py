@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_solo.machine import is_installed
 from lightning_solo.optim import adamw_update, cpu_kernel
 from lightning_solo.optim import compressed_moments as moments
-from lightning_solo.optim.adamw_update import update_blocks
+from lightning_solo.optim.adamw_update import Blocks, update_blocks
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.kernels import Control, Piece, Sum
 
@@ -70,16 +70,18 @@ class OperatorKernels:
                 each.partials[0] = norm(total, control.bound)
 
     def _step_one(self, piece: Piece, control: Control) -> None:
-        others: dict[str, Any] = {**vars(piece.scalars), "scale": control.scale_on_host, "bound": control.bound}
+        numbers = {"scale": control.scale_on_host, "bound": control.bound}
         four_bits = moments.BITS[piece.tensors["exp_avg"].dtype] == 4
-        if four_bits:
-            others["book"], others["book_sq"] = moments.codebooks(self._device)
+        books = dict(zip(("book", "book_sq"), moments.codebooks(self._device), strict=True)) if four_bits else {}
+
+        def step(part: Piece, update: Update) -> None:
+            update(Blocks(**_in_rows(part), **books), part.scalars, first_row=part.first_row, **numbers)
+
         whole, size = piece.numel // BLOCK, self.piece // BLOCK
         update = self._update() if piece.numel >= moments.LEAST else update_blocks  # each kind is compiled for itself
         for first in range(0, whole, size):
             part = piece.blocks(first, min(first + size, whole))
-            step = update_blocks if part.numel == BLOCK else update  # 1 would be compiled for itself
-            step(**_in_rows(part), first_row=part.first_row, **others)
+            step(part, update_blocks if part.numel == BLOCK else update)  # 1 would be compiled for itself
         if piece.numel % BLOCK:
             rest = piece.blocks(whole, whole + 1)
             zero = {"exp_avg": 0x77} if four_bits else {}  # two codes of 0, where 0x00 is twice the least number
@@ -87,7 +89,7 @@ class OperatorKernels:
                 name: F.pad(value, (0, rest.width(name) - value.numel()), value=zero.get(name, 0))
                 for name, value in rest.tensors.items()
             }
-            update_blocks(**_in_rows(replace(rest, tensors=padded)), first_row=rest.first_row, **others)
+            step(replace(rest, tensors=padded), update_blocks)
             for name, value in rest.tensors.items():
                 if name != "grad":
                     value.copy_(padded[name][: value.numel()])
@@ -111,11 +113,10 @@ class CpuKernels(OperatorKernels):
         if kernel is None:
             super()._step_one(piece, control)
             return
-        kernel(**piece.tensors, **vars(piece.scalars), scale=control.scale_on_host, bound=control.bound)
+        kernel(piece, control)
 
     def _kernel(self, piece: Piece) -> cpu_kernel.Kernel | None:
-        has_codes = piece.tensors["exp_avg"].dtype == torch.int8
-        if self._fused is False or not has_codes or piece.first_row or not cpu_kernel.serves(piece.tensors):
+        if self._fused is False or piece.first_row or not cpu_kernel.serves(piece):
             return None
         return cpu_kernel.kernel()
 
@@ -151,10 +152,10 @@ def can_compile(device: torch.device) -> bool:
 def _compiled() -> Update:
     compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
 
-    def update(**arguments: Any) -> None:
+    def update(*arguments: Any, **numbers: Any) -> None:
         # one for each kind of weight, gradient and state that this process has; torch allows 8, then fails
         with torch._dynamo.config.patch(recompile_limit=64):
-            compiled(**arguments)
+            compiled(*arguments, **numbers)
 
     return update
 

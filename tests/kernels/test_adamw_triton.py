@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_solo.machine import is_installed
 from lightning_solo.optim import gpu_kernel
-from lightning_solo.optim.adamw_update import update_blocks
+from lightning_solo.optim.adamw_update import Blocks, update_blocks
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Scalars, Sum
@@ -119,7 +119,7 @@ def by_operators(piece: Piece, control: Control) -> dict[str, Tensor]:
         for name, value in piece.tensors.items()
     }
     short["grad"] = short["grad"].float().clamp(-control.bound, control.bound)
-    update_blocks(**short, first_row=piece.first_row, scale=control.scale.item(), **vars(piece.scalars))
+    update_blocks(Blocks(**short), piece.scalars, first_row=piece.first_row, scale=control.scale.item())
     made = {name: value.flatten()[: piece.tensors[name].numel()] for name, value in short.items()}
     return made | {"grad": piece.tensors["grad"].clone()}
 

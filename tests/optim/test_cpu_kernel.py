@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.optim import CompactAdamW, cpu_kernel
+from lightning_solo.optim.kernels import Control, Piece
 from lightning_solo.optim.split_weights import split_parameters
 
 pytestmark = pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
@@ -82,9 +83,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real = cpu_kernel.kernel()
     assert real is not None
 
-    def step(**given: Any) -> None:
-        noted.append(given["weight"].numel())
-        real(**given)
+    def step(piece: Piece, control: Control) -> None:
+        noted.append(piece.numel)
+        real(piece, control)
 
     monkeypatch.setattr(cpu_kernel, "kernel", lambda: step)
     return noted
