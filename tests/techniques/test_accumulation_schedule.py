@@ -253,6 +253,25 @@ def test_row_75_the_gradient_of_a_short_window(home: Any, make_trainer: Any) -> 
     assert seen == [pytest.approx(1.0), 1.0, 1.0]  # three of four batches; four; one of four: 1.0, not 0.25
 
 
+def test_a_batch_whose_backward_runs_twice_counts_once(home: Any, make_trainer: Any) -> None:
+    """As under LBFGS, which evaluates a batch several times in a step; each time the gradient is 1."""
+    seen: list[float] = []
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for _ in range(2):
+                loss = closure()
+                seen.extend(p.grad.item() for group in self.param_groups for p in group["params"])
+            super().step()
+            return loss
+
+    module = regression(home, nn.Linear(1, 1, bias=False))
+    module.training_step = lambda batch, batch_idx: module.net.weight.sum()
+    module.configure_optimizers = lambda: Twice(module.parameters(), lr=0.1)
+    make_trainer(home, callbacks=[AccumulationSchedule([[0, 4]])]).fit(module, loader(1))
+    assert seen == [1.0, 1.0]  # of a window of one batch of four; counted as two it were 0.5 the second time
+
+
 def test_no_gradients_left_to_correct_is_said_once(home: Any, make_trainer: Any, device: torch.device) -> None:
     class Released(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
         """Frees every gradient at the end of the backward pass, as optimizers that step inside it do."""

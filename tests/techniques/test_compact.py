@@ -21,7 +21,10 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import back_end_facts, back_ends, building
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.compressed_moments import LEAST
 from lightning_solo.optim.master_weights import MasterWeights
+from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.compact import technique as compact
 from lightning_solo.techniques.compact.technique import CompactStrategy, compact_class
 from tests.modules import Stack, loader, regression
@@ -921,6 +924,96 @@ def test_lightnings_own_accumulation_scheduler(home: ModuleType, make_trainer: M
         return weights(fit(home, make_trainer, strategy, max_epochs=2, callbacks=[schedule]))
 
     assert_same(run(compact_class(home.__name__)(32, 32)), run(None))
+
+
+def by_hand(windows: list[list[int]], device: torch.device, clip: float | None) -> tuple[nn.Module, CompactAdamW]:
+    """Return module and optimizer after a plain loop, in fp32 with moments in 8 bits: gradients are a window's mean."""
+    module = net().to(device)
+    optimizer = CompactAdamW(module.parameters(), lr=1e-2, master_bits=32, moment_bits=8)
+    given = [[each.to(device) for each in batch] for batch in batches()]
+    for window in windows:
+        optimizer.zero_grad()
+        for x, y in (given[number] for number in window):
+            (nn.functional.mse_loss(module(x), y) / len(window)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip, foreach=False)
+        optimizer.step()
+    return module.cpu(), optimizer
+
+
+@pytest.mark.parametrize(
+    ("milestones", "by", "sizes", "clip"),
+    [
+        ([[0, 4]], "epoch", [4, 4, 2], None),
+        ([[0, 8]], "epoch", [8, 2], 20.0),  # norms are 27 and 51, that of a quarter of the latter 13
+        ([[0, 1], [2, 2], [3, 4]], "step", [1, 1, 2, 4, 2], None),
+        ([[0, 3]], "epoch", [3, 3, 3, 1], None),
+        ([[0, 16]], "epoch", [10], None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("release", [True, False])
+def test_accumulation_by_a_schedule_is_that_of_a_loop_by_hand(
+    make_trainer: Make, milestones: Any, by: Any, sizes: list[int], clip: float | None, release: bool
+) -> None:
+    import lightning.pytorch as home
+
+    strategy, schedule = CompactStrategy(32, 8, release_gradients=release), AccumulationSchedule(milestones, by)
+    trainer = fit(home, make_trainer, strategy, gradient_clip_val=clip, callbacks=[schedule])
+    assert trainer.global_step == len(sizes)
+    numbers = iter(range(10))
+    windows = [[next(numbers) for _ in range(size)] for size in sizes]
+    module, optimizer = by_hand(windows, trainer.strategy.root_device, clip)
+    exact = {*sizes} <= {1, 2, 4, 8}  # then Lightning's factor and the window's only change exponents
+    for (name, p), q in zip(module.named_parameters(), trainer.lightning_module.parameters(), strict=True):
+        ours, expected = trainer.optimizers[0].state[q], optimizer.state[p]
+        assert ours["step"] == len(sizes)
+        assert p.numel() < LEAST or ours["exp_avg"].dtype == torch.int8
+        assert torch.equal(p, q) or not exact, name
+        # another last bit of a gradient makes another code of a few numbers, one of 127
+        off = (ours["exp_avg"].cpu().float() - expected["exp_avg"].cpu().float()).abs().max()
+        assert off <= (0 if exact else 1 if p.numel() >= LEAST else 1e-5 * expected["exp_avg"].abs().max()), name
+        assert not torch.equal(p, net().get_parameter(name))
+
+
+def test_a_short_window_counts_as_a_whole_one_of_its_size(home: ModuleType, make_trainer: Make) -> None:
+    """In the strategy's own layout, bit for bit: the last two of ten batches, under a factor of 4 and of 2."""
+
+    def run(milestones: Any) -> dict[str, Tensor]:
+        schedule, strategy = AccumulationSchedule(milestones, by="step"), compact_class(home.__name__)()
+        return weights(fit(home, make_trainer, strategy, precision="bf16-true", callbacks=[schedule]))
+
+    short = run([[0, 4]])
+    assert_same(short, run([[0, 4], [2, 2]]))
+    assert not torch.equal(short["net.head.weight"].float(), net().head.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_activation_checkpointing_changes_no_bit(
+    home: ModuleType, make_trainer: Make, device: torch.device, accumulate: int
+) -> None:
+    """The preset compact_checkpointing: gradients are released while activations are recomputed."""
+    runs = []
+    for checkpointing in (False, True):
+        forwards: list[int] = []
+        module = regression(home, Stack(blocks=2, width=WIDTH, dropout=0.1))
+        module.load_state_dict({f"net.{name}": value for name, value in net().state_dict().items()})
+        module.net.blocks[0].up.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
+        strategy = compact_class(home.__name__)()
+        callbacks = [ActivationCheckpointing()] if checkpointing else []
+        torch.manual_seed(0)  # of the dropout
+        trainer = fit(
+            *(home, make_trainer, strategy, module),
+            precision="bf16-true",
+            accumulate_grad_batches=accumulate,
+            callbacks=callbacks,
+        )
+        assert len(forwards) == (20 if checkpointing else 10)
+        assert trainer.optimizers[0].state[module.net.blocks[0].up.weight]["exp_avg"].dtype == torch.int8
+        assert all(p.grad is None for p in module.parameters())
+        runs.append(trainer)
+    assert_same_run(*runs)
+    assert not torch.equal(weights(runs[1])["net.head.weight"].float(), net().head.weight.bfloat16().float())
 
 
 def test_a_window_that_is_left_in_the_middle_is_dropped(home: ModuleType, make_trainer: Make) -> None:
