@@ -9,8 +9,8 @@ from lightning_solo.planner.capture import Trace
 
 
 @dataclass
-class Affine:
-    """A trace of micro-batch ``low`` and one of ``high`` that made the same allocations in the same order."""
+class AffineTrace:
+    """Traces of micro-batches ``low`` and ``high`` that allocate the same storages in the same order."""
 
     low: int
     high: int
@@ -18,7 +18,7 @@ class Affine:
     at_high: Trace
 
     def at(self, size: int) -> Trace:
-        """Return the trace of another micro-batch, of at least 1."""
+        """Return the trace of a micro-batch of ``size`` examples, at least 1."""
 
         def line(first: int, second: int) -> int:
             slope, rest = divmod((second - first) * (size - self.low), self.high - self.low)
@@ -29,32 +29,27 @@ class Affine:
             (storage, line(first, second))
             for (storage, first), (_, second) in zip(low.log.events, high.log.events, strict=True)
         ]
-        held = {storage: line(first, high.log.held[storage]) for storage, first in low.log.held.items()}
+        held = {storage: line(size_low, high.log.held[storage]) for storage, size_low in low.log.held.items()}
         costs = [
             a._replace(flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes))
             for a, b in zip(low.costs, high.costs, strict=True)
         ]
-        host = line(low.host_bytes, high.host_bytes)
         log = EventLog(events, low.log.labels, held)
-        return Trace(log, low.phases, costs, low.steps, low.assumptions, host, low.sizes)
+        return replace(low, log=log, costs=costs, host_bytes=line(low.host_bytes, high.host_bytes))
 
-    def gives(self, size: int, trace: Trace) -> bool:
-        """Tell whether the trace of a third micro-batch holds, event by event, what lies on the line of the two."""
+    def predicts(self, size: int, trace: Trace) -> bool:
+        """Return whether the trace of a third micro-batch has exactly the events that are predicted for it."""
         return self.at(size).log == canonical(trace.log, trace.phases)
 
 
-def affine(low: int, at_low: Trace, high: int, at_high: Trace) -> Affine | None:
-    """Return what gives every micro-batch, or ``None`` where the two sizes did not do the same in the same order."""
+def affine_trace(low: int, at_low: Trace, high: int, at_high: Trace) -> AffineTrace | None:
+    """Return the trace of every micro-batch, or ``None`` where the two sizes differ in what they do, or its order."""
     low_log, high_log = canonical(at_low.log, at_low.phases), canonical(at_high.log, at_high.phases)
     if _shape(low_log) != _shape(high_log) or len(at_low.costs) != len(at_high.costs):
         return None
     if at_low.phases != at_high.phases or at_low.steps != at_high.steps:
         return None
-    return Affine(low, high, _with(at_low, low_log), _with(at_high, high_log))
-
-
-def _with(trace: Trace, log: EventLog) -> Trace:
-    return replace(trace, log=log)
+    return AffineTrace(low, high, replace(at_low, log=low_log), replace(at_high, log=high_log))
 
 
 def _shape(log: EventLog) -> tuple[list[tuple[int, bool]], list[str], list[int]]:
@@ -62,20 +57,20 @@ def _shape(log: EventLog) -> tuple[list[tuple[int, bool]], list[str], list[int]]
 
 
 def canonical(log: EventLog, phases: list[tuple[int, int, str]]) -> EventLog:
-    """Return a log in which storages are numbered in order of birth, and deaths in a row are sorted.
+    """Return a log with storages numbered in order of allocation, and consecutive frees sorted.
 
-    What one operator frees comes in any order. A row ends where a phase begins, so that those stay where they are.
+    One operator frees storages in any order. Frees before and after the start of a phase are sorted apart.
     """
     numbers = {storage: index for index, storage in enumerate(log.held)}
     events: list[tuple[int, int]] = []
-    deaths: list[tuple[int, int]] = []
+    frees: list[tuple[int, int]] = []
     begins = {first for first, _, _ in phases}
     for index, (storage, change) in enumerate(log.events):
         if index in begins or change > 0:
-            events += sorted(deaths)
-            deaths.clear()
+            events += sorted(frees)
+            frees.clear()
         number = numbers.setdefault(storage, len(numbers))
-        (deaths if change < 0 else events).append((number, change))
-    events += sorted(deaths)
+        (frees if change < 0 else events).append((number, change))
+    events += sorted(frees)
     labels = [log.labels[storage] for storage in numbers]
     return EventLog(events, labels, {numbers[storage]: held for storage, held in log.held.items()})

@@ -1,4 +1,4 @@
-"""Two steps of the real `Trainer.fit`, on tensors without data or on real ones, written down event by event."""
+"""The trace of two optimizer steps of the real `Trainer.fit`, on fake tensors or on real ones."""
 
 from __future__ import annotations
 
@@ -21,26 +21,21 @@ from lightning_solo.errors import PlanError
 from lightning_solo.fitting import Sizes, sizes_of
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.batches import mapped
-from lightning_solo.planner.cuda_rules import (
-    CudaByHand,
-    choose_foreach,
-    cpu_policy,
-    cuda_policy,
-    fill_history,
-    host_tensors_within,
-)
+from lightning_solo.planner.cuda_rules import CudaByHand, cpu_rules, cuda_rules
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
 from lightning_solo.planner.fake_modules import (
     CopiedByClone,
     built_without_data,
     fake_mode,
+    inspected_masks,
     known_numbers,
     replaced_by_apply,
-    taken_for_real,
     to_random,
     with_numbers,
 )
+from lightning_solo.planner.host_staging import planned_host_memory
 from lightning_solo.planner.kernels import planned_kernels
+from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
 
 STEPS = 2  # an optimizer has its states from the second step on
@@ -48,15 +43,15 @@ STEPS = 2  # an optimizer has its states from the second step on
 
 @dataclass
 class Trace:
-    """What two optimizer steps did.
+    """Allocations and costs of two optimizer steps.
 
     Attributes:
-        log: births and deaths of storages, from the start of training on.
-        phases: (events before, costs before, name), in order.
+        log: allocations and frees of storages, from the start of training.
+        phases: (index of the first event, index of the first cost, name), in order.
         costs: of each operator.
-        steps: costs before the end of each optimizer step.
-        assumptions: what was made up, in words.
-        host_bytes: the most that a technique kept on the host.
+        steps: the number of costs at the end of each optimizer step.
+        assumptions: where the trace may differ from a run, in words.
+        host_bytes: the peak of what a technique kept on the host.
         sizes: of the module's parameters.
     """
 
@@ -78,19 +73,19 @@ def capture(
     cuda: bool = True,
     attention: str = "fused",
 ) -> Trace:
-    """Train for two optimizer steps, and return what was allocated and computed.
+    """Train for two optimizer steps, and return their trace.
 
     Args:
-        make: returns the module; on fake tensors its parameters come without data.
+        make: returns the module.
         batch: one micro-batch, of tensors on the CPU.
-        arguments: for the Trainer, as a preset gives them, for the CPU: precision, callbacks, accumulation, clipping.
-        fake: whether no operator computes.
-        cuda: whether kernels and transients are as on a CUDA device.
-        attention: as `cuda_policy`.
+        arguments: of a Trainer on the CPU: precision, callbacks, accumulation, clipping.
+        fake: whether tensors are without data, and no operator computes.
+        cuda: whether kernels and temporaries are those of a CUDA device.
+        attention: as `cuda_rules`.
 
     Raises:
-        PlanError: the module makes no optimizer step, or one without gradients; an index of the batch is out of range;
-            an LSTM on a CPU without data.
+        PlanError: the module makes no optimizer step, or one without gradients; an index in the batch is out of range;
+            an LSTM on fake tensors of a CPU.
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -103,20 +98,20 @@ def capture(
             module = built_without_data(make, mode)
         tracer = Tracer(module, fake=fake, cuda=cuda)
         if fake:
-            _look_for_recurrent_layers(module, tracer)
+            _check_recurrent_layers(module, tracer)
         stack.enter_context(known_numbers())
-        stack.enter_context(taken_for_real())
+        stack.enter_context(inspected_masks())
         loader = Loader(batch, mode)
         watch = _Watch(tracer)
         home = _home(module)
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
         stack.enter_context(planned_kernels(tracer.launch, cuda=cuda))
         if cuda:
-            stack.enter_context(cuda_policy(attention))
-            stack.enter_context(host_tensors_within(tracer.on_host, tracer.copy))
+            stack.enter_context(cuda_rules(attention))
+            stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))
             _copy_batches(trainer, tracer)
         elif fake:
-            stack.enter_context(cpu_policy())
+            stack.enter_context(cpu_rules())
         if mode is not None:
             stack.enter_context(replaced_by_apply())
             stack.enter_context(arrays_of_zeros(tracer.assume))
@@ -142,11 +137,11 @@ def capture(
         )
 
 
-def _look_for_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
-    """Note that fused kernels of recurrent layers are not known, or refuse.
+def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
+    """Record that recurrent layers are planned without fused kernels.
 
     Raises:
-        PlanError: an LSTM on a CPU, where oneDNN's keeps buffers that only a run tells; the others run step by step.
+        PlanError: an LSTM on a CPU, where the size of oneDNN's buffers is known from a run only.
     """
     layers = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
     if layers and tracer.cuda:
@@ -156,7 +151,7 @@ def _look_for_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
 
 
 class Loader:
-    """Gives the same batch again and again; not a list, which Lightning takes for several loaders."""
+    """Repeats one batch; not a list, which Lightning would take for several loaders."""
 
     def __init__(self, batch: Any, mode: FakeTensorMode | None) -> None:
         self.batch = batch if mode is None else mapped(batch, partial(with_numbers, mode))
@@ -170,7 +165,7 @@ class Loader:
 
 
 class _Watch(Callback):
-    """Tells the tracer where training is, and ends it after two optimizer steps."""
+    """Reports phases and steps to the tracer, and ends training after two optimizer steps."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
@@ -193,7 +188,7 @@ class _Watch(Callback):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         self.tracer.see_owned()
-        self.tracer.enter("forward")  # of a module that runs several by hand; the optimizer's begins for itself
+        self.tracer.enter("forward")  # manual optimization may run several; the optimizer's phase has a hook of its own
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.tracer.enter("optimizer_step")
@@ -206,7 +201,7 @@ class _Watch(Callback):
         self.tracer.enter("between")
         gc.collect(1)
         self.batches += 1
-        if trainer.global_step > self.stepped:  # of several optimizers each takes one
+        if trainer.global_step > self.stepped:  # several optimizers take one each
             self.stepped = trainer.global_step
             self.tracer.steps.append(len(self.tracer.costs))
         if len(self.tracer.steps) >= STEPS or self.batches >= 64:
@@ -214,15 +209,16 @@ class _Watch(Callback):
 
 
 def _home(module: Any) -> Any:
-    """Return the package whose Trainer takes a module: its classes are not those of the other one."""
-    here = isinstance(module, L.LightningModule)
-    return importlib.import_module("lightning.pytorch" if here else "pytorch_lightning")
+    """Return the package of Lightning whose Trainer accepts a module."""
+    return importlib.import_module(
+        "lightning.pytorch" if isinstance(module, L.LightningModule) else "pytorch_lightning"
+    )
 
 
 def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[str, Any]:
-    given = dict(arguments)
-    given["callbacks"] = [watch, *given.get("callbacks", ())]
-    ours = {
+    return {
+        **arguments,
+        "callbacks": [watch, *arguments.get("callbacks", ())],
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": -1,
@@ -233,11 +229,10 @@ def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[st
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return {**given, **ours}
 
 
 def _copy_batches(trainer: L.Trainer, tracer: Tracer) -> None:
-    """Let a batch be copied where it would go to the device: here both are the CPU."""
+    """Copy each batch, as a move to the device would: here both are the CPU."""
     strategy = trainer.strategy
     move = strategy.batch_to_device
 
@@ -249,9 +244,9 @@ def _copy_batches(trainer: L.Trainer, tracer: Tracer) -> None:
 
 @contextmanager
 def _collected_at_steps() -> Iterator[None]:
-    """Collect cycles at the end of each micro-batch, and nowhere else: when Python does it depends on all else."""
+    """Collect cycles at the end of each micro-batch only: when Python does so would vary from run to run."""
     enabled = gc.isenabled()
-    gc.collect()  # what is left is old: the generations that are collected from here on are without it
+    gc.collect()  # survivors move to the oldest generation, which isn't collected from here on
     gc.disable()
     try:
         yield
@@ -262,7 +257,7 @@ def _collected_at_steps() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what Lightning says about a Trainer that nobody asked for."""
+    """Silence Lightning's messages about a Trainer that the user never made."""
     names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
     loggers = [logging.getLogger(name) for name in (*names, *(f"{name}.utilities.rank_zero" for name in names))]
     levels = [logger.level for logger in loggers]

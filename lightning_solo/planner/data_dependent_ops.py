@@ -6,7 +6,7 @@ A batch has data, and so has what is computed from it alone: those operators run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
+from lightning_solo.planner.patching import replaced
+
 aten = torch.ops.aten
 Assume = Callable[[str], None]
 
 
+def is_mask(index: Any) -> bool:
+    """Return whether an index is a mask, which may stand for several dimensions."""
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
 def item(assume: Assume, tensor: Tensor) -> Any:
-    """The number in a tensor: 1, or False."""
+    """Read the number in a tensor: 1, or False."""
     assume("a number read from a tensor (.item(), if, int()) is 1, a condition is False")
     if tensor.dtype is torch.bool:
         return False
@@ -28,40 +35,37 @@ def item(assume: Assume, tensor: Tensor) -> Any:
 
 
 def nonzero(assume: Assume, tensor: Tensor) -> Tensor:
-    """Every element is taken."""
+    """Take every element."""
     assume("a mask or nonzero takes every element")
     return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.int64)
 
 
 def masked_select(assume: Assume, tensor: Tensor, mask: Tensor) -> Tensor:
-    """Every element is taken."""
+    """Take every element."""
     assume("a mask or nonzero takes every element")
     return tensor.new_empty(torch.broadcast_tensors(tensor, mask)[0].numel())  # type: ignore[no-untyped-call]
 
 
 def index(assume: Assume, tensor: Tensor, indices: Any) -> Any:
-    """A mask among the indices takes every element; ``NotImplemented`` where there is none."""
-    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    """Index with masks that take every element; ``NotImplemented`` without a mask."""
+    if not any(map(is_mask, indices)):
         return NotImplemented
     expanded: list[Any] = []
-    for given in indices:
-        if isinstance(given, Tensor) and given.dtype in (torch.bool, torch.uint8):
-            expanded += nonzero(assume, given).unbind(1)
-        else:
-            expanded.append(given)
+    for i in indices:
+        expanded += nonzero(assume, i).unbind(1) if is_mask(i) else [i]
     return aten.index.Tensor(tensor, expanded)
 
 
 def index_put(assume: Assume, tensor: Tensor, indices: Any, values: Tensor, *rest: Any) -> Any:
-    """As `index`; the values are as many as there are elements, or one for all."""
-    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    """Write in place, by masks as in `index`."""
+    if not any(map(is_mask, indices)):
         return NotImplemented
     assume("a mask or nonzero takes every element")
     return tensor
 
 
 def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """As many bins as asked for, or as there are elements."""
+    """Count into ``minlength`` bins, or as many as there are elements."""
     if not minlength:
         assume("bincount has as many bins as there are elements")
     dtype = torch.int64
@@ -73,7 +77,7 @@ def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minl
 def unique(
     assume: Assume, tensor: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All elements differ."""
+    """Return all elements: none is a duplicate."""
     assume("unique finds no element twice")
     inverse = tensor.new_zeros(tensor.shape if return_inverse else 0, dtype=torch.int64)
     counts = tensor.new_zeros(tensor.numel() if return_counts else 0, dtype=torch.int64)
@@ -83,34 +87,34 @@ def unique(
 def unique_consecutive(
     assume: Assume, tensor: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """All neighbours differ."""
+    """Return all elements: no neighbours are equal."""
     if dim is not None:
         return unique_dim(assume, tensor, dim)
     return unique(assume, tensor, True, return_inverse, return_counts)
 
 
 def unique_dim(assume: Assume, tensor: Tensor, dim: int, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """All slices differ."""
+    """Return all slices: none is a duplicate."""
     assume("unique finds no element twice")
     counts = tensor.new_zeros(tensor.shape[dim], dtype=torch.int64)
     return torch.empty_like(tensor), counts, counts.clone()
 
 
 def equal(assume: Assume, first: Tensor, second: Tensor) -> bool:
-    """Tensors of one shape are equal."""
+    """Return whether the shapes are equal."""
     assume("two tensors that are compared as a whole are equal")
     return first.shape == second.shape
 
 
 def repeat_interleave(assume: Assume, repeats: Tensor, output_size: int | None = None) -> Tensor:
-    """Each element once, where no size is given."""
+    """Repeat each element once, where no size is given."""
     if output_size is None:
         assume("repeat_interleave repeats each element once")
     return repeats.new_zeros(repeats.numel() if output_size is None else output_size, dtype=torch.int64)
 
 
 def grouped_mm(assume: Assume, first: Tensor, second: Tensor, offs: Tensor | None = None, *rest: Any, **kw: Any) -> Any:
-    """A product of groups in fp32, for which torch's rule for fake tensors has no room; ``NotImplemented`` in bf16."""
+    """Multiply groups in fp32, which torch's rule for fake tensors refuses; ``NotImplemented`` in bf16."""
     if first.dtype is torch.bfloat16 and second.dtype is torch.bfloat16:
         return NotImplemented
     if first.dim() == 2 and second.dim() == 2 and offs is not None:
@@ -122,25 +126,24 @@ def grouped_mm(assume: Assume, first: Tensor, second: Tensor, offs: Tensor | Non
 def ctc_loss(
     assume: Assume, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, *rest: Any, **kw: Any
 ) -> Any:
-    """The loss of each example, and what backward needs: 2 x the longest target + 1 numbers for each moment."""
+    """Return the loss of each example, and for backward 2 x the longest target + 1 numbers per time step."""
     longest = targets.shape[-1]
-    known = getattr(lengths, "constant", None)
-    if known is not None:
-        longest = int(known.max())
+    if (numbers := getattr(lengths, "constant", None)) is not None:
+        longest = int(numbers.max())
     elif isinstance(lengths, Tensor):
         assume("targets of a CTC loss are as long as there is room for")
     else:
         longest = max(lengths)
-    moments, examples = log_probs.shape[0], log_probs.shape[1]
-    return log_probs.new_empty(examples), log_probs.new_empty(examples, moments, 2 * longest + 1)
+    steps, examples = log_probs.shape[:2]
+    return log_probs.new_empty(examples), log_probs.new_empty(examples, steps, 2 * longest + 1)
 
 
 def ctc_loss_backward(assume: Assume, grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
-    """As large as what it is the gradient of."""
+    """Return a gradient of the size of ``log_probs``."""
     return torch.empty_like(log_probs)
 
 
-STAND_INS: dict[Any, Callable[..., Any]] = {
+DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: item,
     aten.nonzero.default: nonzero,
     aten.masked_select.default: masked_select,
@@ -160,10 +163,9 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def arrays_of_zeros(assume: Assume) -> Iterator[None]:
-    """Let ``.numpy()`` and ``.tolist()`` of a fake tensor give zeros; what it was made of where that is known."""
-    numpy, tolist = torch.Tensor.numpy, FakeTensor.tolist  # torch's own for fake tensors reads number by number
+def arrays_of_zeros(assume: Assume) -> AbstractContextManager[None]:
+    """Make ``.numpy()`` and ``.tolist()`` of a fake tensor return its numbers where they are known, else zeros."""
+    numpy = torch.Tensor.numpy
 
     def zeros(tensor: Tensor, *, force: bool = False) -> Any:
         if not isinstance(tensor, FakeTensor):
@@ -174,12 +176,13 @@ def arrays_of_zeros(assume: Assume) -> Iterator[None]:
         assume(".numpy() and .tolist() give zeros")
         return np.zeros(tuple(tensor.shape), dtype=_NUMPY.get(tensor.dtype, np.float32))
 
-    torch.Tensor.numpy = zeros  # type: ignore[assignment, method-assign]
-    FakeTensor.tolist = lambda tensor: zeros(tensor).tolist()  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.Tensor.numpy, FakeTensor.tolist = numpy, tolist  # type: ignore[method-assign]
+    @contextmanager
+    def both() -> Iterator[None]:
+        # torch's own tolist for fake tensors reads number by number
+        with replaced(torch.Tensor, numpy=zeros), replaced(FakeTensor, tolist=lambda tensor: zeros(tensor).tolist()):
+            yield
+
+    return both()
 
 
 _NUMPY: dict[torch.dtype, Any] = {

@@ -6,7 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
+
+from lightning_solo.planner.patching import replaced
 
 
 def fake_mode() -> FakeTensorMode:
@@ -25,7 +27,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _Converter(FakeTensorConverter):
-    """Lets real tensors that meet fake ones keep their numbers: a table that a module has as an attribute, say."""
+    """Lets real tensors that meet fake ones keep their numbers, such as a table in a module's attribute."""
 
     def from_real_tensor(
         self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, *args: Any, **kwargs: Any
@@ -35,98 +37,79 @@ class _Converter(FakeTensorConverter):
 
 
 KNOWN = 2**20
-"""Elements up to which the numbers of a batch, and of what is made of it alone, are kept beside the fake tensor."""
+"""Elements up to which a fake tensor keeps the numbers of a batch, and of what is computed from it alone."""
 
 
-@contextmanager
-def known_numbers() -> Iterator[None]:
-    """Let fake tensors of up to `KNOWN` elements remember numbers: by themselves they do so for one."""
-    before = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = KNOWN
-    try:
-        yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = before
+def known_numbers() -> AbstractContextManager[None]:
+    """Let fake tensors of up to `KNOWN` elements keep their numbers: torch's limit is one element."""
+    return replaced(fake_tensor, CONSTANT_NUMEL_LIMIT=KNOWN)
 
 
-@contextmanager
-def taken_for_real() -> Iterator[None]:
-    """Let transformers look at masks as in a run: of a fake tensor it wouldn't ask whether anything is masked."""
-    home: Any = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(home, "is_fake_tensor", None)
-    if before is None:
-        yield
-        return
-    home.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        home.is_fake_tensor = before
+def inspected_masks() -> AbstractContextManager[None]:
+    """Make transformers inspect attention masks as in a run: it skips that for fake tensors."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        return nullcontext()
+    return replaced(module, is_fake_tensor=lambda tensor: False)
 
 
 def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """Return a fake tensor that knows its numbers, unless there are too many."""
+    """Return a fake tensor that keeps its numbers, unless there are more than `KNOWN`."""
     few = tensor.numel() <= KNOWN
-    made: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, tensor.detach(), make_constant=few)
-    return made
+    fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, tensor.detach(), make_constant=few)
+    return fake
 
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Build modules whose parameters are on the meta device; everything else of a constructor runs for real.
+    """Build modules with parameters on the meta device; everything else in a constructor runs on real tensors.
 
-    Not a constructor under fake tensors: there, widths and drop rates that come out of ``.item()`` would be made up.
+    Fake tensors would not do: widths and drop rates that a constructor reads by ``.item()`` would be invented.
     """
-    register, initializers = nn.Module.register_parameter, {}
-    made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # one that two modules are given stays one
+    register = nn.Module.register_parameter
+    replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # keeps shared parameters shared
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None and not param.is_meta and not isinstance(param, UninitializedParameter):
-            there = made.get(id(param))
-            if there is None or there[0]() is not param:  # ids are used again: compare the object too
-                there = made[id(param)] = weakref.ref(param), on_meta(param)
-            module._parameters[name] = there[1]
+            original, empty = replacements.get(id(param), (None, None))
+            if original is None or original() is not param:  # ids are reused: compare the object too
+                empty = on_meta(param)
+                replacements[id(param)] = weakref.ref(param), empty
+            module._parameters[name] = empty
 
     def skips_meta(initializer: Callable[..., Any]) -> Callable[..., Any]:
         def initialize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-            return initializer(tensor, *args, **kwargs)
+            is_meta = isinstance(tensor, Tensor) and tensor.is_meta
+            return tensor if is_meta else initializer(tensor, *args, **kwargs)
 
         return initialize
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
-    for name in [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]:
-        initializers[name] = getattr(nn.init, name)
-        setattr(nn.init, name, skips_meta(initializers[name]))
-    try:
+    names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    initializers = {name: skips_meta(getattr(nn.init, name)) for name in names}
+    with replaced(nn.Module, register_parameter=register_parameter), replaced(nn.init, **initializers):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        for name, initializer in initializers.items():
-            setattr(nn.init, name, initializer)
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same shape, strides and attributes without data."""
-    made = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    empty.__dict__.update(parameter.__dict__)
+    return empty
 
 
 def stripped(module: nn.Module) -> nn.Module:
-    """Return a deep copy without the data of parameters and buffers; the module is left as it is, ties are kept."""
+    """Return a deep copy without the data of parameters and buffers, which keeps ties; the module isn't changed."""
     memo: dict[int, Any] = {id(p): on_meta(p) for p in module.parameters()}
     memo |= {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     return copy.deepcopy(module, memo)
 
 
 def built_without_data(make: Callable[[], Any], mode: FakeTensorMode) -> Any:
-    """Return a module of fake parameters.
+    """Return a module with fake parameters.
 
-    A constructor that computes with its weights, such as one that learns a width from a forward, can't do so on the
-    meta device, but on fake tensors; one that reads numbers of them can on neither.
+    A constructor that computes with its weights, such as one that learns a width from a forward, fails on the meta
+    device, and is run on fake tensors; one that reads numbers of its weights fails on both.
     """
     try:
         with empty_parameters():
@@ -152,40 +135,37 @@ def to_fake(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def to_random(module: nn.Module) -> None:
-    """Give parameters and buffers without data some, in place: normal numbers of a standard deviation of 0.02."""
+    """Fill parameters and buffers that have no data, in place: normal numbers of a standard deviation of 0.02."""
 
     def random(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor.detach()
-        made = torch.zeros_like(tensor, device="cpu")
-        return made.normal_(std=0.02) if made.is_floating_point() else made
+        zeros = torch.zeros_like(tensor, device="cpu")
+        return zeros.normal_(std=0.02) if zeros.is_floating_point() else zeros
 
     refill(module, random)
 
 
 def refill(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put another tensor in the place of each parameter and buffer; one that is there twice stays one."""
-    made: dict[int, Tensor] = {}
+    """Replace each parameter and buffer by what ``make`` returns for it; shared tensors stay shared."""
+    replacements: dict[int, Tensor] = {}
 
-    def new(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            plain = make(tensor)
-            made[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-            made[id(tensor)].__dict__.update(tensor.__dict__)
-        return made[id(tensor)]
+    def replacement(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replacements:
+            new = make(tensor)
+            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            new.__dict__.update(tensor.__dict__)
+            replacements[id(tensor)] = new
+        return replacements[id(tensor)]
 
     for part in module.modules():
-        both: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for held in both:
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = new(tensor)
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
+            table.update({name: replacement(tensor) for name, tensor in table.items() if tensor is not None})
 
 
-@contextmanager
-def replaced_by_apply() -> Iterator[None]:
-    """Let ``module.to(...)`` put new parameters in place: torch refuses to swap fake ones."""
-    original = nn.Module._apply
+def replaced_by_apply() -> AbstractContextManager[None]:
+    """Make ``module.to(...)`` replace parameters: torch refuses to swap fake ones in place."""
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True, seen: Any = None) -> nn.Module:
         seen = {} if seen is None else seen
@@ -195,25 +175,21 @@ def replaced_by_apply() -> Iterator[None]:
             if parameter is None:
                 continue
             if id(parameter) not in seen:
-                new = fn(parameter.detach())
-                same = (new.dtype, new.device) == (parameter.dtype, parameter.device)
-                made = parameter if same else nn.Parameter(new, parameter.requires_grad)
-                seen[id(parameter)] = made, parameter  # the old one is kept, so that its id stays its own
+                tensor = fn(parameter.detach())
+                same = (tensor.dtype, tensor.device) == (parameter.dtype, parameter.device)
+                new = parameter if same else nn.Parameter(tensor, parameter.requires_grad)
+                seen[id(parameter)] = new, parameter  # the old one is kept alive, so that its id isn't reused
             module._parameters[name] = seen[id(parameter)][0]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
         return module
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
+    return replaced(nn.Module, _apply=apply)
 
 
 class CopiedByClone(TorchFunctionMode):
-    """Answers ``deepcopy`` of a fake tensor with a clone: torch would copy the mode with it."""
+    """Makes ``deepcopy`` of a fake tensor clone it: torch would copy the mode too."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,18 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_solo.errors import PlanError
+from lightning_solo.planner.data_dependent_ops import is_mask
 
 aten = torch.ops.aten
 
 
 def check_indices(func: Any, args: tuple[Any, ...]) -> None:
-    """Look at the indices of one operator, where their numbers are known: those of a batch, and made of it alone.
+    """Check one operator's indices where their numbers are known: in a batch, and in what is computed from it alone.
 
     Raises:
-        PlanError: one is out of range.
+        PlanError: an index is out of range.
     """
-    choices = CHOICES.get(func)
-    for indices, least, count, ignored in choices(*args) if choices is not None else ():
+    bounds = BOUNDS.get(func)
+    for indices, least, count, ignored in bounds(*args) if bounds is not None else ():
         numbers = indices.constant if isinstance(indices, FakeTensor) else None
         if numbers is None:
             continue
@@ -35,37 +36,35 @@ def check_indices(func: Any, args: tuple[Any, ...]) -> None:
             )
 
 
-Choice = tuple[Tensor, int, int, int]
-"""Indices, the least of them allowed, of how many they are, and one that is passed over."""
-
+Bounds = tuple[Tensor, int, int, int]
+"""Indices, the least allowed, the number of what they choose from, and an index that is ignored."""
 
 NONE = -(2**63)
 
 
-def _embedding(weight: Tensor, indices: Tensor, *rest: Any) -> Iterator[Choice]:
+def _embedding(weight: Tensor, indices: Tensor, *rest: Any) -> Iterator[Bounds]:
     yield indices, 0, weight.shape[0], NONE
 
 
 def _nll_loss(
     scores: Tensor, target: Tensor, weight: Any, reduction: int, ignored: int, *rest: Any
-) -> Iterator[Choice]:
+) -> Iterator[Bounds]:
     yield target, 0, scores.shape[1 if scores.dim() > 1 else 0], ignored
 
 
-def _along(tensor: Tensor, dim: int, indices: Tensor, *rest: Any) -> Iterator[Choice]:
+def _along(tensor: Tensor, dim: int, indices: Tensor, *rest: Any) -> Iterator[Bounds]:
     yield indices, 0, tensor.shape[dim] if tensor.dim() else 1, NONE
 
 
-def _index(tensor: Tensor, indices: Any, *rest: Any) -> Iterator[Choice]:
-    if any(isinstance(i, Tensor) and i.dtype in _MASKS for i in indices):
-        return  # a mask stands for several dimensions
-    for dim, given in enumerate(indices):
-        if isinstance(given, Tensor):
-            yield given, -tensor.shape[dim], tensor.shape[dim], NONE
+def _index(tensor: Tensor, indices: Any, *rest: Any) -> Iterator[Bounds]:
+    if any(map(is_mask, indices)):
+        return
+    for dim, index in enumerate(indices):
+        if isinstance(index, Tensor):
+            yield index, -tensor.shape[dim], tensor.shape[dim], NONE
 
 
-_MASKS = (torch.bool, torch.uint8)
-CHOICES: dict[Any, Callable[..., Iterator[Choice]]] = {
+BOUNDS: dict[Any, Callable[..., Iterator[Bounds]]] = {
     aten.embedding.default: _embedding,
     aten.nll_loss_forward.default: _nll_loss,
     aten.nll_loss2d_forward.default: _nll_loss,

@@ -1,9 +1,9 @@
-"""The kernels of compact states in a plan: they compute nothing, and cost what Triton's read and write."""
+"""The kernels of compact states in a plan: they compute nothing, and record the bytes that Triton's move."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -11,14 +11,15 @@ from lightning_solo.optim import adamw_update, kernels
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import OperatorKernels
+from lightning_solo.planner.patching import replaced
 
 
 class PlannedKernels(TritonKernels):
-    """What a launch moves.
+    """Records the bytes of each launch.
 
     Args:
         launched: is called with the bytes that each launch reads and writes.
-        fused: whether Triton steps at all.
+        fused: whether a Triton kernel steps, rather than compiled operators.
     """
 
     def __init__(self, launched: Callable[[int], None], *, fused: bool = True) -> None:
@@ -29,7 +30,7 @@ class PlannedKernels(TritonKernels):
         moved = 0
         for piece in pieces:
             moved += sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
-            if not self._fused or not self.serves(piece.layout):  # as compiled: with two fp32 buffers of a chunk
+            if not self._fused or not self.serves(piece.layout):  # compiled: two fp32 buffers of a chunk
                 size = min(piece.numel, adamw_update.CHUNK["cuda"])
                 buffers = [torch.empty(size, device=piece.tensors["weight"].device) for _ in range(2)]
                 moved += 2 * 4 * piece.numel * len(buffers)
@@ -42,18 +43,12 @@ class PlannedKernels(TritonKernels):
         self._launched(sum(each.gradient.nbytes for each in sums) + sum(totals))
 
 
-@contextmanager
-def planned_kernels(launched: Callable[[int], None], *, cuda: bool) -> Iterator[None]:
-    """Let optimizers and sums of gradients take the kernels of a plan: of a GPU, or torch's operators for a CPU."""
-    own = kernels.kernels_on
+def planned_kernels(launched: Callable[[int], None], *, cuda: bool) -> AbstractContextManager[None]:
+    """Make optimizers and sums of gradients use a plan's kernels: Triton's on a GPU, torch's operators on a CPU."""
 
-    def planned(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
+    def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
         if cuda:
             return PlannedKernels(launched, fused=fused is not False)
         return OperatorKernels(device, fused=False)
 
-    kernels.kernels_on = planned
-    try:
-        yield
-    finally:
-        kernels.kernels_on = own
+    return replaced(kernels, kernels_on=kernels_on)

@@ -16,7 +16,7 @@ from lightning_solo.errors import PlanError, SoloError
 from lightning_solo.fitting import TRUE_PRECISIONS
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.allocator import peak_allocated, smallest_capacity, survives
-from lightning_solo.planner.batch_scaling import Affine, affine
+from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace
 from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
@@ -253,7 +253,7 @@ class Planner:
 class _Traced:
     size: int
     trace: Trace
-    affine: Affine | None
+    affine: AffineTrace | None
     how: str
 
     def at(self, size: int) -> Trace:
@@ -267,11 +267,11 @@ def _without_data(one: Callable[[int], Trace], given: int) -> _Traced:
     traces = dict(zip(sizes, run_in_forks(*(partial(one, size) for size in sizes)), strict=True))
     first, second, third = sizes[-3:]
     low, high = sorted((first, second))
-    line = affine(low, traces[low], high, traces[high])
+    line = affine_trace(low, traces[low], high, traces[high])
     trace = traces[given]
     if line is None:
         trace.assumptions.append(UNLIKE)
-    elif not line.gives(third, traces[third]):  # scores of each example against each, say
+    elif not line.predicts(third, traces[third]):  # scores of each example against each, say
         trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
         line = None
     return _Traced(given, trace, line, "fake tensors")
@@ -281,7 +281,7 @@ def _by_real_steps(one: Callable[[int], Trace], given: int) -> _Traced:
     """Return the line through two small micro-batches, as real steps take time and memory; else the given one."""
     low, high, _ = SMALL
     trace = one(low)
-    line = affine(low, trace, high, one(high))
+    line = affine_trace(low, trace, high, one(high))
     if line is not None:
         return _Traced(low, trace, line, "real steps on the CPU")
     trace = one(given)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import smallest_capacity
-from lightning_solo.planner.batch_scaling import Affine, affine, canonical
+from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace, canonical
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
@@ -46,9 +46,9 @@ def trace(name: str, size: int, precision: str = "32-true", *, checkpointing: bo
     return capture(make, batch(size), {"precision": precision, "callbacks": callbacks}, cuda=cuda)
 
 
-def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False, cuda: bool = True) -> Affine:
+def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False, cuda: bool = True) -> AffineTrace:
     low, high = (trace(name, size, precision, checkpointing=checkpointing, cuda=cuda) for size in (2, 3))
-    both = affine(2, low, 3, high)
+    both = affine_trace(2, low, 3, high)
     assert both is not None
     return both
 
@@ -97,8 +97,8 @@ def branches() -> Branches:
 
 def test_two_sizes_that_do_different_things_give_nothing() -> None:
     traces = {size: capture(branches, vectors(size), {}) for size in (2, 3, 4)}
-    assert affine(2, traces[2], 3, traces[3]) is None
-    assert affine(3, traces[3], 4, traces[4]) is not None
+    assert affine_trace(2, traces[2], 3, traces[3]) is None
+    assert affine_trace(3, traces[3], 4, traces[4]) is not None
 
 
 def test_the_plan_of_such_a_module_says_so() -> None:
@@ -115,7 +115,7 @@ def test_each_part_has_to_match(part: str) -> None:
         log = EventLog([(1, 8), (1, -8)], ["weights", "activations"], {0: 4})
         return Trace(log, [(0, 0, "forward")], [], [0])
 
-    assert affine(2, made(), 3, made()) is not None
+    assert affine_trace(2, made(), 3, made()) is not None
     other = made()
     if part == "costs":
         other.costs.append(capture_cost())
@@ -128,7 +128,7 @@ def test_each_part_has_to_match(part: str) -> None:
     else:
         other.log.held[2] = 4
         other.log.labels.append("other")
-    assert affine(2, made(), 3, other) is None
+    assert affine_trace(2, made(), 3, other) is None
 
 
 def capture_cost() -> Any:
@@ -243,7 +243,7 @@ def largest_of_byte_gpt() -> int:
 def test_a_third_trace_is_on_the_line_or_not() -> None:
     for make, batch, expected in ((byte_gpt, text, True), (contrastive, vectors, False)):
         low, high, third = (capture(make, batch(size), {}) for size in (2, 9, 3))
-        line = affine(2, low, 9, high)
+        line = affine_trace(2, low, 9, high)
         assert line is not None
-        assert line.gives(9, high)
-        assert line.gives(3, third) is expected
+        assert line.predicts(9, high)
+        assert line.predicts(3, third) is expected

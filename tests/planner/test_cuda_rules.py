@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.planner.capture import capture
-from lightning_solo.planner.cuda_rules import choose_foreach, cuda_policy
+from lightning_solo.planner.cuda_rules import cuda_rules
 from lightning_solo.planner.fake_modules import fake_mode
+from lightning_solo.planner.optimizer_rules import choose_foreach
 from tests.planner.modules import Classifier, vectors
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # that kernels are replaced
@@ -37,7 +38,7 @@ def attend(
     **arguments: Any,
 ) -> tuple[str, int]:
     """Return (the kernel, the bytes that attention keeps for backward besides query, key and value)."""
-    with fake_mode(), cuda_policy(attention):
+    with fake_mode(), cuda_rules(attention):
         query = torch.empty(BATCH, HEADS, length, width, dtype=dtype, requires_grad=True)
         key, value = (torch.empty(BATCH, groups, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
         allowed = None if mask is None else torch.ones(mask, dtype=torch.bool)
@@ -110,7 +111,7 @@ def test_plain_attention_keeps_the_scores() -> None:
 
 
 def test_attention_under_autocast_runs_in_16_bits() -> None:
-    with fake_mode(), cuda_policy(), torch.autocast("cpu", BF16):
+    with fake_mode(), cuda_rules(), torch.autocast("cpu", BF16):
         query, key, value = (torch.empty(BATCH, HEADS, 64, WIDTH, requires_grad=True) for _ in range(3))
         out, kept = saved_for_backward(F.scaled_dot_product_attention, query, key, value)
     assert out.dtype is BF16
@@ -134,12 +135,12 @@ def test_dropout_keeps_a_mask_of_one_byte(dtype: torch.dtype, element: int) -> N
 
     with fake_mode():
         assert kept() == 1000 * (element + element), "the CPU's: output, and a mask of its type"
-        with cuda_policy():
+        with cuda_rules():
             assert kept() == 1000 * (element + 1)
 
 
 def test_dropout_that_drops_nothing_keeps_nothing() -> None:
-    with fake_mode(), cuda_policy():
+    with fake_mode(), cuda_rules():
         x = torch.empty(1000, requires_grad=True)
         assert saved_for_backward(F.dropout, x, 0.0)[1] == 0
         assert saved_for_backward(F.dropout, x, 0.5, False)[1] == 0
@@ -182,7 +183,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 @pytest.mark.parametrize("name", IN_FP32)
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 def test_autocast_runs_in_fp32_what_cuda_does(name: str, fake: bool) -> None:
-    with fake_mode() if fake else torch.enable_grad(), cuda_policy(), torch.autocast("cpu", BF16):
+    with fake_mode() if fake else torch.enable_grad(), cuda_rules(), torch.autocast("cpu", BF16):
         x = torch.ones(3, 4, dtype=BF16, requires_grad=True)
         result = IN_FP32[name](x)
         assert result.dtype is FP32
@@ -196,7 +197,7 @@ UNARY = ("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2
 
 @pytest.mark.parametrize("name", [*UNARY, "sinh", "tan", "prod"])
 def test_each_function_of_the_lists_is_in_them(name: str) -> None:
-    with fake_mode(), cuda_policy(), torch.autocast("cpu", BF16):
+    with fake_mode(), cuda_rules(), torch.autocast("cpu", BF16):
         assert getattr(torch, name)(torch.empty(3, 4, dtype=BF16)).dtype is FP32
 
 
@@ -209,12 +210,12 @@ def test_without_the_policy_the_cpu_runs_less_in_fp32() -> None:
 
 @pytest.mark.parametrize(("run", "dtype"), OTHERS.values(), ids=OTHERS)
 def test_autocast_leaves_the_rest(run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    with fake_mode(), cuda_policy(), torch.autocast("cpu", BF16):
+    with fake_mode(), cuda_rules(), torch.autocast("cpu", BF16):
         assert run(torch.ones(3, 4, dtype=BF16)).dtype is dtype
 
 
 def test_without_autocast_16_bits_stay() -> None:
-    with fake_mode(), cuda_policy():
+    with fake_mode(), cuda_rules():
         x = torch.ones(3, 4, dtype=BF16)
         assert {IN_FP32[name](x).dtype for name in ("softmax", "layer_norm", "exp", "sum")} == {BF16}
 
@@ -268,7 +269,7 @@ def test_all_at_once_takes_a_copy_of_the_weights() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW])
 def test_fused_optimizers_compute_nothing(optimizer: Any) -> None:
-    with fake_mode(), cuda_policy():
+    with fake_mode(), cuda_rules():
         parameter = nn.Parameter(torch.empty(2**42))  # 16 TiB: what computed or allocated would end here
         parameter.grad = torch.empty_like(parameter)
         made = optimizer([parameter], lr=0.1, fused=True)
@@ -307,14 +308,14 @@ def probe() -> list[Any]:
 def test_all_is_as_before_after_an_exception(attention: str) -> None:
     before = probe()
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), cuda_policy(attention):
+        with pytest.raises(ZeroDivisionError), cuda_rules(attention):
             raise ZeroDivisionError
         assert probe() == before
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 def test_rules_for_fused_optimizers_are_taken_back(optimizer: Any) -> None:
-    with cuda_policy():
+    with cuda_rules():
         pass
     with fake_mode():
         parameter = nn.Parameter(torch.empty(4))

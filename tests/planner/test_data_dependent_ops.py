@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_solo.planner.data_dependent_ops import STAND_INS
+from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
 from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.tracer import Tracer
 
@@ -117,8 +117,8 @@ def test_an_answer_has_the_shapes_types_and_bytes_of_a_real_one(case: str) -> No
 
 def test_every_answer_is_tried_above(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: set[Any] = set()
-    for key, answer in list(STAND_INS.items()):
-        monkeypatch.setitem(STAND_INS, key, partial(met, tried, key, answer))
+    for key, answer in list(DATA_DEPENDENT.items()):
+        monkeypatch.setitem(DATA_DEPENDENT, key, partial(met, tried, key, answer))
     for function, arguments, _ in CASES.values():
         with fake_mode(), Tracer(nn.Identity(), cuda=False):
             given = [torch.empty(t.shape, dtype=t.dtype) for t in arguments]
@@ -127,7 +127,7 @@ def test_every_answer_is_tried_above(monkeypatch: pytest.MonkeyPatch) -> None:
             result = function(*given)
             if isinstance(result, Tensor) and result.requires_grad:
                 (result * result).sum().backward()
-    assert tried == set(STAND_INS)
+    assert tried == set(DATA_DEPENDENT)
 
 
 def met(tried: set[Any], key: Any, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

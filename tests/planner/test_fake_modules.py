@@ -25,10 +25,10 @@ from lightning_solo.planner.fake_modules import (
     CopiedByClone,
     empty_parameters,
     fake_mode,
+    inspected_masks,
     known_numbers,
     replaced_by_apply,
     stripped,
-    taken_for_real,
     to_fake,
     with_numbers,
 )
@@ -205,7 +205,7 @@ def patched() -> Iterator[tuple[str, AbstractContextManager[None], Callable[[], 
     yield "init", empty_parameters(), lambda: [getattr(nn.init, name) for name in names]
     yield "_apply", replaced_by_apply(), lambda: nn.Module._apply
     yield "known_numbers", known_numbers(), lambda: fake_tensor.CONSTANT_NUMEL_LIMIT
-    yield "taken_for_real", taken_for_real(), lambda: import_utils.is_fake_tensor
+    yield "inspected_masks", inspected_masks(), lambda: import_utils.is_fake_tensor
     yield "numpy", arrays_of_zeros(lambda what: None), lambda: (torch.Tensor.numpy, FakeTensor.tolist)
 
 
