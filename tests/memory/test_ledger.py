@@ -317,6 +317,34 @@ def test_in_backward_the_peak_is_in_the_module_whose_forward_it_belongs_to():
     assert peak.module == ""  # the loss belongs to no part
 
 
+def test_in_backward_the_peak_tells_temporaries_from_activations():
+    layer, x = nn.Linear(10, 20, bias=False), torch.ones(50, 10)
+    with Ledger(layer) as ledger:
+        loss = layer(x).sigmoid().sum()
+        ledger.reset_peak()
+        loss.backward()
+    assert ledger.peak().breakdown == dict.fromkeys(CATEGORIES, 0) | {
+        "weights": 4 * 10 * 20,
+        "activations": 4 * (50 * 20 + 1 + 1),  # what sigmoid saved, the loss, and the 1 that backward begins with
+        "temporaries": 4 * 50 * 20,  # the gradient of what the layer returned
+    }
+
+
+def test_a_gradient_that_is_freed_in_backward_is_a_gradient():
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(100))
+    module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with Ledger(module) as ledger:
+        loss = module.weight.exp().sum()
+        ledger.reset_peak()
+        loss.backward()
+    assert ledger.peak().breakdown == dict.fromkeys(CATEGORIES, 0) | {
+        "weights": 4 * 100,
+        "activations": 4 * (100 + 1 + 1),  # what exp saved, the loss, and the 1 that backward begins with
+        "gradients": 4 * 100,
+    }
+
+
 def test_in_backward_the_peak_has_the_name_of_the_part():
     module = Two()
     with Ledger(module) as ledger:
