@@ -144,6 +144,40 @@ def test_a_peak_that_a_reset_hid_is_still_reported(
     assert rows(tmp_path / "memory.csv")[-1]["peak_allocated_bytes"] == str(9 * GiB)
 
 
+@pytest.mark.parametrize("per_phase", [False, True])
+def test_peaks_that_rise_and_fall(
+    home: Any,
+    make_trainer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    per_phase: bool,
+) -> None:
+    """Forwards peak at 9, 3, 5 and 2 GiB, two to an optimizer step; a peak that is reset is 1 GiB."""
+    counter, module = {"peak": GiB}, regression(home)
+    stock = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        counter["peak"] = (9, 3, 5, 2)[batch_idx] * GiB
+        return stock(batch, batch_idx)
+
+    module.training_step = training_step
+    monkeypatch.setattr(phase_peaks, "read", lambda device: Reading(GiB, GiB, counter["peak"], GiB, 0))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counter.update(peak=GiB))
+    callback = AsIfCuda(every_n_steps=1, per_phase=per_phase)
+    make_trainer(home, accumulate_grad_batches=2, callbacks=[callback]).fit(module, loader(4))
+    written = rows(tmp_path / "memory.csv")
+    assert [row["step"] for row in written] == ["0", "1", "2"]
+    assert [row["forward_bytes"] for row in written] == (["", str(9 * GiB), str(5 * GiB)] if per_phase else [""] * 3)
+    # with per_phase a row has the peak of the run so far; without, the counter as it is after the second batch
+    peaks = [1, 9, 9] if per_phase else [1, 3, 2]
+    assert [int(row["peak_allocated_bytes"]) for row in written] == [peak * GiB for peak in peaks]
+    assert callback.peak_bytes == max(peaks) * GiB
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "peak allocated" in line]
+    assert f"{sum(peaks) / 3:.2f} GiB" in line
+    assert f"{max(peaks)}.00 GiB" in line
+
+
 def test_a_phase_keeps_the_largest_peak_of_its_micro_batches_until_the_next_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
