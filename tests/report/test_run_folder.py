@@ -129,6 +129,20 @@ def test_step_times_of_another_callback_are_told_by_their_names(tmp_path: Path) 
     assert [row[0].text for row in read_run(tmp_path).figures[0].table.rows] == ["throughput/step_s"]
 
 
+def test_step_times_and_throughput_are_drawn_as_logged(tmp_path: Path) -> None:
+    columns = {"step": [1, 2], "throughput/samples_per_s": [40.0, 80.0], "throughput/step_s": [0.1, 0.05]}
+    with_tokens = {**columns, "throughput/tokens_per_s": [4000.0, 8000.0]}
+    for given, rates in ((columns, [40.0, 80.0]), (with_tokens, [4000.0, 8000.0])):
+        write_csv(tmp_path / "metrics.csv", given)
+        drawn = {f.name: f for f in read_run(tmp_path).figures}
+        for figure, values in ((drawn["step_time"], [0.1, 0.05]), (drawn["throughput"], rates)):
+            assert [row["y"] for row in figure.draw(LIGHT)["datasets"]["data"]] == values
+            assert [float(row[2].text.replace(",", "")) for row in figure.table.rows] == values
+        kind = "tokens" if "throughput/tokens_per_s" in given else "samples"
+        assert {row[0].text for row in drawn["throughput"].table.rows} == {f"throughput/{kind}_per_s"}
+        assert "in seconds per step, over" in drawn["step_time"].alternative
+
+
 def test_an_event_file_that_is_still_written_ends_where_it_ends(tmp_path: Path) -> None:
     path = event_file(tmp_path, 100)
     whole = path.read_bytes()

@@ -296,6 +296,25 @@ def test_what_an_earlier_try_said_is_none_of_the_next_ones(tmp_path: Path) -> No
     assert starts(tmp_path) == {1: 2}
 
 
+def test_a_peak_of_an_earlier_try_is_none_of_the_next_ones(tmp_path: Path) -> None:
+    """The second try was killed before it could say anything; what the first one said is there."""
+    sweep(tmp_path, "n=1")
+    state = SweepFolder(sweep_folder(tmp_path))
+    files = state.job(0)
+    write_json(files.result, {"attempt": 1, "returned": 1.5, "peak_device_bytes": 2**30})
+    write_json(files.start, {**(read_json(files.start) or {}), "attempt": 2})
+    write_json(files.end, {"attempt": 2, "status": "killed", "detail": "by SIGKILL"})
+    state.results.unlink()
+    sweep(tmp_path, "n=1", code=1)
+    assert starts(tmp_path) == {1: 1}
+    (row,) = read(state.results)
+    assert (row.attempt, row.status, row.returned, row.peak_device_bytes) == (2, "killed", None, None)
+    write_json(files.result, {"attempt": 2, "returned": 1.5, "peak_device_bytes": 2**30})
+    state.results.unlink()
+    sweep(tmp_path, "n=1", code=None)
+    assert [row.peak_device_bytes for row in read(state.results)] == [2**30]
+
+
 def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Path) -> None:
     measure = """open(os.path.join(os.environ["LIGHTNING_SOLO_JOB"], "progress.json"), "w").write('{"step": 7}')"""
     script = TRAIN.replace('raise ValueError("the first time")', f'{measure}; raise ValueError("the first time")')

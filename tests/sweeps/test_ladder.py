@@ -16,7 +16,9 @@ from rich.console import Console
 
 from lightning_solo.build import trainer_arguments
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.memory.reading import Reading
 from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps import measurement
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.figures import Figures, as_json, change, remarks
 from lightning_solo.sweeps.files import SweepFolder
@@ -26,6 +28,7 @@ from lightning_solo.sweeps.ladder_display import cells, details, memory_in_words
 from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
 from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.units import GiB
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,6 +163,16 @@ def test_until_stops_at_the_first_that_fits_and_goes_on_from_there(tmp_path: Pat
     assert set(starts(tmp_path).values()) == {1}  # nothing was measured twice
 
 
+def test_until_takes_the_first_that_fits_of_what_was_measured_before(tmp_path: Path) -> None:
+    does = {"b": {"peak_bytes": 600}, "c": {"peak_bytes": 400}}
+    stub(tmp_path, does).run()
+    ladder = stub(tmp_path, does, until=600)
+    assert [row.name for row in ladder.run()] == ["baseline", "a", "b", "c"]
+    fits = ladder.fitting()
+    assert fits is not None
+    assert fits.name == "b"
+
+
 def test_a_module_that_is_refused_is_refused_once_and_tried_anew(tmp_path: Path) -> None:
     refused = {"baseline": {"raise": "PresetError", "message": "no module 'mine'"}}
     for _ in range(2):  # the second time it could have been mended
@@ -214,6 +227,24 @@ def test_every_technique_is_one_that_the_library_has(technique: Technique) -> No
     assert config != baseline
 
 
+def test_every_rung_is_what_its_name_says() -> None:
+    """In the order in which they are added to one another: the strategy, precision and callbacks of each alone."""
+    rungs = {}
+    for technique in chosen(None):
+        own = [text.replace("solo/", "").replace("solo.", "") for text in technique.overrides]
+        config = compose("baseline", own)
+        rungs[technique.name] = ((config.strategy or {}).get("name"), config.precision, {*config.callback})
+    added = {*compose("baseline").callback}
+    assert rungs == {
+        "bf16": (None, "bf16-mixed", added),
+        "checkpointing": (None, "32-true", added | {"activation_checkpointing"}),
+        "accumulation": (None, "32-true", added | {"accumulation_schedule"}),
+        "compact": ("compact", "bf16-mixed", added),
+        "zero_offload": ("zero_offload", "32-true", added),
+    }
+    assert list(rungs) == ["bf16", "checkpointing", "accumulation", "compact", "zero_offload"]
+
+
 # --- what is measured ---
 
 
@@ -241,6 +272,17 @@ def test_a_step_is_all_its_micro_batches(tmp_path: Path) -> None:
     assert window.losses[0] == pytest.approx(sum(first) / 4)
     assert clock.losses[0] == pytest.approx(first[0])
     assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["allocated", "resident"])
+def test_the_peak_is_that_of_the_run_not_what_is_left_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """On a GPU of the allocator, elsewhere of the process: 3 GiB at the start, 2 at the end, 7 between."""
+    now = iter([3 * GiB, 2 * GiB])
+    monkeypatch.setattr(measurement, "read", lambda device: Reading(**{kind: next(now), f"peak_{kind}": 7 * GiB}))
+    found, _, _ = measured([], 2, tmp_path)
+    assert (found["peak_bytes"], found["before_bytes"]) == (7 * GiB, 3 * GiB)
 
 
 class ByHand(L.LightningModule):
