@@ -3,7 +3,7 @@
     python examples/measure_kernels.py [--only sm_90] [--write FILE] [--check examples/results/kernels.json]
 
 Needs Triton, which brings NVIDIA's assembler and disassembler, and no GPU; `make kernels` has both. Each kernel is
-compiled with the arguments that `gpu_kernel` launches it with. Registers, spills and shared memory are the assembler's;
+compiled with the arguments that `triton_launches` passes it. Registers, spills and shared memory are the assembler's;
 instructions are those of the machine code, which has no loop in a step, but for the subroutine for extreme quotients:
 what a thread executes at most. ``--check`` fails where a kernel spills, or takes more than the file says.
 
@@ -36,7 +36,7 @@ from this_machine import versions
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_solo.optim import adamw_triton, gpu_kernel
+from lightning_solo.optim import adamw_triton, triton_launches
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Scalars, Sum
 
@@ -104,33 +104,37 @@ def launches() -> Iterator[tuple[str, Launch, float]]:
     """Yield kernels as (name, what is launched, bytes that an element takes); 0 where a program may do more or less."""
     control = Control(torch.tensor(1.0), torch.zeros(1, dtype=torch.int32))
     cpu = torch.device("cpu")
-    whole, short = gpu_kernel.ROWS * BLOCK, gpu_kernel.ROWS * BLOCK + 1
+    whole, short = triton_launches.ROWS * BLOCK, triton_launches.ROWS * BLOCK + 1
 
     def noted(call: Any, *args: Any) -> Launch:
         module = Noted()
-        real, gpu_kernel._functions = gpu_kernel._functions, lambda: module
+        real, triton_launches.functions = triton_launches.functions, lambda: module
         try:
             call(*args, control, cpu)
         finally:
-            gpu_kernel._functions = real
+            triton_launches.functions = real
         (launch,) = module.launches
         return launch
 
     for bits in (8, 32):
         for master in MASTERS:
             piece = piece_of(master, bits, whole)
-            yield f"step, {master}, moments {bits}", noted(gpu_kernel._step, [piece]), bytes_per_element(piece)
+            yield (
+                f"step, {master}, moments {bits}",
+                noted(triton_launches.launch_steps, [piece]),
+                bytes_per_element(piece),
+            )
     for kind in (torch.float16, torch.float32):
         piece = piece_of("24", 8, whole, kind)
         yield (
             f"step, 24, moments 8, {str(kind)[6:]} gradient",
-            noted(gpu_kernel._step, [piece]),
+            noted(triton_launches.launch_steps, [piece]),
             bytes_per_element(piece),
         )
     for name, size, count in (("short", short, 1), ("many", whole, 2), ("many, short", short, 2)):
         for master, bits in (("24", 8), ("fp32", 32)):
             pieces = [piece_of(master, bits, size) for _ in range(count)]
-            yield f"step, {master}, moments {bits}, {name}", noted(gpu_kernel._step, pieces), 0.0
+            yield f"step, {master}, moments {bits}, {name}", noted(triton_launches.launch_steps, pieces), 0.0
     for total in (torch.bfloat16, torch.float32, None):
         for count in (1, 2):
             sums = [
@@ -143,7 +147,7 @@ def launches() -> Iterator[tuple[str, Launch, float]]:
                 for _ in range(count)
             ]
             into = "norm" if total is None else f"sum in {str(total)[6:]}"
-            yield f"{into}{', many' if count == 2 else ''}", noted(gpu_kernel._add, sums), 0.0
+            yield f"{into}{', many' if count == 2 else ''}", noted(triton_launches.launch_sums, sums), 0.0
 
 
 def compiled(launch: Launch, architecture: int) -> Any:
@@ -210,7 +214,7 @@ def figures(launch: Launch, size: float, architecture: int) -> dict[str, Any]:
     pipes = pipes_of(instructions)
     made: dict[str, Any] = {**used, "shared_bytes": kernel.metadata.shared, "instructions": pipes["issue"]}
     if size:
-        per_thread = gpu_kernel.ROWS * BLOCK / (32 * launch[2]["num_warps"])
+        per_thread = triton_launches.ROWS * BLOCK / (32 * launch[2]["num_warps"])
         made["per_element"] = {name: round(count / per_thread, 2) for name, count in pipes.items()}
         if architecture == 90:
             made |= estimated(made["per_element"], size)

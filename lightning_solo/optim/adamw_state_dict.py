@@ -20,7 +20,7 @@ from lightning_solo.optim.adamw_states import (
     new_state,
     plain,
 )
-from lightning_solo.optim.names import name_in
+from lightning_solo.optim.param_groups import name_in
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""

@@ -20,7 +20,7 @@ BLOCK = tl.constexpr(128)  # `compressed_moments.BLOCK`
 PER_PARTIAL = tl.constexpr(2**14)  # `kernels.PER_PARTIAL`
 PER_SUM = tl.constexpr(2**11)  # elements of a gradient that a program adds up at once
 
-COLUMNS = tl.constexpr(22)  # of the table of `step_many`, as `gpu_kernel` writes it
+COLUMNS = tl.constexpr(22)  # of the table of `step_many`, as `triton_launches` writes it
 SUM_COLUMNS = tl.constexpr(6)  # of that of `add_many`
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)

@@ -7,14 +7,14 @@ What each does with the weights:
   compiles a kernel for each shape of a parameter, and anew whenever betas change, as OneCycleLR's do by default.
   In 8 bits a small exp_avg_sq becomes 0, whose root divides: with AdamW's eps of 1e-8 that can diverge, with 1e-6 not.
 - bitsandbytes has no master weights, and rounds to the nearest: a bf16 weight loses whatever is below 1/512 of it. So
-  weights have to be fp32 here, and bf16 comes from autocast. Paged states live in CUDA's unified memory, from 100,000
+  weights have to be fp32 here, and bf16 comes from autocast. Paged states are in CUDA's unified memory, from 100,000
   elements on, and are pushed to the host when the device is full; loaded from a checkpoint they are on the device.
 - flashoptim keeps the 8 bits below bf16 apart, as `CompactAdamW` does with 24 bits, from the first step on: at the
   start weights are rounded to bf16. CUDA only.
 
-What is too small stays in fp32: below 4,096 elements, and with torchao whatever its block of 256 (8 bits) or 128 (4)
-does not divide, in silence there; `uncompressed` tells. torchao itself keeps those in the weights' bf16, where
-exp_avg_sq stops growing at a part of what it should be; here they are fp32.
+Moments stay in fp32 below 4,096 elements, and with torchao where its block of 256 (8 bits) or 128 (4) does not divide
+the parameter; `uncompressed` names these. torchao itself keeps them in the weights' bf16, where exp_avg_sq stops growing
+at a part of what it should be.
 
 Each of them steps each parameter by itself, so `GradientRelease` is exact.
 """
@@ -22,22 +22,21 @@ Each of them steps each parameter by itself, so `GradientRelease` is exact.
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError
+from lightning_solo.errors import CapabilityError, ConflictError
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.adamw_state_dict import UNSUPPORTED
 from lightning_solo.optim.back_end_facts import BACK_ENDS
-from lightning_solo.optim.names import name_in
+from lightning_solo.optim.library_optimizers import optimizer_class
 from lightning_solo.optim.operator_kernels import can_compile
+from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.replacement import replace_optimizer
 from lightning_solo.optim.torch_optimizers import step_alone
 from lightning_solo.units import format_bytes
@@ -46,7 +45,7 @@ from lightning_solo.units import format_bytes
 def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end: str) -> Optimizer:
     """Return a library's optimizer that shares the groups of a user's AdamW or Adam; schedulers then act on it.
 
-    It has a ``step_one(parameter, gradient, scale)``, as `GradientRelease` asks for, and a ``back_end``, its name.
+    It has a ``step_one(parameter, gradient, scale)``, as `GradientRelease` needs it, and a ``back_end``, its name.
 
     Args:
         optimizer: torch's AdamW or Adam, before its first step.
@@ -66,10 +65,10 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
     _require_served(optimizer, back_end)
     first = next(p for group in optimizer.param_groups for p in group["params"])
     require_capable(back_end, first.device)
-    least = min(group["eps"] for group in optimizer.param_groups)
-    if back_end == "torchao_8bit" and least < 1e-6:
+    eps = min(group["eps"] for group in optimizer.param_groups)
+    if back_end == "torchao_8bit" and eps < 1e-6:
         warnings.warn(
-            f"strategy.back_end=torchao_8bit and eps={least}: torchao rounds a small exp_avg_sq to 0, and divides by"
+            f"strategy.back_end=torchao_8bit and eps={eps}: torchao rounds a small exp_avg_sq to 0, and divides by"
             " its root plus eps, which can diverge; write AdamW(..., eps=1e-6), or strategy.back_end=own",
             stacklevel=2,
         )
@@ -79,16 +78,16 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
         else:
             group["lr"] = float(group["lr"])
     names = ("betas", "eps", "weight_decay")
-    made: Optimizer = _optimizer_class(back_end, kind is torch.optim.AdamW)(
+    replacement: Optimizer = optimizer_class(back_end, kind is torch.optim.AdamW)(
         optimizer.param_groups,
         lr=float(optimizer.defaults["lr"]),
         **{name: optimizer.defaults[name] for name in names},
         **({"bf16_stochastic_round": True} if back_end.startswith("torchao") else {}),
     )
-    vars(made)["back_end"] = back_end
-    vars(made)["step_one"] = functools.partial(step_alone, made)
-    replace_optimizer(optimizer, made, schedulers)
-    return made
+    vars(replacement)["back_end"] = back_end
+    vars(replacement)["step_one"] = functools.partial(step_alone, replacement)
+    replace_optimizer(optimizer, replacement, schedulers)
+    return replacement
 
 
 def _require_served(optimizer: Optimizer, back_end: str) -> None:
@@ -107,7 +106,7 @@ def _require_served(optimizer: Optimizer, back_end: str) -> None:
                 f"strategy.back_end={back_end} and Adam(weight_decay={group['weight_decay']}): bitsandbytes decouples"
                 " it from the gradient, as AdamW does; return AdamW, or write weight_decay=0"
             )
-    for name, p in ((name_in(optimizer, p), p) for p in _parameters(optimizer)):
+    for name, p in ((name_in(optimizer, p), p) for p in parameters_of(optimizer)):
         if p.dtype == torch.float32 or (p.dtype == torch.bfloat16 and BACK_ENDS[back_end].bf16_weights):
             continue
         raise ConflictError(
@@ -141,9 +140,6 @@ def require_capable(back_end: str, device: torch.device) -> None:
         )
 
 
-# --- what it keeps ---
-
-
 def state_sizes(p: Tensor, back_end: str) -> dict[str, int]:
     """Return the bytes of each state of a parameter, which is of the type that it trains in."""
     return BACK_ENDS[back_end].state_sizes(p.numel(), is_bf16=p.dtype == torch.bfloat16)
@@ -161,135 +157,20 @@ def device_bytes(p: Tensor, back_end: str) -> int:
 def uncompressed(optimizer: Optimizer) -> dict[str, int]:
     """Return the names of the parameters whose moments stay in fp32, with the bytes of those, for a `converted` one."""
     back_end = vars(optimizer)["back_end"]
-    left = [p for p in _parameters(optimizer) if not BACK_ENDS[back_end].compresses(p.numel())]
-    return {name_in(optimizer, p): state_sizes(p, back_end)["moments"] for p in left}
+    plain = [p for p in parameters_of(optimizer) if not BACK_ENDS[back_end].compresses(p.numel())]
+    return {name_in(optimizer, p): state_sizes(p, back_end)["moments"] for p in plain}
 
 
 def summary(optimizer: Optimizer) -> str:
     """Return what the states of a `converted` one take, and what was left uncompressed, in a line."""
-    back_end, left = vars(optimizer)["back_end"], uncompressed(optimizer)
-    every = _parameters(optimizer)
-    kept = sum(sum(state_sizes(p, back_end).values()) for p in every)
-    words = f"{back_end}: {kept / max(1, sum(p.numel() for p in every)):.2f} bytes per parameter: {format_bytes(kept)}"
-    if not left:
+    back_end, plain = vars(optimizer)["back_end"], uncompressed(optimizer)
+    parameters = parameters_of(optimizer)
+    total = sum(sum(state_sizes(p, back_end).values()) for p in parameters)
+    each = total / max(1, sum(p.numel() for p in parameters))
+    words = f"{back_end}: {each:.2f} bytes per parameter: {format_bytes(total)}"
+    if not plain:
         return words
     block = BACK_ENDS[back_end].block
     kind = f"parameters, small or no multiple of {block}," if BACK_ENDS[back_end].whole_blocks else "small parameters"
-    named = ", ".join(list(left)[:3]) + (", ..." if len(left) > 3 else "")
-    total = format_bytes(sum(left.values()))
-    return f"{words}; moments of {len(left)} {kind} in fp32, {total}: {named}"
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-
-
-# --- the libraries' classes ---
-
-
-@functools.cache
-def _optimizer_class(back_end: str, decoupled: bool) -> Any:
-    """Return the class of an optimizer: the library's, or one of it that mends what is named there."""
-    if back_end == "flashoptim":
-        import flashoptim
-
-        return flashoptim.FlashAdamW if decoupled else flashoptim.FlashAdam
-    if back_end.startswith("bitsandbytes"):
-        import bitsandbytes
-
-        paged = BACK_ENDS[back_end].paged_from is not None
-        return _bitsandbytes_class(getattr(bitsandbytes.optim, "PagedAdamW8bit" if paged else "AdamW8bit"))
-    import torchao.optim
-
-    bits = BACK_ENDS[back_end].moment_bits
-    return _torchao_class(getattr(torchao.optim, f"{'AdamW' if decoupled else 'Adam'}{bits}bit"))
-
-
-def _torchao_class(base: Any) -> Any:
-    """Return torchao's class, but with fp32 where it doesn't compress, loading that keeps it, and lr of any kind."""
-    own_step = inspect.unwrap(base.step)  # torch wraps it in hooks of the step, which would run twice
-
-    class OfTorchao(base):  # type: ignore[misc]
-        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-            made: Tensor = super()._new_buffer(p, signed)
-            return made.float() if type(made) in (Tensor, torch.nn.Parameter) else made
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:  # a number, by a user's own hand or from a file, would be refused
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
-            return own_step(self, closure)
-
-        def state_dict(self) -> dict[str, Any]:
-            """Return plain tensors: with torchao's class in it a file can't be loaded by Lightning."""
-            made: dict[str, Any] = super().state_dict()
-            made["state"] = {
-                key: {name: _parts(value) for name, value in state.items()} for key, state in made["state"].items()
-            }
-            return made
-
-        @torch.no_grad()
-        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            """Load without torch's cast to the weights' type; moments of torch's own AdamW are compressed."""
-            every = _parameters(self)
-            saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-            states = state_dict["state"]
-            loaded = {p: self._loaded(p, states[k]) for k, p in zip(saved, every, strict=False) if k in states}
-            super().load_state_dict({**state_dict, "state": {}})
-            self.state.clear()
-            self.state.update(loaded)
-
-        def _loaded(self, p: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-            _require_state(self, p, state, {"step", "exp_avg", "exp_avg_sq"})
-            made = {"step": torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone()}
-            for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                made[name], value = self._new_buffer(p, signed), state[name]
-                if isinstance(value, Tensor) and value.shape == p.shape:
-                    made[name].copy_(value.to(p.device))
-                    continue
-                own = _parts(made[name])
-                if not (isinstance(own, dict) and _sizes(own) == _sizes(value)):
-                    raise CheckpointError(
-                        f"the states of {name_in(self, p)}: {name} of {_sizes(value)} in the file, of {_sizes(own)}"
-                        " here; write the strategy.back_end of the file"
-                    )
-                for part, tensor in own.items():
-                    tensor.copy_(value[part])
-            return made
-
-    OfTorchao.__name__ = OfTorchao.__qualname__ = base.__name__
-    return OfTorchao
-
-
-def _parts(value: Any) -> Any:
-    """Return the codes and scales of a state of torchao's; others as they are."""
-    return {"codes": value.codes, "scale": value.scale} if hasattr(value, "codes") else value
-
-
-def _sizes(value: Any) -> Any:
-    parts = value.items() if isinstance(value, dict) else (("numbers", value),)
-    return {name: list(tensor.shape) for name, tensor in parts}
-
-
-def _bitsandbytes_class(base: Any) -> Any:
-    """Return bitsandbytes' class, but with states of another optimizer refused by name."""
-
-    class OfBitsandbytes(base):  # type: ignore[misc]
-        def load_state_dict(self, state_dict: Mapping[str, Any], move_to_device: bool = True) -> None:
-            saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-            for key, p in zip(saved, _parameters(self), strict=False):
-                if state := state_dict["state"].get(key):
-                    wrapped = state.get(base._FSDP_WRAPPED_QUANT_STATE_KEY, {})
-                    _require_state(self, p, {**state, **wrapped}, {"step", "state1", "state2"})
-            super().load_state_dict(state_dict, move_to_device)
-
-    OfBitsandbytes.__name__ = OfBitsandbytes.__qualname__ = base.__name__
-    return OfBitsandbytes
-
-
-def _require_state(optimizer: Optimizer, p: Tensor, state: Mapping[str, Any], names: set[str]) -> None:
-    if missing := names - set(state):
-        raise CheckpointError(
-            f"the states of {name_in(optimizer, p)} in the file have {', '.join(sorted(state))}, and no"
-            f" {', '.join(sorted(missing))}: they are of another optimizer; write the strategy.back_end of the file"
-        )
+    names = ", ".join(list(plain)[:3]) + (", ..." if len(plain) > 3 else "")
+    return f"{words}; moments of {len(plain)} {kind} in fp32, {format_bytes(sum(plain.values()))}: {names}"

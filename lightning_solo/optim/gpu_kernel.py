@@ -19,42 +19,22 @@ On a GPU, torch's operators themselves round some products differently than on a
 from __future__ import annotations
 
 import functools
-import importlib
-import operator
 import warnings
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_solo.machine import is_installed
-from lightning_solo.optim.compressed_moments import BLOCK
+from lightning_solo.optim import triton_launches
 from lightning_solo.optim.kernels import PER_PARTIAL, Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import greatest
 
 LEAST_CAPABILITY = (8, 0)
 """Of a device: below it there is no arithmetic in bf16."""
-ROWS = 16
-"""Blocks of 128 elements that a program steps."""
-WARPS = 4
-"""Of a program: 16 elements per thread. Twice as many for fp32 weights with codes, which spill otherwise on sm_100."""
 
 Layout = tuple[tuple[str, torch.dtype], ...]
 
-_TENSORS = ("weight", "grad", "exp_avg", "exp_avg_sq", "correction", "exp_avg_scale", "exp_avg_sq_scale")
-_NUMBERS = ("shrink", "pull", "first", "keep", "second", "correction2", "eps", "rate")
-_NUMBERS_OF = operator.attrgetter(*_NUMBERS)
 _GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
-_MASTERS = {
-    (torch.bfloat16, None): 16,  # rounded stochastically
-    (torch.bfloat16, torch.int8): 24,
-    (torch.bfloat16, torch.int16): 32,
-    (torch.float32, None): 32,
-}
-"""Types of the weight and of its correction -> bits of the master weight."""
 
 
 class TritonKernels:
@@ -83,7 +63,7 @@ class TritonKernels:
         has_codes = moments == (torch.int8, torch.uint8)
         has_scales = "exp_avg_scale" in types and "exp_avg_sq_scale" in types
         return (
-            (types["weight"], types.get("correction")) in _MASTERS
+            (types["weight"], types.get("correction")) in triton_launches.MASTERS
             and types["grad"] in _GRADIENTS
             and (has_codes or moments == (torch.float32, torch.float32))
             and has_codes == has_scales
@@ -103,7 +83,9 @@ class TritonKernels:
         if not pieces:
             return
         name = "step_one" if len(pieces) == 1 else "step_many"
-        if not self.serves(pieces[0].layout) or not self._runs(name, lambda: _step(pieces, control, self.device)):
+        if not self.serves(pieces[0].layout) or not self._runs(
+            name, lambda: triton_launches.launch_steps(pieces, control, self.device)
+        ):
             # as the kernels do, where something is stepped
             for piece, worst in zip(pieces, greatest([piece.tensors["grad"] for piece in pieces]), strict=True):
                 wrong = worst.isfinite().logical_not() & control.scale.isfinite()
@@ -118,7 +100,7 @@ class TritonKernels:
                 alike.setdefault((each.total is None, each.partials is None), []).append(each)
         for chosen in alike.values():
             name = "add_one" if len(chosen) == 1 else "add_many"
-            launch = functools.partial(_add, chosen, control, self.device)
+            launch = functools.partial(triton_launches.launch_sums, chosen, control, self.device)
             if not _is_served(chosen[0]) or not self._runs(name, launch):
                 for each in chosen:
                     if each.partials is not None:
@@ -156,152 +138,6 @@ def _is_served(one: Sum) -> bool:
     """Return whether sums like this are added up here: not those of 64 bits."""
     tensors = (one.gradient, one.total, one.partials)
     return all(tensor is None or tensor.dtype in _GRADIENTS for tensor in tensors)
-
-
-def _step(pieces: Sequence[Piece], control: Control, device: torch.device) -> None:
-    source = _functions()
-    types = dict(pieces[0].layout)
-    master = (types["weight"], types.get("correction"))
-    has_codes = "exp_avg_scale" in types
-    per_program = ROWS * BLOCK
-    variant: dict[str, Any] = {
-        "BITS": _MASTERS[master],
-        "HAS_CODES": has_codes,
-        "HAS_BOUND": control.bound != float("inf"),
-        "HAS_PULL": any(piece.scalars.pull for piece in pieces),
-        "IS_NEAR": all(piece.scalars.first < 0.5 for piece in pieces),
-        "IS_WHOLE": all(piece.tensors["weight"].numel() % per_program == 0 for piece in pieces),
-        "ROWS": ROWS,
-        "num_warps": 2 * WARPS if has_codes and types["weight"] == torch.float32 else WARPS,
-        "enable_fp_fusion": False,
-    }
-    programs = [-(-piece.tensors["weight"].numel() // per_program) for piece in pieces]
-    bound = float(control.bound)
-    if len(pieces) == 1:
-        (piece,) = pieces
-        numbers = piece.scalars
-        with _current(device):
-            source.step_one[(programs[0],)](
-                *(piece.tensors.get(name) for name in _TENSORS),
-                control.scale,
-                control.not_finite,
-                piece.tensors["weight"].numel(),
-                *(_signed(number) for number in (piece.first_row, piece.index, numbers.seed, numbers.seed_of_weights)),
-                bound,
-                *_numbers(pieces)[0].tolist(),
-                **variant,
-            )
-        return
-    table = np.empty((len(pieces), 22), np.int64)  # the columns as `step_many` reads them
-    table[:, :7] = [[_address(piece.tensors.get(name)) for name in _TENSORS] for piece in pieces]
-    table[:, 8:11] = [(piece.tensors["weight"].numel(), _signed(piece.first_row), piece.index) for piece in pieces]
-    table[:, 11:20] = _numbers(pieces).view(np.int32)
-    table[:, 20:] = [(_signed(piece.scalars.seed), _signed(piece.scalars.seed_of_weights)) for piece in pieces]
-    entries, owners = _uploaded(table, programs, 7, device)
-    with _current(device):
-        source.step_many[(sum(programs),)](
-            entries,
-            owners,
-            control.scale,
-            control.not_finite,
-            bound,
-            *(_triton_type(types.get(name)) for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "correction")),
-            bool((table[:, :7] % 16 == 0).all()),
-            **variant,
-        )
-
-
-def _numbers(pieces: Sequence[Piece]) -> Any:
-    """Return the fp32 numbers of steps as the kernels have them, of shape (pieces, 9)."""
-    numbers = np.array([_NUMBERS_OF(piece.scalars) for piece in pieces], np.float32)
-    after = _NUMBERS.index("correction2") + 1
-    return np.insert(numbers, after, 1 / numbers[:, after - 1], axis=1)
-
-
-def _add(sums: Sequence[Sum], control: Control, device: torch.device) -> None:
-    source = _functions()
-    total = sums[0].total
-    variant: dict[str, Any] = {
-        "HAS_TOTAL": total is not None,
-        "HAS_NORM": sums[0].partials is not None,
-        "HAS_BOUND": control.bound != float("inf"),
-        "num_warps": WARPS,
-        "enable_fp_fusion": False,
-    }
-    programs = [-(-each.gradient.numel() // PER_PARTIAL) for each in sums]
-    if len(sums) == 1:
-        (one,) = sums
-        size = one.gradient.numel()
-        with _current(device):
-            source.add_one[(programs[0],)](
-                one.gradient, one.total, one.partials, size, int(one.is_first), float(control.bound), **variant
-            )
-        return
-    table = np.array(
-        [
-            (*map(_address, (each.gradient, each.total, each.partials)), 0, each.gradient.numel(), int(each.is_first))
-            for each in sums
-        ],
-        np.int64,
-    )
-    entries, owners = _uploaded(table, programs, 3, device)
-    with _current(device):
-        source.add_many[(sum(programs),)](
-            entries,
-            owners,
-            float(control.bound),
-            _triton_type(sums[0].gradient.dtype),
-            _triton_type(None if total is None else total.dtype),
-            bool((table[:, :2] % 16 == 0).all()),
-            **variant,
-        )
-
-
-def _uploaded(table: Any, programs: Sequence[int], column: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table on the device, and which of its rows each program belongs to, by one copy.
-
-    Args:
-        table: int64, of shape (pieces, columns).
-        programs: of each piece.
-        column: of the table, which becomes the first program of each piece.
-        device: where they are wanted.
-    """
-    counts = np.array(programs, np.int64)
-    table[:, column] = counts.cumsum() - counts
-    owners = np.repeat(np.arange(len(programs), dtype=np.int32), counts)
-    owners = np.pad(owners, (0, len(owners) % 2))
-    packed = torch.from_numpy(np.concatenate((table.reshape(-1), owners.view(np.int64))))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)  # pinned memory is kept until the copy is done
-    return packed[: table.size], packed[table.size :].view(torch.int32)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _signed(number: int) -> int:
-    """Return the lower 32 bits as an int32 has them."""
-    return (number + 2**31) % 2**32 - 2**31
-
-
-def _triton_type(dtype: torch.dtype | None) -> Any:
-    """Return Triton's type of torch's, of the same name but for float16 and the like."""
-    if dtype is None:
-        return None
-    names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-    names |= {torch.int8: "int8", torch.uint8: "uint8", torch.int16: "int16"}
-    return getattr(importlib.import_module("triton.language"), names[dtype])
-
-
-def _current(device: torch.device) -> Any:
-    """Return a context in which a device is CUDA's current one, on which Triton launches."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
-
-
-def _functions() -> ModuleType:
-    """Return the module of the kernels; importing it imports Triton."""
-    return importlib.import_module("lightning_solo.optim.adamw_triton")
 
 
 def _name_of(device: torch.device) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import GradientError
-from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import greatest
+from lightning_solo.optim.param_groups import name_in
 
 
 def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -35,8 +35,8 @@ from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
-from lightning_solo.optim.names import name_in
 from lightning_solo.optim.operator_kernels import greatest
+from lightning_solo.optim.param_groups import name_in
 
 BUFFERS = ("device", "host")
 

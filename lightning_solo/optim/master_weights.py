@@ -25,7 +25,7 @@ from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
-from lightning_solo.optim.names import name_in, names_of
+from lightning_solo.optim.param_groups import name_in, names_of
 from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import (
     CORRECTIONS,

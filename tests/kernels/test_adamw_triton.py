@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_solo.machine import is_installed
-from lightning_solo.optim import gpu_kernel
+from lightning_solo.optim import gpu_kernel, triton_launches
 from lightning_solo.optim.adamw_update import Blocks, update_blocks
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gpu_kernel import TritonKernels
@@ -33,7 +33,7 @@ MASTERS = {"24": torch.int8, "32": torch.int16, "stochastic": None, "fp32": None
 """Kind of the master weight -> type of its correction."""
 MOMENT_BITS = (8, 32)
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
-PER_PROGRAM = gpu_kernel.ROWS * BLOCK
+PER_PROGRAM = triton_launches.ROWS * BLOCK
 SIZES = (2 * PER_PROGRAM, PER_PROGRAM + 5 * BLOCK, 3 * BLOCK + 1, 17)
 """Whole programs; whole blocks; a short last block; nothing but one."""
 SCALARS = Scalars(
@@ -466,12 +466,12 @@ def test_what_the_mutations_are_caught_by_passes_without_one():
 def test_the_least_exact_approximations_of_a_device_give_the_same(
     factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    source = Path(gpu_kernel._functions().__file__ or "").read_text()
+    source = Path(triton_launches.functions().__file__ or "").read_text()
     for exact in ("return 1.0 / x", "return 1.0 / tl.sqrt_rn(x)", "return tl.sqrt_rn(x)"):
         assert source.count(exact) == 1
         source = source.replace(exact, f"{exact} * {factor}")
     module = mutant(source, tmp_path)
-    monkeypatch.setattr(gpu_kernel, "_functions", lambda: module)
+    monkeypatch.setattr(triton_launches, "functions", lambda: module)
     assert_equal_everywhere()
 
 
@@ -491,10 +491,10 @@ def assert_sums_equal_everywhere() -> None:
 @pytest.mark.parametrize("name", [*MUTATIONS, *SUM_MUTATIONS])
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right, wrong = (MUTATIONS | SUM_MUTATIONS)[name]
-    source = Path(gpu_kernel._functions().__file__ or "").read_text()
+    source = Path(triton_launches.functions().__file__ or "").read_text()
     assert right in source
     module = mutant(source.replace(right, wrong), tmp_path)
-    monkeypatch.setattr(gpu_kernel, "_functions", lambda: module)
+    monkeypatch.setattr(triton_launches, "functions", lambda: module)
     with pytest.raises(AssertionError):
         (assert_equal_everywhere if name in MUTATIONS else assert_sums_equal_everywhere)()
 
@@ -522,9 +522,9 @@ class Counting:
 
 
 def test_what_does_not_compile_is_left_to_others_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = Path(gpu_kernel._functions().__file__ or "").read_text()
+    source = Path(triton_launches.functions().__file__ or "").read_text()
     module = mutant(source.replace("_root(v)", "_no_such_function(v)"), tmp_path)
-    monkeypatch.setattr(gpu_kernel, "_functions", lambda: module)
+    monkeypatch.setattr(triton_launches, "functions", lambda: module)
     others = Counting()
     kernels = TritonKernels(CPU, others)
     piece = Piece(tensors_of("24", 8, 256), SCALARS)
@@ -541,7 +541,7 @@ def test_memory_that_is_out_is_no_defect_of_a_kernel(monkeypatch: pytest.MonkeyP
     def out(*_: Any) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(gpu_kernel, "_step", out)
+    monkeypatch.setattr(triton_launches, "launch_steps", out)
     with pytest.raises(torch.OutOfMemoryError):
         TritonKernels(CPU, Never()).step([Piece(tensors_of("24", 8, 256), SCALARS)], control_of())
 

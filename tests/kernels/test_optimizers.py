@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import GradientError
 from lightning_solo.machine import is_installed
-from lightning_solo.optim import CompactAdamW, GradientRelease, gpu_kernel, kernels
+from lightning_solo.optim import CompactAdamW, GradientRelease, kernels, triton_launches
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.optim.split_weights import split_parameters
@@ -38,14 +38,14 @@ def exact_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are launched."""
     noted: list[str] = []
-    real = gpu_kernel._functions()
+    real = triton_launches.functions()
 
     class Functions:
         def __getattr__(self, name: str) -> Any:
             noted.append(name)
             return getattr(real, name)
 
-    monkeypatch.setattr(gpu_kernel, "_functions", Functions)
+    monkeypatch.setattr(triton_launches, "functions", Functions)
     return noted
 
 

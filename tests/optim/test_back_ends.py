@@ -18,6 +18,7 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import GradientRelease, back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.back_ends import converted, state_sizes, summary, uncompressed
+from lightning_solo.optim.library_optimizers import optimizer_class
 
 needs_torchao = pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
 needs_bitsandbytes = pytest.mark.skipif(not is_installed("bitsandbytes"), reason="needs bitsandbytes")
@@ -352,7 +353,7 @@ def test_an_eps_that_torchao_diverges_with_is_warned_of() -> None:
 )
 def test_flashoptim_takes_what_it_is_given() -> None:
     for decoupled in (True, False):
-        accepted = inspect.signature(back_ends._optimizer_class("flashoptim", decoupled).__init__).parameters
+        accepted = inspect.signature(optimizer_class("flashoptim", decoupled).__init__).parameters
         assert {"lr", "betas", "eps", "weight_decay"} <= set(accepted)
         assert accepted["master_weight_bits"].default == 24
 

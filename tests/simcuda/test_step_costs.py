@@ -259,13 +259,13 @@ def test_a_gradient_used_in_backward_is_named_at_the_end_of_the_window() -> None
 
 
 def test_a_kernel_that_does_not_compile_leaves_its_work_to_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_solo.optim import gpu_kernel
+    from lightning_solo.optim import triton_launches
 
     def fails(*_: Any) -> None:
         raise RuntimeError("ptxas: no such architecture")
 
     expected = everything(*trained(2)[:2])
-    monkeypatch.setattr(gpu_kernel, "_step", fails)
+    monkeypatch.setattr(triton_launches, "launch_steps", fails)
     with pytest.warns(UserWarning, match="no such architecture") as warned:
         made = trained(2)
     names = [str(one.message).split(" does not run on ")[0] for one in warned]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_solo.optim import gpu_kernel
+from lightning_solo.optim import gpu_kernel, triton_launches
 from lightning_solo.optim.kernels import Control, Piece, Sum
 from lightning_solo.optim.operator_kernels import OperatorKernels, norm
 from tests.simcuda import device
@@ -26,15 +26,15 @@ SUM_COLUMNS = 6
 def install() -> None:
     """Let `gpu_kernel.kernels` find Triton, and its launches run here."""
     gpu_kernel.is_installed = lambda name: True
-    gpu_kernel._step = _step
-    gpu_kernel._add = _add
+    triton_launches.launch_steps = _step
+    triton_launches.launch_sums = _add
 
 
 def _step(pieces: Sequence[Piece], control: Control, where: torch.device) -> None:
     reads, name = [control.scale], "step_one"
     if len(pieces) > 1:
         name = "step_many"
-        reads += gpu_kernel._uploaded(np.zeros((len(pieces), COLUMNS), np.int64), [1] * len(pieces), 7, where)
+        reads += triton_launches.uploaded(np.zeros((len(pieces), COLUMNS), np.int64), [1] * len(pieces), 7, where)
     given = [tensor for piece in pieces for tensor in piece.tensors.values()]
     written = [x for piece in pieces for name, x in piece.tensors.items() if name != "grad"]
 
@@ -53,7 +53,7 @@ def _step(pieces: Sequence[Piece], control: Control, where: torch.device) -> Non
 def _add(sums: Sequence[Sum], control: Control, where: torch.device) -> None:
     reads: list[Tensor] = []
     if len(sums) > 1:
-        reads += gpu_kernel._uploaded(np.zeros((len(sums), SUM_COLUMNS), np.int64), [1] * len(sums), 3, where)
+        reads += triton_launches.uploaded(np.zeros((len(sums), SUM_COLUMNS), np.int64), [1] * len(sums), 3, where)
     extra = len(reads)
     reads += [each.gradient for each in sums]
     reads += [each.total for each in sums if each.total is not None and not each.is_first]
@@ -69,7 +69,7 @@ def _add(sums: Sequence[Sum], control: Control, where: torch.device) -> None:
                 total = written[at]
                 total.copy_(gradient) if each.is_first else total.add_(gradient)
             place = written[len(totals) + at]
-            for number, part in enumerate(total.split(gpu_kernel.PER_PARTIAL)):
+            for number, part in enumerate(total.split(triton_launches.PER_PARTIAL)):
                 place[number] = norm(part, control.bound)
 
     device.launch("add_one" if len(sums) == 1 else "add_many", body, reads=reads, writes=[*totals, *partials])

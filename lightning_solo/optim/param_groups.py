@@ -1,4 +1,4 @@
-"""What messages call a parameter of an optimizer: by its name where the optimizer was given names, else by number."""
+"""The parameters of an optimizer's groups, and their names for messages: by number where the optimizer has no names."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def name_in(optimizer: Optimizer, parameter: Tensor) -> str:
     """Return a parameter's name.
 
     Raises:
-        KeyError: it is none of this optimizer's.
+        KeyError: it is not one of this optimizer's.
     """
-    own: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
-    if parameter in own:
-        return own[parameter]
+    names: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
+    if parameter in names:
+        return names[parameter]
     first = 0
     for group in optimizer.param_groups:
         for name, p in zip(names_of(group, first), group["params"], strict=True):
