@@ -5,7 +5,7 @@ one; they are found in the syntax tree, so those that are added later are among 
 replaced by None, and the tests of the simulated CUDA device run until the first fails. All must.
 
     python examples/measure_orderings.py --write examples/results/orderings.json
-    python examples/measure_orderings.py --only host_memory   # places whose path or line holds this
+    python examples/measure_orderings.py --only staging   # places whose path or line holds this
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from result import SMALL, Result, milliseconds, seconds
 
-from lightning_solo.optim import host_memory
+from lightning_solo.optim import staging
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gpu_kernel import TritonKernels
 
@@ -70,7 +70,7 @@ def stepped(
     alone: float,
 ) -> dict[str, float]:
     """Return figures of a pass with buffers of this size in all, and pieces of so many elements."""
-    host_memory.STAGING_BYTES, host_memory.SERVED_PART = size, 1
+    staging.STAGING_BYTES, staging.SERVED_PART = size, 1
     optimizer.__dict__.update(_staging=None, _kernels=None)
     vars(optimizer.kernels)["piece"] = piece
 

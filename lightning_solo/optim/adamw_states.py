@@ -1,6 +1,6 @@
-"""What is kept of a parameter between the steps of a `CompactAdamW`: flat tensors, in the order of its memory.
+"""The states of a parameter between the steps of a `CompactAdamW`: flat tensors, in the order of its memory.
 
-And the same as torch's AdamW and Adam keep it, in fp32, to and fro.
+And their conversion from and to the fp32 states of torch's AdamW and Adam.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Layout = Mapping[str, tuple[int, torch.dtype]]
 
 
 def state_layout(p: Tensor, master_bits: int | str, moment_bits: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Return elements and type of each tensor that is kept for a parameter, but its count of steps."""
+    """Return elements and type of each tensor of a parameter's state but its step count."""
     n = p.numel()
     layout = {}
     if p.dtype == torch.bfloat16 and not isinstance(master_bits, str):
@@ -44,21 +44,25 @@ def bytes_of(layout: Layout) -> int:
 
 
 def new_state(layout: Layout, device: torch.device, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's state before its first step, with those tensors in it that there are already."""
-    made = {"step": torch.zeros((), dtype=torch.float32), **kept}
-    for name, (count, kind) in layout.items():
-        if name not in made:
-            made[name] = torch.zeros(count, dtype=kind, device=device)
-    return made
+    """Return a parameter's state before its first step.
+
+    Args:
+        layout: of the state.
+        device: of the tensors that are made.
+        kept: tensors of the state that exist already.
+    """
+    missing = {name: size for name, size in layout.items() if name not in kept}
+    zeros = {name: torch.zeros(count, dtype=kind, device=device) for name, (count, kind) in missing.items()}
+    return {"step": torch.zeros((), dtype=torch.float32), **kept, **zeros}
 
 
 def correction_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a state has besides the moments: the correction, if there is one."""
+    """Return the correction of a state, under its name, if it has one."""
     return {"correction": state["correction"]} if "correction" in state else {}
 
 
 def is_alike(saved: Mapping[str, Any], layout: Layout) -> bool:
-    """Tell whether a saved state has the tensors of a layout, and a count of steps if it has moments."""
+    """Return whether a saved state has the tensors of a layout, and a step count if it has moments."""
     expected: dict[str, Any] = {"step": ((), torch.float32)} if "exp_avg" in layout else {}
     expected |= {name: ((count,), kind) for name, (count, kind) in layout.items()}
     return set(saved) == set(expected) and all(
@@ -67,7 +71,7 @@ def is_alike(saved: Mapping[str, Any], layout: Layout) -> bool:
 
 
 def is_plain(saved: Mapping[str, Any], p: Tensor) -> bool:
-    """Tell whether a state is one of torch's AdamW or Adam."""
+    """Return whether a state is one of torch's AdamW or Adam."""
     return set(saved) == {"step", "exp_avg", "exp_avg_sq"} and all(
         saved[name].shape == p.shape and saved[name].is_floating_point() for name in ("exp_avg", "exp_avg_sq")
     )
@@ -89,7 +93,7 @@ def compress(state: Mapping[str, Tensor], p: Tensor, saved: Mapping[str, Tensor]
 
 def plain(p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a parameter's state as torch's AdamW keeps it."""
-    made = {"step": state["step"].clone()}
+    plain_state = {"step": state["step"].clone()}
     bits = moments.BITS[state["exp_avg"].dtype]
     for name, dequantize, which in (
         ("exp_avg", moments.dequantize_first, 0),
@@ -101,9 +105,9 @@ def plain(p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             rows = pad(flat, (0, -flat.numel() % width)).view(-1, width)
             book = moments.codebooks(p.device)[which] if bits == 4 else None
             flat = dequantize(rows, state[f"{name}_scale"].to(p.device), book).view(-1)[: p.numel()]
-        made[name] = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-        in_memory_order(made[name]).copy_(flat)
-    return made
+        plain_state[name] = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+        in_memory_order(plain_state[name]).copy_(flat)
+    return plain_state
 
 
 def described(tensors: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ class Hyperparameters:
         )
 
     def require_valid(self, name: str) -> None:
-        """Check the numbers that an optimizer, of this name, was given.
+        """Check these numbers for an optimizer of this name.
 
         Raises:
             PresetError: one is out of its range.

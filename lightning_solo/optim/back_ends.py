@@ -1,10 +1,10 @@
-"""AdamW of another library in the place of the user's: torchao's, bitsandbytes' or FlashOptim's, where it is installed.
+"""AdamW of torchao, bitsandbytes or FlashOptim in the place of the user's.
 
 What each does with the weights:
 
 - torchao steps in fp32 and rounds bf16 weights stochastically, by torch's random numbers: there is no master, and a
   resumed run is the undisturbed one only where the state of the random numbers is, too. fp32 weights stay fp32. It
-  compiles a kernel for each shape of a parameter, and anew whenever betas change, as OneCycleLR's do by default.
+  compiles a kernel for each shape of a parameter, and again whenever betas change, as OneCycleLR's do by default.
   In 8 bits a small exp_avg_sq becomes 0, whose root divides: with AdamW's eps of 1e-8 that can diverge, with 1e-6 not.
 - bitsandbytes has no master weights, and rounds to the nearest: a bf16 weight loses whatever is below 1/512 of it. So
   weights have to be fp32 here, and bf16 comes from autocast. Paged states are in CUDA's unified memory, from 100,000
@@ -13,8 +13,8 @@ What each does with the weights:
   start weights are rounded to bf16. CUDA only.
 
 Moments stay in fp32 below 4,096 elements, and with torchao where its block of 256 (8 bits) or 128 (4) does not divide
-the parameter; `uncompressed` names these. torchao itself keeps them in the weights' bf16, where exp_avg_sq stops growing
-at a part of what it should be.
+the parameter; `uncompressed` names these. torchao itself keeps them in the weights' bf16, where exp_avg_sq stops
+growing at a part of what it should be.
 
 Each of them steps each parameter by itself, so `GradientRelease` is exact.
 """
@@ -95,7 +95,7 @@ def _require_served(optimizer: Optimizer, back_end: str) -> None:
     if optimizer.state:
         raise ConflictError(
             f"strategy.back_end={back_end} and an {kind} that has stepped already: its states can't be taken over;"
-            " make it anew in configure_optimizers, or write strategy.back_end=own"
+            " return one that has not from configure_optimizers, or write strategy.back_end=own"
         )
     for group in optimizer.param_groups:
         for name in UNSUPPORTED:

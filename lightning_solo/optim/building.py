@@ -1,20 +1,20 @@
 """Modules that are split while they are built, so that fp32 weights are held parameter by parameter, never whole.
 
 ```
-made              fp32, whatever the default dtype was; what is asked for on "meta" is made where it would be without
-"open"    4 bytes the youngest parameters, up to a window: user code initialises fp32 numbers, its own way
+built             in fp32, whatever the default dtype is, and on a real device where the code says "meta"
+"open"    4 bytes the parameters used last, up to a window: user code initialises fp32 numbers as ever
 "closed"  3 bytes the others: bf16 weight and correction (24 bits; 4 bytes with 32)
-touched           a closed parameter that any torch function is given is opened before it runs, and young again
+used              a closed parameter is opened before any torch function runs on it
 ```
 
-Exact: what is overwritten as a whole, however late, as initialisation does. A parameter that is read and changed after
-it was closed has been rounded to 24 bits first; with 32 bits it is exact too.
+A parameter that is overwritten as a whole, however late, as in initialisation, is exact. One that is read and changed
+after it was closed has been rounded to 24 bits first; with 32 bits it is exact too.
 
-- What somebody holds a view of stays open as long as it is held, or to the end.
-- Copies by `copy.deepcopy` are seen when they are put into a module.
-- `from_pretrained` is left to use "meta" as it likes; what it has loaded is split.
-- A module that its own code empties (`to_empty`, `skip_init`) has been initialised before. The random numbers are those
-  of the same code without "meta".
+- A parameter with views stays open as long as the views exist, or to the end.
+- Copies by `copy.deepcopy` are noticed when they are put into a module.
+- `from_pretrained` uses "meta" by itself; what it has loaded is split.
+- A module that user code empties (`to_empty`, `skip_init`) has been initialised before. The random numbers are those of
+  the same code without "meta".
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from lightning_solo.optim.split_weights import join_parameters, split_parameters
 WINDOW_BYTES = 2**28
 """Of fp32 parameters that are open at a time; the youngest is open however large it is."""
 
-_TRIES = 8  # for parameters that others hold views of, before it is enough for this time
+_TRIES = 8  # parameters with views that are passed over before closing ends for this time
 _tensor: Any = torch.Tensor
-_BLIND = {  # what asks for nothing that closing has changed
+_BLIND = {  # functions that read nothing that closing has changed
     _tensor.shape.__get__,
     _tensor.device.__get__,
     _tensor.requires_grad.__get__,
@@ -64,7 +64,7 @@ class Building(TorchFunctionMode):
 
     Args:
         master_bits: 32 or 24, which are kept.
-        splits: tells which of the parameters are to be split; all by default.
+        splits: returns whether a parameter is to be split; all by default.
         window_bytes: of fp32 parameters that may be open, beside the youngest.
         corrections_on: the device where corrections are kept; by default that of their parameter.
 
@@ -129,12 +129,12 @@ class Building(TorchFunctionMode):
 
     @property
     def corrections(self) -> dict[Tensor, Tensor]:
-        """Corrections of the parameters that are closed; of zeros where somebody has written to one since."""
+        """Corrections of the parameters that are closed; zeros where a parameter was written to since."""
         self._see_what_others_wrote()
         return {p: correction for p, correction in self._parts.items() if correction is not None}
 
     def join(self, on: torch.device | None = None) -> None:
-        """Make all parameters fp32 again, on another device where one is given: theirs may have no room for it."""
+        """Make all parameters fp32 again, if need be on another device, where theirs has no room for it."""
         corrections = self.corrections
         self._parts.clear()
         self._left.clear()
@@ -160,12 +160,12 @@ class Building(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             for p in touched:
                 self._open(p)
-        asked = _is_meta(kwargs.get("device")) and func is not torch.Tensor.to  # who moves something there means it
-        around = torch.get_default_device().type == "meta"  # by `set_default_device`, which torch asks behind us
-        if (asked or around) and _is_loading():
-            asked = around = False
-        with self._device if around else nullcontext():
-            result = func(*args, **({**kwargs, "device": self._device} if asked else kwargs))
+        in_arguments = _is_meta(kwargs.get("device")) and func is not torch.Tensor.to  # a move to "meta" is meant
+        by_default = torch.get_default_device().type == "meta"  # of `set_default_device`, which torch reads later
+        if (in_arguments or by_default) and _is_loading():
+            in_arguments = by_default = False
+        with self._device if by_default else nullcontext():
+            result = func(*args, **({**kwargs, "device": self._device} if in_arguments else kwargs))
         with torch._C.DisableTorchFunction():
             for p in touched:
                 self._rejuvenate(p)
@@ -173,7 +173,7 @@ class Building(TorchFunctionMode):
         return result
 
     def _add(self, parameters: Iterable[Tensor | None]) -> None:
-        if threading.get_ident() != self._thread:  # another's module: its functions don't come by here
+        if threading.get_ident() != self._thread:  # another thread's module, whose functions this mode doesn't see
             return
         with torch._C.DisableTorchFunction():
             for p in parameters:
@@ -204,11 +204,11 @@ class Building(TorchFunctionMode):
         shared = 0
         while self._young_bytes > self.window_bytes and len(self._young) > 1 and shared < _TRIES:
             p = self._forget(next(iter(self._young)))
-            if p is None:  # gone meanwhile
+            if p is None:  # freed
                 continue
             if _users(p) == 1:
                 self._close(p)
-            else:  # others' views would be of numbers that nobody reads any more
+            else:  # its views would show numbers that are read no more
                 shared += 1
                 youngest = next(reversed(self._young))
                 self._rejuvenate(p)
@@ -228,7 +228,7 @@ class Building(TorchFunctionMode):
             join_parameters([p], {p: correction})
 
     def _open_shared(self, p: Tensor) -> None:
-        """Open what ``nn.Parameter(closed)`` was made of, which no function is told of."""
+        """Open the parameter that ``nn.Parameter(closed)`` was made of, which calls no torch function."""
         if is_lazy(p) or p.dtype != torch.bfloat16:
             return
         closed = [q for q, correction in self._parts.items() if correction is not None]
@@ -252,7 +252,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _is_loading() -> bool:
-    """Tell whether ``from_pretrained`` is at work: what it puts on "meta" it fills by itself."""
+    """Return whether ``from_pretrained`` is running, which fills by itself what it puts on "meta"."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "from_pretrained":
         frame = frame.f_back
@@ -261,9 +261,9 @@ def _is_loading() -> bool:
 
 def _users(p: Tensor) -> int:
     """Return how many tensors share a parameter's numbers, itself included."""
-    return int(torch._C._storage_Use_Count(p.untyped_storage()._cdata)) - 1  # and the storage object made here
+    return int(torch._C._storage_Use_Count(p.untyped_storage()._cdata)) - 1  # less the storage object of this call
 
 
 def _mark(p: Tensor) -> tuple[int, int]:
-    """Return what another value, or other memory, changes; a write through ``.data`` alone doesn't."""
+    """Return what a write, or other memory, changes; a write through ``.data`` alone doesn't."""
     return p._version, p.untyped_storage()._cdata

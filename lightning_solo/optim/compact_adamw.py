@@ -31,12 +31,12 @@ from lightning_solo.optim.adamw_update import Hyperparameters
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.device_steps import DeviceSteps, launches
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
-from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.kernels import Control, Kernels, Piece
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
 from lightning_solo.optim.operator_kernels import greatest
 from lightning_solo.optim.param_groups import name_in, names_of
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, joined, split_again, split_parameters
+from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.state_placement import StatePlacement, require_state_budget
 from lightning_solo.units import format_bytes
 

@@ -61,8 +61,8 @@ def compacted(
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         if state_budget is not None:
             raise ConflictError(
-                f"strategy.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's states lie on the"
-                " host; write strategy.state_budget=null, or return one of those"
+                f"strategy.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's states can be on"
+                " the host; write strategy.state_budget=null, or return one of those"
             )
         other = MasterWeights(optimizer, master_bits=master_bits, corrections=corrections)
         replace_optimizer(optimizer, other, schedulers)
@@ -71,7 +71,7 @@ def compacted(
         for name in UNSUPPORTED:
             if group.get(name):
                 raise ConflictError(f"strategy=compact and {kind.__name__}({name}=True): no compact form; drop {name}")
-    made = CompactAdamW(
+    compact = CompactAdamW(
         optimizer.param_groups,
         lr=optimizer.defaults["lr"],
         betas=optimizer.defaults["betas"],
@@ -84,7 +84,7 @@ def compacted(
         state_budget=state_budget,
     )
     if optimizer.state:
-        made.load_state_dict(optimizer.state_dict())
+        compact.load_state_dict(optimizer.state_dict())
         optimizer.state.clear()
-    replace_optimizer(optimizer, made, schedulers)
-    return made
+    replace_optimizer(optimizer, compact, schedulers)
+    return compact

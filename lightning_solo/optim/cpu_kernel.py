@@ -1,9 +1,9 @@
 """The step of moments in 8 bits on a CPU, in C++: `adamw_cpu.cpp`, built once per machine, in about a second.
 
 It passes over memory once, and gives the numbers of torch's operators but for a root that torch's MKL rounds the other
-way. Nothing is built before a step needs it. What is built lies in ``$XDG_CACHE_HOME/lightning_solo/kernels``, with
-``~/.cache`` for the first part if that is not set, for every process of this user on such a processor; where no such
-folder can be written, each process builds for itself.
+way. It is built when a step first needs it, and stored in ``$XDG_CACHE_HOME/lightning_solo/kernels``, by default below
+``~/.cache``, for every process of this user on such a processor; where no such folder can be written, each process
+builds its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math"),  # or roots and comparisons are not vectorised; no result changes
 )
 PATIENCE_S = 300
-"""What a compiler may take that has hung."""
+"""After which a compiler is taken to hang."""
 
 _FP32, _STOCHASTIC, _BITS24, _BITS32 = range(4)  # `Master` in the source
 _POINTERS = ("weight", "grad", "correction", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
@@ -57,7 +57,7 @@ Kernel = Callable[[Piece, Control], None]
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """Return the step in C++, or None where there is no compiler, or none that works, of which it warns."""
+    """Return the step in C++; None without a compiler, and with a warning where the compiler fails."""
     compiler = cxx_compiler()
     if compiler is None or os.name != "posix":
         return None
@@ -115,7 +115,7 @@ def _step(function: Callable[..., None], piece: Piece, control: Control) -> None
 
 
 def _library(compiler: Sequence[str]) -> ctypes.CDLL:
-    """Return the library, built where it isn't there."""
+    """Return the library, which is built if need be."""
     name = f"adamw-{_key(compiler)}.so"
     folder = _folder()
     if folder is not None:
@@ -126,29 +126,27 @@ def _library(compiler: Sequence[str]) -> ctypes.CDLL:
         with suppress(PermissionError):  # a folder that may be read, and no more
             _build(compiler, path)
             return ctypes.CDLL(str(path))
-    with tempfile.TemporaryDirectory(
-        prefix="lightning_solo-"
-    ) as own:  # a library that is loaded needs its file no more
-        path = Path(own, name)
+    with tempfile.TemporaryDirectory(prefix="lightning_solo-") as temporary:  # once loaded, it needs its file no more
+        path = Path(temporary, name)
         _build(compiler, path)
         return ctypes.CDLL(str(path))
 
 
 def _build(compiler: Sequence[str], path: Path) -> None:
     """Compile into a file, at once or not at all: others may build and load it at the same time."""
-    handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    handle, library = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        _output([*compiler, *FLAGS, str(SOURCE), "-o", made])
-        os.chmod(made, 0o700)
-        os.replace(made, path)
+        _output([*compiler, *FLAGS, str(SOURCE), "-o", library])
+        os.chmod(library, 0o700)
+        os.replace(library, path)
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(made)
+            os.unlink(library)
 
 
 def _folder() -> Path | None:
-    """Return where libraries are kept: a folder into which nobody else may write, or None where there can't be one."""
+    """Return the folder of libraries, into which only this user may write; None where there can't be one."""
     folder = user_cache()
     if folder is None:
         return None
@@ -160,7 +158,7 @@ def _folder() -> Path | None:
             if not is_private(folder):
                 warnings.warn(
                     f"the folder {folder} is not yours alone, and what is in it would be loaded as machine code:"
-                    " CompactAdamW's step in C++ is built in each process anew; write"
+                    " CompactAdamW's step in C++ is built in each process again; write"
                     f" chmod -R go-w '{folder}' if it is yours and you trust what it holds",
                     stacklevel=2,
                 )
@@ -171,7 +169,7 @@ def _folder() -> Path | None:
 
 
 def _key(compiler: Sequence[str]) -> str:
-    """Return what differs where a library can't be loaded again: it is compiled for this very processor."""
+    """Return a hash of what a library depends on: source, compiler, flags and processor."""
     version = _output([*compiler, "--version"])
     differs = (list(compiler), version, FLAGS, platform.machine(), processor(), processor_flags())
     return hashlib.sha256(SOURCE.read_bytes() + repr(differs).encode()).hexdigest()[:16]
@@ -181,7 +179,7 @@ def _output(command: Sequence[str]) -> str:
     """Return what a command prints.
 
     Raises:
-        OSError: it can't be run, or fails: with its last words.
+        OSError: it can't be run, or fails: with the first line of its error.
     """
     environment = {**os.environ, "PATH": tool_path()}
     done = subprocess.run(

@@ -32,11 +32,11 @@ from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite
 from lightning_solo.optim.gradient_sums import GradientSums
-from lightning_solo.optim.host_memory import Staging
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.operator_kernels import greatest
 from lightning_solo.optim.param_groups import name_in
+from lightning_solo.optim.staging import Staging
 
 BUFFERS = ("device", "host")
 

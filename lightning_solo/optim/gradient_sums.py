@@ -1,7 +1,7 @@
-"""What is kept of gradients until a window of micro-batches ends: as they came, or their sums in fp32, and their norms.
+"""Gradients that are kept until a window of micro-batches ends: as they came, or their sums in fp32, and their norms.
 
-On the device, or in pinned memory of the host. There a sum passes through the device once for each gradient that is
-added, and is measured on the way, so that at the end the norm is known without bringing it once more.
+They are stored on the device, or in pinned memory of the host. From the host a sum passes through the device once for
+each gradient that is added, and is measured there, so that the norm at the end needs no further pass.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_solo.optim import host_memory
-from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim import host_slabs
 from lightning_solo.optim.kernels import Control, Kernels, Sum
 from lightning_solo.optim.memory_order import in_memory_order
+from lightning_solo.optim.staging import Staging
 
 
 class GradientSums:
@@ -60,8 +60,8 @@ class GradientSums:
         flat = in_memory_order(gradient, parameter if self._staging else kept)
         measures = self._staging is not None or self._kernels.folds
         self._forget_other_bounds(control)
-        for part, there, partials in self._parts(parameter, is_first=is_first):
-            self._kernels.add([Sum(flat[part], there, is_first, partials if measures else None)], control)
+        for part, total, partials in self._parts(parameter, is_first=is_first):
+            self._kernels.add([Sum(flat[part], total, is_first, partials if measures else None)], control)
         if not measures:
             del self._partials[parameter]
 
@@ -74,17 +74,17 @@ class GradientSums:
         """
         chosen = list(parameters)
         self._forget_other_bounds(control)
-        together: dict[torch.dtype, list[Sum]] = {}
+        by_type: dict[torch.dtype, list[Sum]] = {}
         for p in [p for p in chosen if p not in self._partials]:
-            for _, there, partials in self._parts(p, unchanged=True):
+            for _, total, partials in self._parts(p, unchanged=True):
                 if self._staging is None:
-                    together.setdefault(there.dtype, []).append(Sum(there, partials=partials))
+                    by_type.setdefault(total.dtype, []).append(Sum(total, partials=partials))
                 else:
-                    self._kernels.add([Sum(there, partials=partials)], control)
-        for sums in together.values():
+                    self._kernels.add([Sum(total, partials=partials)], control)
+        for sums in by_type.values():
             self._kernels.add(sums, control)
-        total: Tensor = torch.linalg.vector_norm(torch.cat([self._partials[p] for p in chosen]))
-        return total
+        norm: Tensor = torch.linalg.vector_norm(torch.cat([self._partials[p] for p in chosen]))
+        return norm
 
     def pop(self, parameter: Tensor) -> Tensor:
         """Return what was kept for a parameter, and keep it no more."""
@@ -97,7 +97,10 @@ class GradientSums:
         self._partials.clear()
 
     def allocate(self, wanted: Mapping[Tensor, torch.dtype]) -> None:
-        """Have room on the host for the sums of parameters, of these types; for no others that aren't kept.
+        """Have room on the host for the sums of parameters.
+
+        Args:
+            wanted: parameter -> type of its sum.
 
         Raises:
             BudgetError: the host has too little memory.
@@ -107,13 +110,13 @@ class GradientSums:
         self._staging.wait()
         before = sum(self._homes.pop(p).nbytes for p in wanted if p in self._homes)  # freed before others are taken
         sizes = [(p.numel(), kind) for p, kind in wanted.items()]
-        host_memory.require_host_room("gradients", sizes, "keep them on the device")
-        made = host_memory.host_tensors(sizes, next(iter(wanted)).device)
-        self._homes |= dict(zip(wanted, made, strict=True))
-        self._staging.serve(sum(home.nbytes for home in made) - before)
+        host_slabs.require_host_room("gradients", sizes, "keep them on the device")
+        homes = host_slabs.host_tensors(sizes, next(iter(wanted)).device)
+        self._homes |= dict(zip(wanted, homes, strict=True))
+        self._staging.serve(sum(home.nbytes for home in homes) - before)
 
     def has_room(self, parameter: Tensor, kind: torch.dtype) -> bool:
-        """Return whether a sum of this type has its place."""
+        """Return whether there is room for a parameter's sum of this type."""
         return self._staging is None or (parameter in self._homes and self._homes[parameter].dtype == kind)
 
     def remove(self) -> None:
@@ -128,17 +131,17 @@ class GradientSums:
         kept = self._kept[parameter]
         if self._staging is None:
             return kept
-        made = torch.empty_like(parameter, dtype=kept.dtype, requires_grad=False)
-        for part, there, _ in self._parts(parameter, unchanged=True):
-            in_memory_order(made)[part].copy_(there)
-        return made
+        copy = torch.empty_like(parameter, dtype=kept.dtype, requires_grad=False)
+        for part, staged, _ in self._parts(parameter, unchanged=True):
+            in_memory_order(copy)[part].copy_(staged)
+        return copy
 
     def _parts(
         self, parameter: Tensor, *, is_first: bool = False, unchanged: bool = False
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield parts of what is kept for a parameter, flat and on the device, each with the place of its norms.
 
-        From the host they are brought one after the other, and go back as the next one is asked for.
+        From the host they are brought one after the other, and go back before the next one comes.
         """
         kept = self._kept[parameter]
         numel = kept.numel()
@@ -158,7 +161,7 @@ class GradientSums:
             with self._staging.on_device(
                 {"grad": flat[part]}, unread=is_first, unchanged=("grad",) if unchanged else ()
             ) as staged:
-                yield part, staged["grad"], place  # the name that it has among what is stepped: it shares that buffer
+                yield part, staged["grad"], place  # as in a step, whose buffer it shares
 
     def _forget_other_bounds(self, control: Control) -> None:
         if self._bound != control.bound:

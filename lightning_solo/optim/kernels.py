@@ -2,7 +2,7 @@
 
 `Kernels` is what each implementation offers: `operator_kernels` by torch's operators on any device and in C++ on a CPU,
 `gpu_kernel` by Triton, one launch for all pieces of a call. There nothing in a call waits for the device: what decides
-whether a step is taken (`Control.scale`) and what was found on the way (`Control.not_finite`, `Sum.partials`) are
+whether a step is taken (`Control.scale`) and what was measured (`Control.not_finite`, `Sum.partials`) are
 tensors on it. `kernels_on` chooses.
 """
 
@@ -144,7 +144,7 @@ class Kernels(Protocol):
         """Elements that are brought from the host at once: a multiple of 128."""
 
     def reads_host(self, piece: Piece) -> bool:
-        """Return whether a piece may be stepped where it is, with tensors of the host among its own."""
+        """Return whether a piece may be stepped where it is, though some of its tensors are on the host."""
 
     def partials_of(self, numel: int) -> int:
         """Return how many norms are taken of so many elements."""

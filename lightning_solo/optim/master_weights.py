@@ -41,20 +41,20 @@ from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_byte
 from lightning_solo.units import format_bytes
 
 _OURS = ("correction", "updates")  # beside the optimizer's own states, which must not see them
-_OWN = ("master_bits", "_inner", "_index", "_given", "_splits")
+_KEPT = ("master_bits", "_inner", "_numbers", "_corrections", "_splits")
 
 
 class MasterWeights(Optimizer):
     """An optimizer of torch's on split master weights; ``param_groups``, schedulers and checkpoints as with its own.
 
-    The groups are those of the optimizer that is given, which is not to be stepped any more.
+    It takes over the groups of the optimizer, which is not to be stepped any more.
 
     Args:
         optimizer: one of torch's that step each parameter by itself; over bf16 and fp32 parameters.
         master_bits: 32, 24 or "16-stochastic". fp32 parameters become bf16 here, in place, but with 32; to split them
             into 2 + 2 bytes, call `split_parameters` first.
-        corrections: of bf16 parameters that were split, as `split_parameters` returns them; where it is given, fp32
-            parameters stay what they are.
+        corrections: of bf16 parameters that were split, as `split_parameters` returns them; with them, fp32
+            parameters stay as they are.
 
     Raises:
         ConflictError: another optimizer, or one that is to be differentiated.
@@ -83,8 +83,8 @@ class MasterWeights(Optimizer):
         if master_bits not in MASTER_BITS:
             raise PresetError(f"MasterWeights: master_bits={master_bits!r}: write 32, 24 or {STOCHASTIC!r}")
         self.master_bits = master_bits
-        self._index: dict[Tensor, int] = {}  # number of each parameter
-        self._given = dict(corrections or {})  # of parameters that are yet to be added
+        self._numbers: dict[Tensor, int] = {}  # number of each parameter
+        self._corrections = dict(corrections or {})  # of parameters that are yet to be added
         self._splits = corrections is None and master_bits != 32
         self._inner = copy.copy(optimizer)  # without hooks of the step, which are for a whole one
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
@@ -100,18 +100,18 @@ class MasterWeights(Optimizer):
         group = self.param_groups[-1]
         if group.get("differentiable"):
             raise ConflictError(f"MasterWeights and {type(self._inner).__name__}(differentiable=True): drop it")
-        for name, p in zip(names_of(group, len(self._index)), group["params"], strict=True):
+        for name, p in zip(names_of(group, len(self._numbers)), group["params"], strict=True):
             if p.dtype not in (torch.float32, torch.bfloat16) or not is_dense(p):
                 kind = str(p.dtype).removeprefix("torch.") + ("" if is_dense(p) else ", with gaps in memory")
                 raise PresetError(f"MasterWeights: {name} is {kind}; parameters are float32 or bfloat16, and dense")
-            self._index[p] = len(self._index)
+            self._numbers[p] = len(self._numbers)
             if self._splits:
-                self._given |= split_parameters([p], self.master_bits)
-            if p in self._given:
-                self.set_correction(p, self._given.pop(p))
+                self._corrections |= split_parameters([p], self.master_bits)
+            if p in self._corrections:
+                self.set_correction(p, self._corrections.pop(p))
 
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _OWN}}
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _KEPT}}
 
     # --- stepping ---
 
@@ -145,7 +145,7 @@ class MasterWeights(Optimizer):
         wide = gradient.to(torch.float32)
         master.grad = wide * scale if wide is gradient else wide.mul_(scale)  # by 1, too: a plan doesn't know the norm
         inner = self._inner
-        if type(inner) is torch.optim.Adagrad and not state:  # the one that starts its states when it is made
+        if type(inner) is torch.optim.Adagrad and not state:  # the one whose constructor starts its states
             state |= torch.optim.Adagrad([master], **{name: group[name] for name in self.defaults}).state[master]
         # Adafactor has no "capturable", which torch asks each group for on a GPU
         own = {"capturable": False, **group, "params": [master]}
@@ -170,8 +170,8 @@ class MasterWeights(Optimizer):
         if p.dtype == torch.float32 or not p.numel():  # stepped in place
             return
         state, flat = self.state[p], in_memory_order(master, p.detach())
-        # detached, not .data: a weight that somebody else's backward still needs is then known to have changed
-        weight, seed = in_memory_order(p.detach()), seed_of(state.get("updates", 0), self._index[p], purpose=1)
+        # detached, not .data: a backward that still needs the weight then knows that it has changed
+        weight, seed = in_memory_order(p.detach()), seed_of(state.get("updates", 0), self._numbers[p], purpose=1)
         for part in _chunks(p):
             if "correction" in state:
                 upper, lower = split(flat[part], bits_of(state["correction"]))
@@ -187,27 +187,27 @@ class MasterWeights(Optimizer):
     @property
     def bytes_per_parameter(self) -> float:
         """Weights and optimizer states over the number of parameters, without gradients."""
-        total = sum(p.nbytes for p in self._index) + self._corrections_bytes() + state_bytes(self)
-        return total / max(1, sum(p.numel() for p in self._index))
+        total = sum(p.nbytes for p in self._numbers) + self._corrections_bytes() + state_bytes(self)
+        return total / max(1, sum(p.numel() for p in self._numbers))
 
     def _corrections_bytes(self) -> int:
-        kinds = ((p, self._correction_type(p)) for p in self._index)
+        kinds = ((p, self._correction_type(p)) for p in self._numbers)
         return sum(p.numel() * kind.itemsize for p, kind in kinds if kind is not None)
 
     def summary(self) -> str:
         """Return what corrections and the optimizer's own states take, in a line."""
-        own, kind = state_bytes(self), type(self._inner).__name__
-        total = own + self._corrections_bytes()
-        each = total / max(1, sum(p.numel() for p in self._index))
-        of_them = f"{kind}'s own, in fp32, {format_bytes(own)}" if own else f"{kind} keeps none"
+        states, kind = state_bytes(self), type(self._inner).__name__
+        total = states + self._corrections_bytes()
+        each = total / max(1, sum(p.numel() for p in self._numbers))
+        of_them = f"{kind}'s own, in fp32, {format_bytes(states)}" if states else f"{kind} keeps none"
         return f"{each:.2f} bytes per parameter: {format_bytes(total)} on the device; {of_them}"
 
     @torch.no_grad()
     def master_weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter's master weight, fp32, of its shape."""
         correction = self.state[parameter].get("correction") if parameter in self.state else None
-        made = _joined(parameter, correction)
-        return made.clone() if made.data_ptr() == parameter.data_ptr() else made
+        master = _joined(parameter, correction)
+        return master.clone() if master.data_ptr() == parameter.data_ptr() else master
 
     @torch.no_grad()
     def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
@@ -262,19 +262,19 @@ class MasterWeights(Optimizer):
         self.state.update({p: state for p, state in loaded.items() if state})
 
     def _loaded(self, p: Tensor, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        made = {name: _kept(value) for name, value in saved.items()}
+        state = {name: _kept(value) for name, value in saved.items()}
         stays = () if group.get("capturable") or group.get("fused") else ("step",)  # on the host, where torch has it
-        for name, value in made.items():
+        for name, value in state.items():
             if isinstance(value, Tensor):
-                made[name] = value.clone() if name in stays else value.to(p.device, copy=True)
-        kept = {} if "correction" in made else {n: v for n, v in self.state.get(p, {}).items() if n == "correction"}
-        given = made.get("correction")
-        if given is not None and (given.numel(), given.dtype) != (p.numel(), self._correction_type(p)):
+                state[name] = value.clone() if name in stays else value.to(p.device, copy=True)
+        kept = {} if "correction" in state else {n: v for n, v in self.state.get(p, {}).items() if n == "correction"}
+        correction = state.get("correction")
+        if correction is not None and (correction.numel(), correction.dtype) != (p.numel(), self._correction_type(p)):
             raise CheckpointError(
-                f"the states of {name_in(self, p)}: a correction of {given.numel()} numbers of {given.itemsize} bytes"
-                " in the file; build the optimizer with the master_bits of the file"
+                f"the states of {name_in(self, p)}: a correction of {correction.numel()} numbers of"
+                f" {correction.itemsize} bytes in the file; build the optimizer with the master_bits of the file"
             )
-        return {**made, **kept}
+        return {**state, **kept}
 
     def _correction_type(self, p: Tensor) -> torch.dtype | None:
         is_split = p.dtype == torch.bfloat16 and isinstance(self.master_bits, int)
@@ -285,11 +285,11 @@ def _joined(p: Tensor, correction: Tensor | None) -> Tensor:
     """Return the fp32 master of a parameter; of an fp32 one itself."""
     if p.dtype == torch.float32 or correction is None:
         return p.detach().to(torch.float32)
-    made = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-    flat, weight = in_memory_order(made), in_memory_order(p.detach())
+    master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
+    flat, weight = in_memory_order(master), in_memory_order(p.detach())
     for part in _chunks(p):
         flat[part].copy_(join(weight[part], correction[part]))
-    return made
+    return master
 
 
 def _chunks(p: Tensor) -> Iterator[slice]:

@@ -29,7 +29,7 @@ class OperatorKernels:
     """Steps chunk by chunk, so that never more than one chunk exists in fp32.
 
     Args:
-        device: where.
+        device: of the tensors.
         fused: whether chunks are stepped by what torch.compile makes of the operators. None: from 16 million elements
             on, where there is a compiler.
         numel: elements of all parameters.
@@ -127,11 +127,11 @@ def norm(tensor: Tensor, bound: float = math.inf) -> Tensor:
     if not tensor.numel():
         return torch.zeros((), dtype=wide, device=tensor.device)
     if bound == math.inf:
-        made: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
-        return made
+        unbounded: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+        return unbounded
     bounded = tensor.clamp(-bound, bound) if tensor.dtype == wide else tensor.to(wide).clamp_(-bound, bound)
-    made = torch.linalg.vector_norm(bounded)
-    return made + greatest([tensor])[0].to(wide) * 0  # NaN of what was infinite, too
+    total: Tensor = torch.linalg.vector_norm(bounded)
+    return total + greatest([tensor])[0].to(wide) * 0  # not finite where an element was infinite before it was clamped
 
 
 def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""One optimizer in the place of another: hooks and learning-rate schedulers go over to it."""
+"""Replacement of one optimizer by another, with its hooks and learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] 
     Args:
         old: the one that was configured.
         new: the one that steps.
-        schedulers: those of ``old``; those inside of SequentialLR and the like are found.
+        schedulers: those of ``old``; and those that they hold, as SequentialLR does.
     """
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(new, name, getattr(old, name))
@@ -39,9 +39,9 @@ def note_steps(optimizer: Optimizer, step: Any = None) -> None:
 
     @wraps(step)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        found: Any = reference()
-        found._opt_called = True
-        return step(found, *args, **kwargs)
+        stepped: Any = reference()
+        stepped._opt_called = True
+        return step(stepped, *args, **kwargs)
 
     vars(noted)["_wrapped_by_lr_sched"] = True
     vars(optimizer)["step"] = noted

@@ -79,7 +79,9 @@ def bits_of(correction: Tensor) -> int:
 def join(weight: Tensor, correction: Tensor) -> Tensor:
     """Return the fp32 numbers that were split, or their upper 24 bits followed by zeros."""
     units = correction.to(torch.int32)
-    units = torch.where(weight == 0, units.clamp_min(0), units)  # of weights made 0 since: below it there is NaN
+    units = torch.where(
+        weight == 0, units.clamp_min(0), units
+    )  # of weights set to 0 later, below which the bits are NaN
     raw = weight.to(torch.float32).view(torch.int32) + (units << (32 - bits_of(correction)))
     return raw.view(torch.float32)
 
@@ -99,7 +101,7 @@ def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
 def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> dict[Tensor, Tensor]:
     """Make fp32 parameters bf16 in place, one by one, and return the correction of each, for `CompactAdamW`.
 
-    At no moment is there more than one parameter twice. With "16-stochastic" there is none to return.
+    Never more than one parameter exists in both types. With "16-stochastic" there are no corrections.
 
     Args:
         parameters: those of another type are left as they are.

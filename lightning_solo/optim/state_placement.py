@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import BudgetError, PresetError
-from lightning_solo.optim import host_memory
+from lightning_solo.optim import host_slabs
 from lightning_solo.optim.adamw_states import Layout, bytes_of
 from lightning_solo.optim.compressed_moments import LEAST
-from lightning_solo.optim.host_memory import Staging
+from lightning_solo.optim.staging import Staging
 from lightning_solo.units import format_bytes
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
@@ -59,7 +59,7 @@ class StatePlacement:
         parameters, self._unplaced = self._unplaced, []
         layouts = {p: self._layout(p) for p in parameters}
         if self._budget_left is None and self._budget == "auto":  # until it is settled, what the host has no room for
-            self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_memory.host_room())
+            self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_slabs.host_room())
         elif self._budget_left is None:
             self._budget_left = int(self._budget or 0)
         leaving = {}
@@ -71,11 +71,11 @@ class StatePlacement:
         sizes = [size for layout in leaving.values() for size in layout.values()]
         remedy = "give a larger state_budget, write moment_bits=4 or master_bits='16-stochastic'"
         try:
-            host_memory.require_host_room("optimizer states", sizes, remedy)
+            host_slabs.require_host_room("optimizer states", sizes, remedy)
         except BudgetError:
             self._unplaced = parameters
             raise
-        tensors = iter(host_memory.host_tensors(sizes, parameters[0].device) if sizes else ())
+        tensors = iter(host_slabs.host_tensors(sizes, parameters[0].device) if sizes else ())
         if self._staging is not None:  # gradients on the host came first
             self._staging.serve(sum(map(bytes_of, leaving.values())))
         for p in parameters:
@@ -133,7 +133,7 @@ class StatePlacement:
             self._staging = None
 
     def wait(self) -> None:
-        """Wait until what is on its way to the host is there, before the host reads it."""
+        """Wait until what is on its way to the host has arrived, before the host reads it."""
         if self._staging is not None:
             self._staging.wait()
 
@@ -153,7 +153,7 @@ class StatePlacement:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that nobody has used so far, less a twentieth of all; of a CPU 0."""
+    """Return the bytes of a GPU that have never been used, less a twentieth of all; of a CPU 0."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -56,9 +56,9 @@ def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
     Raises:
         ConflictError: the optimizer's step needs all gradients at once, or that isn't known.
     """
-    own = getattr(optimizer, "step_one", None)
-    if own is not None:
-        return own  # type: ignore[no-any-return]
+    step_one = getattr(optimizer, "step_one", None)
+    if step_one is not None:
+        return step_one  # type: ignore[no-any-return]
     kind = type(optimizer)
     if kind.__name__ not in ONE_BY_ONE or kind.__module__.split(".")[0] != "torch":
         raise ConflictError(
@@ -79,5 +79,5 @@ def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale:
         optimizer.step()
     finally:
         parameter.grad = None
-        for name, own in hooks.items():
-            setattr(optimizer, name, own)
+        for name, hook in hooks.items():
+            setattr(optimizer, name, hook)

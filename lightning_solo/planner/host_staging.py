@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_solo.optim import adamw_update, host_memory, split_weights
+from lightning_solo.optim import adamw_update, host_slabs, split_weights, staging
 from lightning_solo.planner.patching import replaced
 from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
 
@@ -16,7 +16,7 @@ from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
 @contextmanager
 def cuda_chunk_sizes() -> Iterator[None]:
     """Unpack compact states in chunks, and stage them in buffers, of the sizes and numbers that a GPU has."""
-    tables = (adamw_update.CHUNK, split_weights.CHUNK, host_memory.SLOTS)
+    tables = (adamw_update.CHUNK, split_weights.CHUNK, staging.SLOTS)
     originals = [table["cpu"] for table in tables]
     for table in tables:
         table["cpu"] = table["cuda"]
@@ -38,7 +38,7 @@ def planned_host_memory(
         on_host: returns the context in which host memory is allocated.
         copied: is called with stream, bytes and staging buffer of each copy that a GPU would make.
     """
-    allocate = host_memory.host_tensors
+    allocate = host_slabs.host_tensors
 
     def host_tensors(*arguments: Any) -> list[Tensor]:
         with on_host():
@@ -46,7 +46,7 @@ def planned_host_memory(
 
     @contextmanager
     def on_device(
-        self: host_memory.Staging,
+        self: staging.Staging,
         pieces: Mapping[str, Tensor],
         *,
         unread: bool = False,
@@ -59,7 +59,7 @@ def planned_host_memory(
 
     @contextmanager
     def both() -> Iterator[None]:
-        with replaced(host_memory, host_tensors=host_tensors), replaced(host_memory.Staging, on_device=on_device):
+        with replaced(host_slabs, host_tensors=host_tensors), replaced(staging.Staging, on_device=on_device):
             yield
 
     return both()

@@ -44,7 +44,7 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
 
     An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth in one
     direction. Speed and bandwidth are the device's peaks times the shares of them that are reached: 0.70 and 0.80,
-    where those were not measured. As in `host_memory.Staging`, a copy to the device waits until its buffer has been
+    where those were not measured. As in `staging.Staging`, a copy to the device waits until its buffer has been
     emptied, what is computed next waits for that copy, and a copy to the host for what was computed before.
     """
     bandwidth = device.bandwidth_reached * device.memory_bandwidth

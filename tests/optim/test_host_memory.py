@@ -20,11 +20,12 @@ from lightning_solo.optim import (
     CompactAdamW,
     GradientRelease,
     adamw_update,
-    host_memory,
+    host_slabs,
     state_placement,
 )
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.optim.host_memory import Staging, host_tensors
+from lightning_solo.optim.host_slabs import host_tensors
+from lightning_solo.optim.staging import Staging
 
 BITS = [(24, 8), (32, 32), (32, 8), ("16-stochastic", 8), ("16-stochastic", 4)]
 every_bits = pytest.mark.parametrize("bits", BITS, ids=str)
@@ -141,7 +142,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device_from_the_start(monkey
     module = net()
     every = sum(bytes_of(state_layout(p.bfloat16(), 24, 8)) for p in module.parameters())
     last = bytes_of(state_layout(module[4].weight.bfloat16(), 24, 8))
-    monkeypatch.setattr(host_memory, "host_memory", lambda: (2**40, -(-(last + 400) * 20 // 19)))
+    monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**40, -(-(last + 400) * 20 // 19)))
     optimizer = optimizer_of(module, (24, 8), budget="auto")
     optimizer.place_states()
     assert optimizer.host_bytes <= last + 400
@@ -284,7 +285,7 @@ def _mapped() -> int:
 
 
 def test_memory_of_some_is_given_back_before_that_of_others(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_memory, "SLAB_BYTES", 2**20)
+    monkeypatch.setattr(host_slabs, "SLAB_BYTES", 2**20)
     before = _mapped()
     made = host_tensors([(2**19, torch.uint8)] * 8, CPU)
     for tensor in made:
@@ -380,8 +381,8 @@ def test_a_group_that_is_added_later_finds_its_place():
 
 
 def test_a_host_that_is_too_small_is_told_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_memory, "host_memory", lambda: (2**30, 1000))
-    monkeypatch.setattr(host_memory, "host_tensors", lambda *arguments: pytest.fail("allocated"))
+    monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**30, 1000))
+    monkeypatch.setattr(host_slabs, "host_tensors", lambda *arguments: pytest.fail("allocated"))
     module = net()
     with pytest.raises(BudgetError, match=r"optimizer states of [\d.]+ KiB on the host, of which 950 B may be taken"):
         optimizer_of(module, (24, 8), budget=0).place_states()

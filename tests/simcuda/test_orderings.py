@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
-from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, host_memory, state_placement
-from lightning_solo.optim.host_memory import Staging, host_tensors
+from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, host_slabs, state_placement
+from lightning_solo.optim.host_slabs import host_tensors
+from lightning_solo.optim.staging import Staging
 from lightning_solo.sweeps.measurement import Clock
 from tests.modules import Stack, loader, regression
 from tests.simcuda import device
@@ -197,7 +198,7 @@ def test_states_are_read_of_parameters_that_have_left_the_device(monkeypatch: py
 
 def test_states_come_back_to_the_device_behind_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_placement, "free_bytes", lambda device: 2**30)
-    monkeypatch.setattr(host_memory, "host_room", lambda: 2**40)
+    monkeypatch.setattr(host_slabs, "host_room", lambda: 2**40)
     module, optimizer = after_steps(budget="auto")
     step(module, optimizer)
     assert optimizer.host_bytes == 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import GradientError
-from lightning_solo.optim import CompactAdamW, GradientRelease, host_memory
+from lightning_solo.optim import CompactAdamW, GradientRelease, staging
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from tests.simcuda import device
@@ -152,14 +152,14 @@ def test_gradients_on_the_host_are_brought_once_to_be_stepped(value: float | Non
 
 def test_as_many_buffers_as_what_passes_through_them_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonKernels, "piece", 1024)
-    monkeypatch.setattr(host_memory, "SERVED_PART", 4)
+    monkeypatch.setattr(staging, "SERVED_PART", 4)
     _, optimizer, _, _ = trained(2, budget=0)
     slots = optimizer.staging._slots
     of_one = max(sum(buffer.nbytes for buffer in slot.buffers.values()) for slot in slots)
-    assert len(slots) == optimizer.host_bytes // 4 // of_one > host_memory.SLOTS["cuda"]
-    monkeypatch.setattr(host_memory, "STAGING_BYTES", 1)
+    assert len(slots) == optimizer.host_bytes // 4 // of_one > staging.SLOTS["cuda"]
+    monkeypatch.setattr(staging, "STAGING_BYTES", 1)
     with optimizer.staging.on_device({"exp_avg": next(iter(optimizer.host_states.values()))["exp_avg"][:1024]}):
-        assert len(optimizer.staging._slots) == host_memory.SLOTS["cuda"]
+        assert len(optimizer.staging._slots) == staging.SLOTS["cuda"]
 
 
 # --- numbers ---

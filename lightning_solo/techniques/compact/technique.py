@@ -39,7 +39,7 @@ from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import MOMENT_BITS
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.gradient_release import BUFFERS, GradientRelease
-from lightning_solo.optim.host_memory import host_room, is_planned
+from lightning_solo.optim.host_slabs import host_room, is_planned
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, join_parameters, split_parameters
 from lightning_solo.optim.state_placement import require_state_budget

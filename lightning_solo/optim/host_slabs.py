@@ -1,0 +1,138 @@
+"""Tensors in slabs of host memory of exact size, pinned where the device is a GPU.
+
+Torch's own pinned memory is rounded up to powers of two: 1.78 times the bytes of the tensors where it was measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_solo.errors import BudgetError
+from lightning_solo.machine import host_memory
+from lightning_solo.units import format_bytes
+
+Sizes = Sequence[tuple[int, torch.dtype]]
+"""(elements, type) of tensors."""
+
+ALIGNMENT = 128
+"""Bytes to which each tensor of a slab is aligned."""
+SLAB_BYTES = 2**30
+"""Of a slab: tensors that take more together are stored in several, so that the memory of some can be freed."""
+HUGE_PAGE = 2**21
+
+
+def host_tensors(sizes: Sizes, device: torch.device) -> list[Tensor]:
+    """Return flat tensors of zeros in slabs of host memory, pinned where the device is a GPU.
+
+    Each has a storage of its own, so that it is saved without the others. A slab is freed with the last of its tensors.
+
+    Args:
+        sizes: of the tensors.
+        device: that will read and write them.
+    """
+    if is_planned():
+        return [torch.zeros(count, dtype=kind) for count, kind in sizes]
+    return [tensor for part in _slabs(sizes) for tensor in _slab(part, device)]
+
+
+def _slabs(sizes: Sizes) -> Iterator[Sizes]:
+    """Yield the sizes of the tensors of each slab, in order."""
+    part: list[tuple[int, torch.dtype]] = []
+    slab_bytes = 0
+    for count, kind in sizes:
+        tensor_bytes = _aligned(count * kind.itemsize)
+        if part and slab_bytes + tensor_bytes > SLAB_BYTES:
+            yield part
+            part, slab_bytes = [], 0
+        part.append((count, kind))
+        slab_bytes += tensor_bytes
+    if part:
+        yield part
+
+
+def _slab(sizes: Sizes, device: torch.device) -> list[Tensor]:
+    size = _slab_bytes(sizes)
+    if not size:
+        return [torch.zeros(0, dtype=kind) for _, kind in sizes]
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages are taken as they are written
+    # what the tensors hold: unlike an mmap, it is finalized before its memory is freed
+    slab = (ctypes.c_char * size).from_buffer(memory)
+    if device.type == "cuda":
+        memory.madvise(mmap.MADV_DONTFORK)  # else each data loader's worker would get a copy of what is pinned
+        if size >= HUGE_PAGE:
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock, and to look up in a copy
+        _pin(slab, device)
+    tensors, offset = [], 0
+    for count, kind in sizes:
+        empty = torch.zeros(0, dtype=kind)
+        tensors.append(torch.frombuffer(slab, dtype=kind, count=count, offset=offset) if count else empty)
+        offset += _aligned(count * kind.itemsize)
+    return tensors
+
+
+def _slab_bytes(sizes: Sizes) -> int:
+    return sum(_aligned(count * kind.itemsize) for count, kind in sizes)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def is_planned() -> bool:
+    """Return whether tensors are without data here, as in a plan, which counts their bytes."""
+    return isinstance(torch.empty(0), FakeTensor)
+
+
+def host_room() -> int:
+    """Return the bytes that may be taken of the host, within its control groups; a twentieth is left."""
+    return host_memory()[1] * 19 // 20
+
+
+def require_host_room(what: str, sizes: Sizes, remedy: str) -> None:
+    """Check that the host has the memory that `host_tensors` would take.
+
+    Raises:
+        BudgetError: it hasn't.
+    """
+    needed, free = _slab_bytes(sizes), host_room()
+    if needed > free and not is_planned():
+        raise BudgetError(
+            f"{what} of {format_bytes(needed)} on the host, of which {format_bytes(free)} may be taken; {remedy}, or"
+            " take a smaller model",
+            needed,
+            free,
+        )
+
+
+def _pin(slab: ctypes.Array[ctypes.c_char], device: torch.device) -> None:
+    """Lock memory's pages until it is freed, or warn that this can't be done."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address, size = ctypes.addressof(slab), len(slab)
+    with torch.cuda.device(device):
+        error = int(runtime.cudaHostRegister(address, size, 0))
+        if not error:
+            weakref.finalize(slab, _unpin, runtime, address, device).atexit = False
+            return
+        with contextlib.suppress(RuntimeError):  # the next kernel raises it once more
+            torch.zeros(1, device=device)
+    warnings.warn(
+        f"{format_bytes(size)} of host memory could not be pinned (CUDA error {error}): copies to and from the"
+        " device will wait for one another",
+        stacklevel=3,
+    )
+
+
+def _unpin(runtime: Any, address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # copies may be under way
+    runtime.cudaHostUnregister(address)

@@ -1,0 +1,132 @@
+"""The way of host tensors through a device: piece by piece, on streams of its own.
+
+While one piece is computed with, the next ones come and those before go back. The host runs ahead of the device, so a
+piece is under way long before the device needs it: as far ahead as there are buffers, so that the bus is busy while the
+device computes a long product. On a CPU the same pieces are copied to and fro, without streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLOTS = {"cpu": 1, "cuda": 3}
+"""Staging buffers at least: on a GPU one on its way to the device, one that is computed with, one on its way back."""
+SERVED_PART, STAGING_BYTES = 16, 2**29
+"""On a GPU buffers take a sixteenth of what passes through them, up to 512 MiB: what comes ahead of a long product."""
+
+
+class Staging:
+    """A ring of buffers on a device, through which pieces of host tensors pass.
+
+    Args:
+        device: where they are computed with.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda" and torch.cuda.is_available()
+        self.device = device
+        self._streams: Any = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else None  # type: ignore[no-untyped-call]
+        self._slots: list[_Slot] = []
+        self._turn = 0
+        self._served = 0
+        self._largest = 1  # bytes of the pieces that came at once
+        self._stored: dict[int, Any] = {}  # address of a piece -> when it was back
+
+    def serve(self, size: int) -> None:
+        """Have buffers for so many more bytes of host tensors."""
+        self._served += size
+
+    @contextlib.contextmanager
+    def on_device(
+        self, pieces: Mapping[str, Tensor], *, unread: bool = False, unchanged: Collection[str] = ()
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the pieces on the device, for operators on the current stream; afterwards they go back.
+
+        Args:
+            pieces: contiguous host tensors; the same ones, or others that don't overlap them, each time.
+            unread: whether they are written without being read.
+            unchanged: names of the pieces that needn't go back.
+        """
+        _, slot = self.next_slot(pieces)
+        staged = {name: slot.buffers[name][: piece.nbytes].view(piece.dtype) for name, piece in pieces.items()}
+        read = {} if unread else pieces
+        back = {name: value for name, value in staged.items() if name not in unchanged}
+        if self._streams is None:
+            self._copy(read, staged)
+            yield staged
+            self._copy(back, pieces)
+            return
+        up, down = self._streams
+        now = torch.cuda.current_stream(self.device)
+        waits = [slot.emptied, *(self._stored.get(piece.data_ptr()) for piece in pieces.values())]
+        with torch.cuda.stream(up):
+            for event in filter(None, waits):
+                up.wait_event(event)
+            self._copy(read, staged)
+        now.wait_stream(up)
+        try:
+            yield staged
+            down.wait_stream(now)
+            with torch.cuda.stream(down):
+                self._copy(back, pieces)
+        finally:
+            down.wait_stream(now)
+            slot.emptied = done = down.record_event()
+            self._stored.update((pieces[name].data_ptr(), done) for name in back)
+
+    def wait(self) -> None:
+        """Wait until all pieces are back, before the host reads, writes or frees them."""
+        if self._streams is not None:
+            self._streams[1].synchronize()
+
+    def next_slot(self, pieces: Mapping[str, Tensor]) -> tuple[int, _Slot]:
+        """Return the slot whose turn it is, with its number; its buffers are made larger where they are too small."""
+        self._largest = max(self._largest, sum(piece.nbytes for piece in pieces.values()))
+        least = SLOTS.get(self.device.type, 1)
+        count = max(least, min(self._served // SERVED_PART, STAGING_BYTES) // self._largest) if least > 1 else least
+        for slot in self._slots[count:]:
+            self._free(slot, [*slot.buffers])
+        del self._slots[count:]
+        number = self._turn if self._turn < count else 0
+        self._turn = number + 1
+        if number == len(self._slots):
+            self._slots.append(_Slot())
+        slot = self._slots[number]
+        for name, piece in pieces.items():
+            if name not in slot.buffers or slot.buffers[name].numel() < piece.nbytes:
+                self._free(slot, [name])
+                slot.buffers[name] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self.device)
+                if self._streams is not None:  # work in its memory may be under way still
+                    self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
+        return number, slot
+
+    def _free(self, slot: _Slot, names: Iterable[str]) -> None:
+        """Give buffers back once what is under way to and from them is done."""
+        for name in names:
+            if name in slot.buffers and self._streams is not None:
+                for stream in self._streams:
+                    slot.buffers[name].record_stream(stream)
+            slot.buffers.pop(name, None)
+
+    def _copy(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+        for name, source in sources.items():
+            targets[name].copy_(source, non_blocking=self._streams is not None)
+
+
+@dataclass
+class _Slot:
+    """Buffers by name, with a storage each: torch.compile knows no views of one storage by several types.
+
+    Attributes:
+        buffers: of bytes.
+        emptied: when the last pieces were back.
+    """
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    emptied: Any = None
