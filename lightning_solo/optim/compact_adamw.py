@@ -14,8 +14,7 @@ Gradients come on top, 2 bytes in bf16, unless `GradientRelease` frees each as i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_state_dict import loadable_states, loaded_state, plain_state_dict
 from lightning_solo.optim.adamw_states import bytes_of, correction_of, new_state, state_layout
 from lightning_solo.optim.adamw_update import Hyperparameters
-from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.device_steps import DeviceSteps, launches
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece
@@ -208,7 +206,7 @@ class CompactAdamW(Optimizer):
                 piece, on_host = self._piece(p, grad)
                 counted.append(p)
                 if on_host and not self.kernels.reads_host(piece):
-                    self._step_staged(piece, on_host, control)
+                    self._steps.step_staged(piece, on_host, control, self.staging)
                     counted.pop()
                 else:
                     groups.setdefault((p.device, piece.layout), []).append(piece)
@@ -234,15 +232,6 @@ class CompactAdamW(Optimizer):
         tensors |= {name: value for name, value in state.items() if name != "step"}
         on_host = [*self.host_states.get(p, ()), *(["grad"] if grad.device != p.device else [])]
         return Piece(tensors, scalars, index=number), on_host
-
-    def _step_staged(self, whole: Piece, on_host: Collection[str], control: Control) -> None:
-        """Step a parameter piece by piece, each of which passes through the device."""
-        size = self.kernels.piece // BLOCK
-        for first in range(0, moments.blocks(whole.numel), size):
-            part = whole.blocks(first, first + size)
-            pieces = {name: part.tensors[name] for name in on_host}
-            with self.staging.on_device(pieces, unchanged=("grad",)) as staged:
-                self.kernels.step([replace(part, tensors={**part.tensors, **staged})], control)
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         sizes = [len(group["params"]) for group in self.param_groups]

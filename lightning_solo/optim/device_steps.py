@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_solo.optim import kernels
+from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.kernels import Control, Piece
+from lightning_solo.optim.staging import Staging
 
 LAUNCH_NUMEL = 2**26
 """Elements of parameters that are stepped by one launch."""
@@ -52,6 +55,22 @@ class DeviceSteps:
         if bound not in self._controls:
             self._controls[bound] = Control(self._one, self._flags, bound)
         return self._controls[bound]
+
+    def step_staged(self, whole: Piece, on_host: Collection[str], control: Control, staging: Staging) -> None:
+        """Step a parameter piece by piece, each of which passes through the device.
+
+        Args:
+            whole: the parameter.
+            on_host: names of its tensors that are on the host.
+            control: of the step.
+            staging: how tensors of the host pass through the device.
+        """
+        size = self.kernels.piece // BLOCK
+        for first in range(0, blocks(whole.numel), size):
+            part = whole.blocks(first, first + size)
+            pieces = {name: part.tensors[name] for name in on_host}
+            with staging.on_device(pieces, unchanged=("grad",)) as staged:
+                self.kernels.step([replace(part, tensors={**part.tensors, **staged})], control)
 
     def pop_not_finite(self) -> int | None:
         """Return the number of a parameter that was stepped with a gradient that isn't finite, and forget all of them.

@@ -1,8 +1,8 @@
 """Gradients that are used and freed one by one, in backward, as soon as each is complete.
 
-Without accumulation and without clipping by norm a parameter is stepped right there, and at most a few gradients exist
+Without accumulation and without clipping by norm a parameter is stepped in backward, and at most a few gradients exist
 at a time. With either of them no step can be exact before all micro-batches are through and the norm is known, so the
-gradients are kept until then, in a buffer:
+gradients are kept until then (`GradientSums`), on the device or in pinned memory of the host:
 
 ```
                           kept, per parameter
@@ -10,9 +10,9 @@ one micro-batch           as it came: 2 bytes in bf16, 4 in fp32
 several                   their sum in fp32: 4 bytes; in bf16 a sum stops growing at 256 times its addends
 ```
 
-on the device, or in pinned memory of the host: see `GradientSums`. Nothing is approximated: fp32 parameters end up
-where `torch.nn.utils.clip_grad_norm_` and a step of the optimizer would have them; where the norm is made of those of
-parts (by Triton's kernel, and of large parameters on the host), within the rounding of a sum.
+Nothing is approximated: fp32 parameters end up as after `torch.nn.utils.clip_grad_norm_` and a step of the optimizer,
+or within the rounding of a sum where the norm is computed from norms of parts: by Triton's kernel, and of large
+parameters on the host.
 
 On a GPU the host waits for the device once in a window, at its end, to learn whether all gradients were finite.
 """

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.ledger import storages_of
-from lightning_solo.optim import compressed_moments, host_memory
+from lightning_solo.optim import compressed_moments, host_slabs
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
@@ -96,7 +96,7 @@ def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: py
 
 @pytest.mark.parametrize("preset", ["compact", "compact_host"])
 def test_what_this_host_has_limits_no_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (compact, host_memory):
+    for room in (compact, host_slabs):
         monkeypatch.setattr(room, "host_memory", lambda: (2**30, 100))
     make, batch = MODULES["attending"]
     assert capture(make, batch(), arrange(compose(preset), {}).arguments(), cuda=True).log.peak()[0] > 0
