@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from lightning_solo.optim.adamw_states import (
     new_state,
     plain,
 )
-from lightning_solo.optim.param_groups import name_in
+from lightning_solo.optim.param_groups import name_in, parameters_of, saved_states
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
@@ -40,11 +39,8 @@ def loadable_states(
         CheckpointError: other groups, names, sizes or bits, tensors that are missing, or a rule that is `UNSUPPORTED`.
     """
     _require_supported(state_dict)
-    saved, parameters = _parameters(state_dict["param_groups"]), _parameters(optimizer.param_groups)
     _require_same_names(state_dict["param_groups"], optimizer.param_groups)
-    if len(saved) != len(parameters):
-        raise CheckpointError(f"states of {len(saved)} parameters; this optimizer has {len(parameters)}")
-    states = {p: state_dict["state"].get(key, {}) for key, p in zip(saved, parameters, strict=True)}
+    states = saved_states(optimizer, state_dict)
     for p, state in states.items():
         whole = layout(p)
         moments = {name: size for name, size in whole.items() if name != "correction"}
@@ -83,13 +79,9 @@ def loaded_state(
 def plain_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict of a `CompactAdamW` with the states as torch's AdamW keeps them, in fp32."""
     state_dict = optimizer.state_dict()
-    parameters = _parameters(optimizer.param_groups)
+    parameters = parameters_of(optimizer)
     stepped = {key: state for key, state in state_dict["state"].items() if "step" in state}
     return {**state_dict, "state": {key: plain(parameters[key], state) for key, state in stepped.items()}}
-
-
-def _parameters(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(group["params"] for group in groups))
 
 
 def _require_supported(state_dict: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.errors import PresetError
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_state_dict import loadable_states, loaded_state, plain_state_dict
 from lightning_solo.optim.adamw_states import bytes_of, correction_of, new_state, state_layout
@@ -32,7 +32,7 @@ from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
 from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.param_groups import name_in, names_of
+from lightning_solo.optim.param_groups import load_groups, name_in, names_of
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, joined, split_again, split_parameters
 from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.state_placement import StatePlacement, require_state_budget
@@ -392,12 +392,7 @@ class CompactAdamW(Optimizer):
         states = loadable_states(self, state_dict, self._layout)
         self.place_states()
         corrections = {p: correction_of(state) for p, state in self.state.items()}
-        try:
-            super().load_state_dict({**state_dict, "state": {}})
-        except ValueError as error:
-            raise CheckpointError(f"states of other parameter groups: {error}") from error
-        for group in self.param_groups:
-            group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
+        load_groups(self, state_dict)
         for p, saved in states.items():
             if whole := {**corrections.pop(p, {}), **saved}:
                 home = self._placement.empty(p, whole)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
-from lightning_solo.optim.param_groups import name_in, names_of
+from lightning_solo.optim.param_groups import load_groups, name_in, names_of, saved_states
 from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import (
     CORRECTIONS,
@@ -245,19 +244,9 @@ class MasterWeights(Optimizer):
                 raise CheckpointError(
                     f"group {number} in the file has no {missing[0]}: it is not of {type(self._inner).__name__}"
                 )
-        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        ours = [(p, group) for group in self.param_groups for p in group["params"]]
-        if len(saved) != len(ours):
-            raise CheckpointError(f"states of {len(saved)} parameters; this optimizer has {len(ours)}")
-        states = state_dict["state"]
-        loaded = {p: self._loaded(p, group, states.get(k, {})) for k, (p, group) in zip(saved, ours, strict=True)}
-        try:
-            super().load_state_dict({**state_dict, "state": {}})
-        except ValueError as error:
-            raise CheckpointError(f"states of other parameter groups: {error}") from error
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
+        states = saved_states(self, state_dict)
+        loaded = {p: self._loaded(p, group, states[p]) for group in self.param_groups for p in group["params"]}
+        load_groups(self, state_dict)
         self.state.clear()
         self.state.update({p: state for p, state in loaded.items() if state})
 
