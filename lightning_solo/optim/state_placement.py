@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import BudgetError, PresetError
+from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim import host_slabs
 from lightning_solo.optim.adamw_states import Layout, bytes_of
-from lightning_solo.optim.compressed_moments import LEAST
 from lightning_solo.optim.staging import Staging
 from lightning_solo.units import format_bytes
 
@@ -64,7 +64,7 @@ class StatePlacement:
             self._budget_left = int(self._budget or 0)
         leaving = {}
         for p, layout in layouts.items():
-            if bytes_of(layout) <= self._budget_left or p.numel() < LEAST:
+            if bytes_of(layout) <= self._budget_left or p.numel() < moments.LEAST:
                 self._budget_left -= bytes_of(layout)
             else:
                 leaving[p] = layout
