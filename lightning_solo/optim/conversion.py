@@ -61,8 +61,8 @@ def compacted(
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         if state_budget is not None:
             raise ConflictError(
-                f"strategy.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's states can be on"
-                " the host; write strategy.state_budget=null, or return one of those"
+                f"strategy.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's states are"
+                " stored on the host; write strategy.state_budget=null, or return one of those"
             )
         other = MasterWeights(optimizer, master_bits=master_bits, corrections=corrections)
         replace_optimizer(optimizer, other, schedulers)

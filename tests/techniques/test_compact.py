@@ -1141,7 +1141,7 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
         fit(home, make_trainer, CompactStrategy(), odd, precision="bf16-true")
     sgd = regression(home, net())
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
-    with pytest.raises(ConflictError, match="only AdamW's and Adam's states lie on the host"):
+    with pytest.raises(ConflictError, match="only AdamW's and Adam's states are stored on the host"):
         fit(home, make_trainer, CompactStrategy(state_budget=0), sgd, precision="bf16-true")
     with pytest.raises(PresetError, match=r"strategy\.state_budget='much': write a number above 0 and one of B, KiB"):
         CompactStrategy(state_budget="much")
