@@ -26,7 +26,8 @@ from typing import Any
 
 from this_machine import machine, versions
 
-from lightning_solo.sweeps.files import SweepFolder, read_json
+from lightning_solo.atomic_files import read_json
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.results import read
 
 APPLICATION = """

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_solo"
 LEVELS = {
+    "atomic_files": 0,
     "errors": 0,
     "machine": 0,
     "units": 0,

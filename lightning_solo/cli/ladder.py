@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import trainer_arguments
 from lightning_solo.cli import INTERRUPTED
 from lightning_solo.cli.ladder_line import Asked, Given, compose_base, folder_of, parse, prepare, settings_of
@@ -21,7 +22,7 @@ from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import application_of
 from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.figures import NOT_RUN, Figures, as_json
-from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.ladder import Ladder
 from lightning_solo.sweeps.ladder_display import details, memory_in_words, noise_in_words, table
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED

@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import check_machine, make, trainer_arguments
 from lightning_solo.cli import INTERRUPTED, refuse
 from lightning_solo.cli.command_line import (
@@ -36,8 +37,7 @@ from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.sweeps.files import read_json, write_json
-from lightning_solo.sweeps.job import RESUMES
+from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB
 

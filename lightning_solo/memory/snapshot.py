@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_solo.atomic_files import write_whole
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.units import format_bytes
 
@@ -321,11 +322,5 @@ def write_snapshot(snapshot: Mapping[str, Any], words: str, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, content in ((path, pickle.dumps(snapshot)), (path.with_suffix(".txt"), f"{words}\n".encode())):
-        part = target.with_name(f"{target.name}.part")
-        try:
-            part.write_bytes(content)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+    write_whole(path, pickle.dumps(snapshot))
+    write_whole(path.with_suffix(".txt"), f"{words}\n".encode())

@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.atomic_files import write_whole
 from lightning_solo.errors import PresetError
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.timeline import COMPUTE, STREAMS, busy
 from lightning_solo.report.charts import spans, stacks
 from lightning_solo.report.model import Cell, Figure, Table, number
 from lightning_solo.report.pictures import png
-from lightning_solo.report.write import write_whole
 from lightning_solo.units import GiB, MiB, format_bytes
 
 CATEGORIES = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.report.charts import scatter
 from lightning_solo.report.csv_files import read_metrics
@@ -16,7 +17,7 @@ from lightning_solo.report.model import Cell, Figure, Report, Table, number, pla
 from lightning_solo.report.run_folder import documents, newest
 from lightning_solo.report.series import Series
 from lightning_solo.sweeps import results
-from lightning_solo.sweeps.files import SweepFolder, read_json
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row, pareto_front
 from lightning_solo.units import GiB, format_bytes, shorter_numbers

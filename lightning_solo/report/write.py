@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_solo.atomic_files import write_whole
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.report.ladder_file import FILE, read_ladder
 from lightning_solo.report.model import Report, plain
@@ -77,23 +76,3 @@ def read(folder: Path) -> Report:
         raise CheckpointError(f"report {str(folder)!r}: nothing can be read:\n  " + "\n  ".join(report.notes))
     there = ", ".join(sorted(plain(path.name) for path in folder.iterdir())[:12]) or "nothing"
     raise NothingToDoError(f"report {str(folder)!r}: nothing to report on; {KINDS}; there is {there}")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is whole at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are for their owner alone
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -14,8 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lightning_solo.sweeps.files import SweepFolder, read_json
+from lightning_solo.atomic_files import read_json
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.output import FILE, tail
 from lightning_solo.sweeps.results import Row
 from lightning_solo.units import GiB
 
@@ -165,19 +167,9 @@ def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) ->
     with console.capture() as captured:
         console.print(table)
         for row in failed:
-            output = Path(row.folder, "output.log")
+            output = Path(row.folder, FILE)
             lines = [f"job {row.number}: {output}", *(f"    {line}" for line in tail(output, tail_lines))]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         if rerun and any(row.status not in AGAIN for row in failed):
             console.print("\nto run the failed ones again: the same command with hydra.launcher.rerun=failed")
     return captured.get()
-
-
-def tail(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a file, however large it is."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - 200 * lines, 0))
-            return file.read().decode(errors="replace").splitlines()[-lines:] if lines else []
-    except OSError:
-        return []

@@ -1,4 +1,4 @@
-"""The rows of a ladder's table: what each process measured, beside what the baseline's did."""
+"""The rows of a ladder's table: the figures of each rung, beside those of the baseline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_solo.sweeps.files import JobFiles, read_json
+from lightning_solo.sweeps.files import JobFiles
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.rungs import Technique, name_of
@@ -17,19 +17,19 @@ NOT_RUN = "not run here"
 
 @dataclass(frozen=True)
 class Figures:
-    """A row of the ladder's table; what could not be measured is None.
+    """A row of the ladder's table; a figure that could not be measured is None.
 
     Attributes:
         detail: why it did not finish, or what keeps it from being compared with the baseline.
         peak_bytes: of the device, or of this process where there is none.
-        before_bytes: what was there of it before training.
+        before_bytes: of the same memory, before training.
         peak_change: against the baseline; -0.25 is a quarter less.
         step_s: median seconds of an optimizer step, the loader aside.
-        step_quartiles_s: between which the middle half of the steps lies; None where too few were timed.
-        step_within_noise: Whether the change of the step time can't be told from the steps' own spread.
+        step_quartiles_s: first and third quartile of the step times; None where too few were timed.
+        step_within_noise: whether the change of the step time is within the spread of the steps.
         loss: mean training loss of the last steps.
         loss_difference: from the baseline's.
-        exact: equal to the bit to the rung without the last technique, where that one claims to be.
+        exact: whether it is bit-equal to the rung without the last technique, where that technique claims to be exact.
         device: its type, cpu or cuda.
         overrides: of `lightning-solo train`.
     """
@@ -64,74 +64,74 @@ def compare(
 
     Args:
         techniques: of the combination.
-        row: what became of its process.
-        error: what that said of its end, where it was an exception.
-        base: what was measured of the baseline.
-        without: what was measured of the combination without the last technique.
-        steps: optimizer steps that were asked for.
+        row: of its job in the sweep.
+        error: type and message of the exception that ended it, if one did.
+        base: measurements of the baseline.
+        without: measurements of the combination without the last technique.
+        steps: optimizer steps that were requested.
     """
-    found, status, detail = measured(row), row.status, row.detail
+    measures, status, detail = measured(row), row.status, row.detail
     if error is not None:
         message = " ".join(error["message"].split())
         of_the_machine = error["type"] == "CapabilityError"
         status, detail = (NOT_RUN, message) if of_the_machine else (status, f"{error['type']}: {message}")
     exact = None
-    if techniques and techniques[-1].exact and found.get("fingerprint") and without.get("fingerprint"):
-        exact = found["fingerprint"] == without["fingerprint"]
-    said = [detail, *remarks(found, base, steps, exact, name_of(techniques[:-1]))]
+    if techniques and techniques[-1].exact and measures.get("fingerprint") and without.get("fingerprint"):
+        exact = measures["fingerprint"] == without["fingerprint"]
+    remarks_ = [detail, *remarks(measures, base, steps, exact, name_of(techniques[:-1]))]
     return Figures(
         name=name_of(techniques),
         status=status,
-        detail="; ".join(text for text in said if text),
-        peak_bytes=found.get("peak_bytes"),
-        peak_change=change(found.get("peak_bytes"), base.get("peak_bytes")),
-        step_s=found.get("step_s"),
-        step_quartiles_s=found.get("step_quartiles_s") and tuple(found["step_quartiles_s"]),
-        step_change=change(found.get("step_s"), base.get("step_s")),
-        step_within_noise=within_noise(found, base) if techniques else None,
-        loss=finite(found.get("loss")),
-        loss_difference=difference(found.get("loss"), base.get("loss")),
+        detail="; ".join(text for text in remarks_ if text),
+        peak_bytes=measures.get("peak_bytes"),
+        peak_change=change(measures.get("peak_bytes"), base.get("peak_bytes")),
+        step_s=measures.get("step_s"),
+        step_quartiles_s=measures.get("step_quartiles_s") and tuple(measures["step_quartiles_s"]),
+        step_change=change(measures.get("step_s"), base.get("step_s")),
+        step_within_noise=within_noise(measures, base) if techniques else None,
+        loss=finite(measures.get("loss")),
+        loss_difference=difference(measures.get("loss"), base.get("loss")),
         exact=exact,
-        before_bytes=found.get("before_bytes"),
-        samples_per_step=found.get("samples_per_step"),
-        device=found.get("device"),
+        before_bytes=measures.get("before_bytes"),
+        samples_per_step=measures.get("samples_per_step"),
+        device=measures.get("device"),
         overrides=row.overrides,
     )
 
 
 def error_of(files: JobFiles, row: Row) -> dict[str, str] | None:
-    """Return type and message of the exception that ended a job: all of it, a sweep's row has the first line."""
-    said = read_json(files.result) or {}
-    return said.get("error") if row.status != FINISHED and said.get("attempt") == row.attempt else None
+    """Return type and whole message of the exception that ended a job; a sweep's row has only the first line."""
+    result = files.result_of(row.attempt) or {}
+    return None if row.status == FINISHED else result.get("error")
 
 
 def measured(row: Row | None) -> dict[str, Any]:
-    """Return what a rung's process has measured; nothing where it did not finish."""
+    """Return the measurements of a rung's process; none where it did not finish."""
     return dict(row.returned) if row is not None and row.status == FINISHED and row.returned else {}
 
 
 def remarks(
-    found: Mapping[str, Any], base: Mapping[str, Any], steps: int, exact: bool | None, without: str
+    measures: Mapping[str, Any], base: Mapping[str, Any], steps: int, exact: bool | None, without: str
 ) -> list[str]:
-    """Return what a reader of the row has to know: where it can't be compared with the baseline as it stands."""
-    said = []
-    if found and found["steps"] < steps:
-        said.append(f"ended by itself after {found['steps']} of {steps} steps")
-    samples, usual = found.get("samples_per_step"), base.get("samples_per_step")
+    """Return the reasons why a row can't be compared with the baseline as it is."""
+    notes = []
+    if measures and measures["steps"] < steps:
+        notes.append(f"ended by itself after {measures['steps']} of {steps} steps")
+    samples, usual = measures.get("samples_per_step"), base.get("samples_per_step")
     if samples and usual and samples != usual:
-        said.append(
+        notes.append(
             f"each step takes {samples} samples, the baseline's {usual}: step time and loss are not of the same batch,"
             " and no memory is saved; a batch size that is an argument (data.batch_size, +model.batch_size) is divided"
         )
-    if found and found.get("loss") is None:
-        said.append("no loss to compare: training_step returns none, and logs none of that name")
-    if found.get("loss") is not None and not math.isfinite(found["loss"]):
-        said.append(f"the loss is {found['loss']}")
+    if measures and measures.get("loss") is None:
+        notes.append("no loss to compare: training_step returns none, and logs none of that name")
+    if measures.get("loss") is not None and not math.isfinite(measures["loss"]):
+        notes.append(f"the loss is {measures['loss']}")
     if exact is False:
-        said.append(
+        notes.append(
             f"differs from {without}; a module that differs from run to run does too (trainer.deterministic=true)"
         )
-    return said
+    return notes
 
 
 def change(value: float | None, base: float | None) -> float | None:
@@ -143,17 +143,17 @@ def change(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base - 1
 
 
-def within_noise(found: Mapping[str, Any], base: Mapping[str, Any]) -> bool | None:
-    """Tell whether the middle halves of the step times overlap, or are not known; None where there is no change.
+def within_noise(measures: Mapping[str, Any], base: Mapping[str, Any]) -> bool | None:
+    """Return whether the interquartile ranges of the step times overlap, or are unknown; None where there is no change.
 
     >>> base = {"step_s": 2.0, "step_quartiles_s": [1.8, 2.2]}
     >>> [within_noise({"step_s": 2.4, "step_quartiles_s": [first, 2.6]}, base) for first in (2.1, 2.3)]
     [True, False]
     """
-    if found.get("step_s") is None or base.get("step_s") is None:
+    if measures.get("step_s") is None or base.get("step_s") is None:
         return None
-    here, there = found.get("step_quartiles_s"), base.get("step_quartiles_s")
-    return not here or not there or bool(here[0] <= there[1] and there[0] <= here[1])
+    ours, theirs = measures.get("step_quartiles_s"), base.get("step_quartiles_s")
+    return not ours or not theirs or bool(ours[0] <= theirs[1] and theirs[0] <= ours[1])
 
 
 def difference(value: float | None, base: float | None) -> float | None:
@@ -162,10 +162,10 @@ def difference(value: float | None, base: float | None) -> float | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a number that JSON has."""
+    """Return a number that JSON can hold, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def as_json(rows: Sequence[Figures]) -> list[dict[str, Any]]:
-    """Return rows as `ladder.json` has them."""
+    """Return rows as in `ladder.json`."""
     return [asdict(row) for row in rows]

@@ -1,4 +1,4 @@
-"""The files of a sweep: who works in it, and what each job was asked, has done and came to.
+"""The files of a sweep: its lock, and what is known about each of its jobs.
 
 ```
 <sweep>/
@@ -7,53 +7,34 @@
 │   ├── lock             held by the command that runs the sweep
 │   ├── server.lock      held by the process that started the jobs, and by each job, while they live
 │   ├── server.log
-│   └── jobs/7/          start.json, process.json, progress.json, result.json (the job's own word), end.json (how its
-│                        process ended)
+│   └── jobs/7/          start.json, process.json, progress.json, result.json, end.json
 └── 7/output.log         what job 7 printed; the folder is named by `hydra.sweep.subdir`
 ```
-A JSON file is whole or not there: it is written beside its place and renamed.
+Each of these JSON files is complete or absent.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.atomic_files import read_json, try_lock, write_json
 from lightning_solo.errors import CheckpointError
 
 STATE = ".sweep"
 ROOM = 2**16
-"""Bytes set aside for each of a job's last words and its process's: a few hundred, and what was returned."""
-
-
-def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Write a file that is whole at any moment; ``durable``: also after the power went."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+"""Bytes set aside for each of result.json and end.json: a few hundred, and the value that was returned."""
 
 
 def keep_room(path: Path) -> None:
-    """Set aside the space that a file will need, so that a disk that is full by then does not lose it.
+    """Set aside the space that a file will need, so that it can be written even if the disk is full by then.
 
     Raises:
-        OSError: it is full now.
+        OSError: the disk is full now.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -70,10 +51,10 @@ def room_of(path: Path) -> Path:
 
 
 def write_in_room(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a file as :func:`write_json` does, on a full disk into the space that :func:`keep_room` has set aside.
+    """Write a file by `write_json`; on a full disk, into the space that `keep_room` has set aside.
 
     Raises:
-        OSError: nor is there enough of that.
+        OSError: there is not enough of that space either.
     """
     try:
         write_json(path, data)
@@ -86,102 +67,78 @@ def write_in_room(path: Path, data: Mapping[str, Any]) -> None:
     room_of(path).unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return what :func:`write_json` wrote, or None where there is nothing, or nothing whole."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-@dataclass(frozen=True)
 class JobFiles:
-    """What is known of one job."""
+    """The files about one job.
 
-    path: Path
+    Attributes:
+        start: attempt, overrides and folder; written by the process that starts the job, before it does.
+        process: id of the job's process; written by the same one, right after the start.
+        progress: step, loss and memory during training; written by the observer that joins the job's Trainer.
+        result: what the job itself reports at its end.
+        end: how the job's process ended; written by the process that started it.
+        request: the request, pickled, while a fresh interpreter runs it.
+    """
 
-    @property
-    def start(self) -> Path:
-        """Its attempt, overrides and folder; written by the process that forks it, before the fork."""
-        return self.path / "start.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.start = path / "start.json"
+        self.process = path / "process.json"
+        self.progress = path / "progress.json"
+        self.result = path / "result.json"
+        self.end = path / "end.json"
+        self.request = path / "request.pickle"
 
-    @property
-    def process(self) -> Path:
-        """The id of its process; written by the one that forks it, right after the fork."""
-        return self.path / "process.json"
+    def result_of(self, attempt: int) -> dict[str, Any] | None:
+        """Return the result that this attempt wrote; None where it wrote none."""
+        result = read_json(self.result)
+        return result if result is not None and result.get("attempt") == attempt else None
 
-    @property
-    def progress(self) -> Path:
-        """Step, loss and memory while it trains; written by the observer that joins its Trainer."""
-        return self.path / "progress.json"
-
-    @property
-    def result(self) -> Path:
-        """What the job itself says at its end."""
-        return self.path / "result.json"
-
-    @property
-    def end(self) -> Path:
-        """How its process ended; written by the process that forked it."""
-        return self.path / "end.json"
+    def end_of(self, attempt: int) -> dict[str, Any] | None:
+        """Return how the process of this attempt ended; None where that is not known."""
+        end = read_json(self.end)
+        return end if end is not None and end["attempt"] == attempt else None
 
     def clear(self) -> None:
-        """Remove what an earlier attempt left; the start of the new one overwrites the old one's."""
+        """Remove the files of an earlier attempt; its start is overwritten by that of the next one."""
         for file in (self.end, self.result, self.progress, self.process):
             file.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
 class SweepFolder:
-    """The folder of one sweep."""
+    """The folder of one sweep.
 
-    path: Path
+    Attributes:
+        state: files about the sweep itself, beside the folders of its jobs.
+        results: a row per job.
+        server_lock: held while a process lives that may start, or is, a job of this sweep.
+        server_log: what the process that starts the jobs printed: its imports, or why they failed.
+        entry_points: the package by which Lightning finds the observer, in jobs alone.
+        pruning: settings of pruning for the jobs of a search that prunes.
+    """
 
-    @property
-    def state(self) -> Path:
-        """What belongs to the sweep itself, beside the jobs' folders."""
-        return self.path / STATE
-
-    @property
-    def results(self) -> Path:
-        """The rows."""
-        return self.path / "results.jsonl"
-
-    @property
-    def server_lock(self) -> Path:
-        """Held while a process lives that may start, or is, a job of this sweep."""
-        return self.state / "server.lock"
-
-    @property
-    def entry_points(self) -> Path:
-        """What lets Lightning ask the observer for callbacks, in jobs alone."""
-        return self.state / "entry_points"
-
-    @property
-    def server_log(self) -> Path:
-        """What the process between sweep and jobs printed: its imports, or why they failed."""
-        return self.state / "server.log"
-
-    @property
-    def pruning(self) -> Path:
-        """What a search tells its jobs about pruning, where it prunes."""
-        return self.state / "pruning.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = path / STATE
+        self.results = path / "results.jsonl"
+        self.server_lock = self.state / "server.lock"
+        self.server_log = self.state / "server.log"
+        self.entry_points = self.state / "entry_points"
+        self.pruning = self.state / "pruning.json"
 
     def job(self, number: int) -> JobFiles:
         """Return the files of a job."""
         return JobFiles(self.state / "jobs" / str(number))
 
     def jobs(self) -> list[int]:
-        """Return the numbers of the jobs that were started once, in order."""
+        """Return the numbers of the jobs that were ever started, in order."""
         return sorted(int(path.name) for path in (self.state / "jobs").glob("*") if path.name.isdigit())
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only command that works on this sweep; the kernel gives the lock back however that ends.
+        """Be the only command that works on this sweep; the kernel releases the lock however the command ends.
 
         Raises:
-            CheckpointError: another one does; names its process.
+            CheckpointError: another command works on it; names its process.
         """
         self.state.mkdir(parents=True, exist_ok=True)
         with (self.state / "lock").open("a+") as file:
@@ -195,12 +152,3 @@ class SweepFolder:
             file.write(str(os.getpid()))
             file.flush()
             yield
-
-
-def try_lock(handle: int) -> bool:
-    """Lock an open file if nobody else has; tell whether it is ours now."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -12,7 +12,7 @@ from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.figures import NOT_RUN, Figures, compare, error_of, measured
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job import plain
+from lightning_solo.sweeps.job_process import plain
 from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.rungs import Technique, folder_name, name_of

@@ -24,7 +24,7 @@ from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job import pickled
+from lightning_solo.sweeps.job_process import pickled
 from lightning_solo.sweeps.jobs import Job, Settings, check_folders
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row

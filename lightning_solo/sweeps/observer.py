@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_json
-from lightning_solo.sweeps.job import VARIABLE, peaks
+from lightning_solo.atomic_files import write_json
+from lightning_solo.sweeps.files import JobFiles, SweepFolder
+from lightning_solo.sweeps.job_process import VARIABLE, peaks
 from lightning_solo.sweeps.results import loss_of
 
 EVERY_S = 1.0

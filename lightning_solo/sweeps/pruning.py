@@ -15,7 +15,8 @@ import optuna
 from optuna.exceptions import OptunaError
 from optuna.storages import RDBStorage
 
-from lightning_solo.sweeps.files import JobFiles, SweepFolder, read_json
+from lightning_solo.atomic_files import read_json
+from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.results import is_validation_loss
 
 STUDY = "optuna.db"

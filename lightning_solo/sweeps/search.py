@@ -21,10 +21,11 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.display import failures
-from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.launch import JobsFailed
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
 from lightning_solo.sweeps.pruning import STUDY

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep, each in a fresh process; what an earlier command has begun or done is not done again."""
+"""Runs the jobs of a sweep, each in a fresh process; jobs that an earlier command ran are not run again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pathlib import Path
 from socket import socketpair
 from typing import Any
 
+from lightning_solo.atomic_files import read_json, try_lock
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.sweeps import entry_points, results
 from lightning_solo.sweeps.application import Application
-from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.interrupts import Interrupts
-from lightning_solo.sweeps.job import Asked
+from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders, set_aside
 from lightning_solo.sweeps.orphans import Orphans
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED, LOST, outcome
@@ -37,10 +38,10 @@ class Sweep:
         folder: where everything is written.
         application: what the jobs run.
         settings: how.
-        tell: called with (event, job's number, details) as things happen: "adopted", "kept", "started", "ended",
-            "again", "anew", "spawning".
-        look: called several times a second, with the numbers of the jobs that run.
-        wanted: asked before a job is started; one that is no longer wanted is left out, without a row.
+        tell: called with (event, job's number, details) at each event: "adopted", "kept", "started", "ended", "again",
+            "anew", "spawning".
+        look: called several times a second with the numbers of the jobs that run.
+        wanted: called before a job is started; a job that is no longer wanted is left out, without a row.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Sweep:
         self.wanted = wanted
         self.rows: dict[int, Row] = {}
         self.interrupts = Interrupts()
-        self._full: tuple[Path, str] | None = None  # what could not be written, and why; no job is started then
+        self._full: tuple[Path, str] | None = None  # the file that could not be written, and why; no job starts then
         self._running: dict[int, Try] = {}
         self._opened: ExitStack | None = None
         self._connection: Connection | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Keep the folder, and the process that starts the jobs, from one `run` to the next.
+        """Hold the folder's lock, and the process that starts the jobs, from one `run` to the next.
 
         Raises:
             CheckpointError: another command works on this sweep.
@@ -88,13 +89,13 @@ class Sweep:
                 self._opened = self._connection = None
 
     def run(self, jobs: Sequence[Job]) -> list[Row]:
-        """Run what is not there yet, and return a row for each job that was wanted.
+        """Run the jobs that have no result yet, and return a row for each job that was wanted.
 
         Raises:
             CheckpointError: another command works on this sweep, its results are of another version, or a row or a job
                 could not be written.
             PresetError: the application can't be imported by another process; a job's folder leads out of the sweep.
-            KeyboardInterrupt: after the running jobs were asked to end, and have.
+            KeyboardInterrupt: after the running jobs were signalled and have ended.
         """
         check_folders(self.folder.path, jobs)
         with self.opened():
@@ -113,28 +114,28 @@ class Sweep:
             if self._full is not None:
                 file, why = self._full
                 raise CheckpointError(
-                    f"{file}: {why}; make room there and give the same command again: it goes on with the jobs that"
+                    f"{file}: {why}; make room there and give the same command again: it resumes with the jobs that"
                     " have not ended"
                 )
             return [self.rows[job.number] for job in jobs if job.number in self.rows]
 
-    # --- what an earlier command has left ---
+    # --- jobs of an earlier command ---
 
     def _wait_for_orphans(self) -> None:
         """Wait until no job of an earlier command lives.
 
-        The process that started them keeps their time and notes their ends; where it is gone, `Orphans` does.
+        The process that started them enforces their limits and records their ends; where it is gone, `Orphans` does.
         """
         orphans = Orphans(self.folder, self.settings)
         with self.folder.server_lock.open("a") as file:
-            told = False
+            announced = False
             while not try_lock(file.fileno()):
                 running = [n for n in self.folder.jobs() if not self._has_ended(n)]
                 for number in running:
-                    if not told:
+                    if not announced:
                         self.tell("adopted", number, orphans.described(number))
                     orphans.watch(number)
-                told = True
+                announced = True
                 self.look(running)
                 time.sleep(LOOK_S)
                 self.interrupts.check()
@@ -142,11 +143,11 @@ class Sweep:
 
     def _has_ended(self, number: int) -> bool:
         files = self.folder.job(number)
-        start, end = read_json(files.start), read_json(files.end)
-        return start is None or (end is not None and end["attempt"] == start["attempt"])
+        start = read_json(files.start)
+        return start is None or files.end_of(start["attempt"]) is not None
 
     def _settled(self, job: Job, row: Row | None) -> Row | None:
-        """Return the row of a job that ran with this configuration; writes one that an earlier command did not."""
+        """Return the row of a job that ran with this configuration, which an earlier command may have left to write."""
         start = read_json(self.folder.job(job.number).start)
         if start is None or start["config_hash"] != job.config_hash:
             return None
@@ -156,7 +157,7 @@ class Sweep:
         return row
 
     def _stands(self, row: Row) -> bool:
-        """Tell whether a job need not run again."""
+        """Return whether a job need not run again."""
         if self.settings.rerun == "all" or row.status in AGAIN:
             return False
         if row.status == FINISHED:
@@ -165,7 +166,7 @@ class Sweep:
         return self.settings.rerun == "never" and start.get("failures", 0) >= self.settings.retries
 
     def _next(self, job: Job, row: Row | None) -> Try:
-        """Return the next try of a job that is to run; it goes on where the last one did not come to a result.
+        """Return the next try of a job; it resumes the last one where that has no result.
 
         Args:
             job: the job.
@@ -181,15 +182,12 @@ class Sweep:
 
     def _end(self, number: int, start: dict[str, Any]) -> dict[str, Any]:
         """Return how a job's process ended, as far as it is known."""
-        files = self.folder.job(number)
-        end = read_json(files.end)
-        if end is not None and end["attempt"] == start["attempt"]:
+        files, attempt = self.folder.job(number), start["attempt"]
+        if (end := files.end_of(attempt)) is not None:
             return end
-        said = read_json(files.result)
-        status, detail = LOST, ""
-        if said is not None and said.get("attempt") == start["attempt"]:
-            status, detail = outcome(int("error" in said), said)
-        return {"attempt": start["attempt"], "status": status, "detail": detail}
+        result = files.result_of(attempt)
+        status, detail = (LOST, "") if result is None else outcome(int("error" in result), result)
+        return {"attempt": attempt, "status": status, "detail": detail}
 
     # --- the work ---
 
@@ -203,7 +201,7 @@ class Sweep:
                 break
             self._connection = None
             self._opened.close()
-            died += 1  # it alone: its jobs live on, and hold its lock
+            died += 1  # it alone: its jobs live, and hold its lock
             self._wait_for_orphans()
             self._take_back(waiting)
             if died == SERVERS:
@@ -253,21 +251,21 @@ class Sweep:
     def _serve(self, server: Connection, waiting: deque[Try]) -> bool:
         """Run jobs until all have ended; False when the server died.
 
-        At a Ctrl-C the running jobs are asked to end, as by Ctrl-C, and none is started; at a second they are ended.
+        At a Ctrl-C the running jobs get one too, and none is started; at a second they are killed.
         """
-        self._running, told = {}, 0
+        self._running, forwarded = {}, 0
         while waiting or self._running:
             while waiting and len(self._running) < self.settings.parallel and not self._stops():
                 self._start(server, waiting.popleft())
             try:
-                while told < self.interrupts.count and self._running:
+                while forwarded < self.interrupts.count and self._running:
                     server.send(("interrupt", None))
-                    told += 1
+                    forwarded += 1
                 self.look(list(self._running))
                 if self._running and server.poll(LOOK_S):
                     what, value = server.recv()
                     if what == "ended":
-                        self._ended(value, waiting)
+                        self._ended(waiting, *value)
                     elif what == "full":
                         self._cannot_start(*value)
             except (EOFError, ConnectionError):
@@ -279,7 +277,7 @@ class Sweep:
         return True
 
     def _stops(self) -> bool:
-        """Tell whether no job is started any more."""
+        """Return whether no further job is started."""
         return bool(self.interrupts.count) or self._full is not None
 
     def _start(self, server: Connection, one: Try) -> None:
@@ -287,15 +285,15 @@ class Sweep:
             return
         if set_aside(one):
             self.tell("anew", one.job.number, "")
-        asked = self._asked(one)
+        request = self._request(one)
         self._running[one.job.number] = one
-        with suppress(ConnectionError):  # what waits for its answer will see that it is gone
-            server.send(("run", asked))
+        with suppress(ConnectionError):  # `_serve` will see that the server is gone
+            server.send(("run", request))
         self.tell("started", one.job.number, "")
 
-    def _asked(self, one: Try) -> Asked:
-        s, job = self.settings, one.job
-        return Asked(
+    def _request(self, one: Try) -> JobRequest:
+        job = one.job
+        return JobRequest(
             number=job.number,
             attempt=one.attempt,
             resumes=one.resumes,
@@ -304,13 +302,10 @@ class Sweep:
             folder=str(job.folder.absolute()),
             config_hash=job.config_hash,
             context=job.context(),
-            timeout_s=s.timeout_s,
-            grace_s=s.grace_s,
-            output_bytes=s.output_mib * 2**20,
+            settings=self.settings,
         )
 
-    def _ended(self, told: tuple[int, dict[str, Any]], waiting: deque[Try]) -> None:
-        number, end = told
+    def _ended(self, waiting: deque[Try], number: int, end: dict[str, Any]) -> None:
         one = self._running.pop(number)
         row = self._row(one.job, end)
         if row.status not in (FINISHED, *AGAIN) and one.failures < self.settings.retries and not self._stops():
@@ -327,7 +322,7 @@ class Sweep:
         self.tell("ended", number, f"not started: {why}")
 
     def _take_back(self, waiting: deque[Try]) -> None:
-        """Settle the jobs whose server died under them: those that came to an end, and those that did not."""
+        """Add the rows of the jobs that ended after their server died, and queue the others again."""
         for job, *_ in self._running.values():
             row = self._settled(job, None)
             if row is None or not self._stands(row):
@@ -339,12 +334,10 @@ class Sweep:
     def _row(self, job: Job, end: dict[str, Any]) -> Row:
         files = self.folder.job(job.number)
         start = read_json(files.start) or {}
-        said, progress = (read_json(file) or {} for file in (files.result, files.progress))
-        if said.get("attempt") != end["attempt"]:
-            said = {}
+        result, progress = files.result_of(end["attempt"]) or {}, read_json(files.progress) or {}
         detail = end["detail"]
-        if "not_kept" in said:
-            detail = f"{detail} returned a {said['not_kept']}, which is not kept".strip()
+        if "not_kept" in result:
+            detail = f"{detail} returned a {result['not_kept']}, which is not kept".strip()
         if progress.get("pruned_at") is not None:
             detail = f"{detail} pruned at {progress['pruned_at']}".strip()
         return Row(
@@ -354,20 +347,20 @@ class Sweep:
             detail=detail,
             folder=str(job.folder),
             attempt=end["attempt"],
-            returned=said.get("returned"),
+            returned=result.get("returned"),
             metrics=progress.get("metrics", {}),
             steps=progress.get("step"),
             seconds=end.get("seconds"),
             started=start.get("started"),
-            peak_device_bytes=said.get("peak_device_bytes", progress.get("peak_device_bytes")),
+            peak_device_bytes=result.get("peak_device_bytes", progress.get("peak_device_bytes")),
             peak_host_bytes=end.get("peak_host_bytes"),
             config_hash=job.config_hash,
-            hardware=said.get("device", f"{os.cpu_count()} CPU cores ({platform.machine()})"),
+            hardware=result.get("device", f"{os.cpu_count()} CPU cores ({platform.machine()})"),
             versions=results.versions(),
         )
 
     def _write(self, row: Row) -> None:
         try:
             results.append(self.folder.results, row)
-        except OSError as error:  # the jobs that run are seen to their ends first
+        except OSError as error:  # raised by `run` once the running jobs have ended
             self._full = self.folder.results, str(error)

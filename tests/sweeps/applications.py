@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job import plain
+from lightning_solo.sweeps.job_process import plain
 from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.sweep import Sweep
 

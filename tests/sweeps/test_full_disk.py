@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
-from lightning_solo.sweeps.files import keep_room, read_json, room_of, write_in_room
+from lightning_solo.sweeps.files import keep_room, room_of, write_in_room
 from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.server import log_exception
 from tests.sweeps.applications import TRAIN, begun, command, environment, plain_jobs, plain_sweep, starts

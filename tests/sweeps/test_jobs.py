@@ -18,10 +18,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from lightning_solo.atomic_files import read_json, try_lock, write_json
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.display import Display, failures
-from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock, write_json
-from lightning_solo.sweeps.job import returned
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.job_process import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures, observer
 from lightning_solo.sweeps.results import Row, read

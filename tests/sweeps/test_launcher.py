@@ -101,7 +101,7 @@ def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Pa
     assert "threads" in done.stdout
     rows = read(sweep_folder(tmp_path) / "results.jsonl")
     assert [row.status for row in rows] == ["finished", "failed"] * 2
-    assert not list(sweep_folder(tmp_path).rglob("asked.pickle"))
+    assert not list(sweep_folder(tmp_path).rglob("request.pickle"))
 
 
 def test_a_failed_job_is_tried_again_where_asked(tmp_path: Path) -> None:

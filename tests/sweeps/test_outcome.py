@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CheckpointError
-from lightning_solo.sweeps.files import SweepFolder, read_json, write_json
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import STATUSES, oom_kills, outcome
 
 

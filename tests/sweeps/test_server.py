@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_solo.atomic_files import read_json, try_lock
 from lightning_solo.errors import CapabilityError
-from lightning_solo.sweeps import server
+from lightning_solo.sweeps import forking, server
 from lightning_solo.sweeps.application import Application
-from lightning_solo.sweeps.files import SweepFolder, read_json, try_lock
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
@@ -34,10 +35,10 @@ def rows(folder: Path) -> list[Row]:
 def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        assert server.why_not_fork() == "the application starts CUDA while it is imported"
+        assert forking.why_not_fork() == "the application starts CUDA while it is imported"
     with monkeypatch.context() as patched:
-        patched.setattr(server.os, "readlink", lambda _: "/dev/nvidia0")
-        assert server.why_not_fork() == "the application opens the CUDA device while it is imported"
+        patched.setattr(forking.os, "readlink", lambda _: "/dev/nvidia0")
+        assert forking.why_not_fork() == "the application opens the CUDA device while it is imported"
 
 
 def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +57,7 @@ def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyP
     found = []
     for threads in ("1", "2", "4"):
         monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
-        found.append(server.openblas_threads())
+        found.append(forking.openblas_threads())
     none, one, three = found
     assert (none, three) == (0, 3 * one)
 
@@ -83,7 +84,7 @@ def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
 
 
 def test_only_its_user_may_read_what_a_fresh_interpreter_is_asked(tmp_path: Path) -> None:
-    mode = "return os.stat(os.path.join(os.environ['LIGHTNING_SOLO_JOB'], 'asked.pickle')).st_mode & 0o777"
+    mode = "return os.stat(os.path.join(os.environ['LIGHTNING_SOLO_JOB'], 'request.pickle')).st_mode & 0o777"
     sweep(tmp_path, "n=1", script=TRAIN.replace(LAST, mode).replace("class Model:", THREAD))
     assert [row.returned for row in rows(tmp_path)] == [0o600]
 

@@ -1,4 +1,4 @@
-"""What runs in a job's own process: the task function, under Hydra or called plainly, and its own word on its end."""
+"""A job's own process: runs the task function, under Hydra or by a plain call, and writes its result."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from typing import Any
 from lightning_solo.errors import ConflictError
 from lightning_solo.sweeps import entry_points
 from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_in_room
+from lightning_solo.sweeps.jobs import Settings
 
 VARIABLE = "LIGHTNING_SOLO_JOB"
 """Environment variable of a job: the folder of its `JobFiles`, for the observer that joins its Trainer."""
-
-
-BEFORE_S = 0.3
-"""Seconds before its time is over in which a job tells where it is."""
 RESUMES = "LIGHTNING_SOLO_RESUMES"
-"""Environment variable of a job that was begun before and not finished: its folder is as it left it."""
+"""Environment variable of a job that an earlier attempt began and did not finish: its folder is as that left it."""
+BEFORE_S = 0.3
+"""Seconds before its time limit at which a job prints its stack."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a job is asked to do; `context` is what `pickled` or `plain` made, for a process of this user's own."""
+class JobRequest:
+    """An attempt at a job, for the process that starts it and for its own.
+
+    Attributes:
+        resumes: whether an earlier attempt began the job.
+        failures: earlier attempts that count against ``settings.retries``.
+        context: from `pickled` or `plain`, for a process of the same user.
+        settings: of the sweep.
+    """
 
     number: int
     attempt: int
@@ -38,13 +44,11 @@ class Asked:
     folder: str
     config_hash: str
     context: bytes
-    timeout_s: float | None = None
-    grace_s: float = 10.0
-    output_bytes: int = 0
+    settings: Settings
 
 
 def pickled(hydra_context: Any, config: Any) -> bytes:
-    """Return what Hydra needs to run a job, as bytes for a process of this user's own.
+    """Return what Hydra needs to run a job, as bytes for a process of the same user.
 
     Raises:
         ConflictError: some of it can't be pickled.
@@ -70,50 +74,50 @@ class Plain:
 
 
 def plain(argument: Any) -> bytes:
-    """Return the argument of a plain call as bytes for a process of this user's own."""
+    """Return the argument of a plain call as bytes for a process of the same user."""
     return pickle.dumps(Plain(argument))
 
 
-def run(task: Callable[..., Any], asked: Asked, files: JobFiles) -> int:
-    """Run the task function, write what came of it, and return the exit status of the process."""
+def run(task: Callable[..., Any], request: JobRequest, files: JobFiles) -> int:
+    """Run the task function, write its result, and return the exit status of the process."""
     from hydra.errors import CompactHydraException
 
-    faulthandler.enable(2)  # where it was, in the output of one that crashes, or is about to be ended
-    if asked.timeout_s is not None:
-        faulthandler.dump_traceback_later(max(asked.timeout_s - BEFORE_S, BEFORE_S), file=2)
+    faulthandler.enable(2)  # a stack in the output of a job that crashes, or is about to be ended
+    if request.settings.timeout_s is not None:
+        faulthandler.dump_traceback_later(max(request.settings.timeout_s - BEFORE_S, BEFORE_S), file=2)
     os.environ[VARIABLE] = str(files.path)
     entry_points.find(SweepFolder(files.path.parents[2]).entry_points)
-    if asked.resumes:
+    if request.resumes:
         os.environ[RESUMES] = "1"
-    said: dict[str, Any] = {"attempt": asked.attempt}
+    result: dict[str, Any] = {"attempt": request.attempt}
     status = 1
     try:
-        context = pickle.loads(asked.context)
+        context = pickle.loads(request.context)
         value = task(context.argument) if isinstance(context, Plain) else under_hydra(task, *context)
-        said |= returned(value)
+        result |= returned(value)
         status = 0
-    except BaseException as error:  # SystemExit and Ctrl-C too: they are what became of it
+    except BaseException as error:  # SystemExit and Ctrl-C too: they are a result as well
         with contextlib.suppress(OSError):  # a full disk has no room for its output
-            if type(error) is CompactHydraException:  # a refusal that says all there is to say
+            if type(error) is CompactHydraException:  # a refusal, whose message is complete
                 print(error, file=sys.stderr)
             elif not isinstance(error, SystemExit):
                 traceback.print_exc()
         status = _status_of(error)
-        said["error"] = {"type": type(error).__name__, "message": _message(error)}
+        result["error"] = {"type": type(error).__name__, "message": _message(error)}
     faulthandler.cancel_dump_traceback_later()
-    said |= peaks()
+    result |= peaks()
     try:
-        write_in_room(files.result, said)
+        write_in_room(files.result, result)
     except OSError as error:  # a full disk, and a value too large for the room that was kept
         with contextlib.suppress(OSError):
-            told = {"type": "OSError", "message": f"what it returned could not be written: {error}"}
-            write_in_room(files.result, {"attempt": asked.attempt, "error": told})
+            too_large = {"type": "OSError", "message": f"what it returned could not be written: {error}"}
+            write_in_room(files.result, {"attempt": request.attempt, "error": too_large})
         return 1
     return status
 
 
 def under_hydra(task: Callable[..., Any], hydra_context: Any, config: Any, instances: Any) -> Any:
-    """Return what the task function returns under Hydra's `run_job`; raise what it raises."""
+    """Return what the task function returns under Hydra's `run_job`; exceptions of it pass through."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
@@ -122,19 +126,19 @@ def under_hydra(task: Callable[..., Any], hydra_context: Any, config: Any, insta
 
     setup_globals()
     # Filled when the application was imported, in the process that forks the jobs
-    found = {Plugins: Plugins.instance(), ConfigStore: ConfigStore.instance()}
-    Singleton.set_state({**Singleton.get_state(), "instances": {**instances, **found}})
+    filled = {Plugins: Plugins.instance(), ConfigStore: ConfigStore.instance()}
+    Singleton.set_state({**Singleton.get_state(), "instances": {**instances, **filled}})
     HydraConfig.instance().set_config(config)
-    done = run_job(
+    job_return = run_job(
         task_function=task,
         config=config,
         job_dir_key="hydra.sweep.dir",
         job_subdir_key="hydra.sweep.subdir",
         hydra_context=hydra_context,
     )
-    if done.status != JobStatus.COMPLETED:
-        raise done._return_value
-    return done.return_value
+    if job_return.status != JobStatus.COMPLETED:
+        raise job_return._return_value
+    return job_return.return_value
 
 
 def _status_of(error: BaseException) -> int:
@@ -158,7 +162,7 @@ def returned(value: object) -> dict[str, Any]:
     """
     try:
         return {"returned": _plain(value)}
-    except Exception:  # whatever an object of the user's says to being looked at
+    except Exception:  # any object of the user's, which may raise anything
         return {"not_kept": type(value).__name__}
 
 
@@ -169,7 +173,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0:  # a number of torch's or numpy's
+    if getattr(value, "ndim", None) == 0:  # a number of torch or numpy
         return _plain(value.item())
     raise TypeError(type(value).__name__)
 

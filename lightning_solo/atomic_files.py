@@ -1,0 +1,53 @@
+"""Files that are whole at any moment, whatever ends the process that writes them; and locks on files."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file beside its place and rename it; ``durable``: it also survives a power failure.
+
+    Raises:
+        OSError: it cannot be written; the file is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}")
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Write a mapping as JSON by `write_whole`."""
+    write_whole(path, json.dumps(data).encode(), durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the mapping that `write_json` wrote; None where there is no such file, or not all of one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file unless another process has, and return whether this process has the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

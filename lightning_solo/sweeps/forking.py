@@ -1,0 +1,59 @@
+"""Whether this process can be forked, and what a fork of it has to leave behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+
+def why_not_fork() -> str:
+    """Return why this process can't be forked as it is now; an empty text if it can."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "the application starts CUDA while it is imported"
+    with suppress(OSError):
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(descriptor).startswith("/dev/nvidia"):
+                    return "the application opens the CUDA device while it is imported"
+    with suppress(OSError):
+        # native threads too: a fork has none of them, and waits for them
+        others = len(os.listdir("/proc/self/task")) - 1
+        if others > openblas_threads():
+            names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
+            return f"the application starts threads while it is imported ({names or f'{others}, native'})"
+    return ""
+
+
+def openblas_threads() -> int:
+    """Return how many threads OpenBLAS started when numpy and others imported it: these survive a fork.
+
+    OpenBLAS ends them before a fork and starts them again; each loaded copy has threads of its own.
+    """
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
+    settings = (os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"))
+    threads = next((int(text) for text in settings if text.isdigit() and int(text)), len(os.sched_getaffinity(0)))
+    return len(loaded) * (threads - 1)
+
+
+def leave_to_this_process(lock: int) -> None:
+    """Keep the lock from what this process starts: it shows that the job lives, not that a process of it was left."""
+    os.set_inheritable(lock, False)
+
+    def close() -> None:
+        with suppress(OSError):
+            os.close(lock)
+
+    os.register_at_fork(after_in_child=close)
+
+
+def seed_afresh() -> None:
+    """Seed the random numbers of a forked process, which would otherwise repeat those of its siblings."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
