@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 @dataclass
 class SoloLauncherConf:
-    """The settings; `lightning_solo.sweeps.sweep.Settings` says what they mean."""
+    """The settings, explained in `lightning_solo.sweeps.jobs.Settings`."""
 
     _target_: str = "hydra_plugins.lightning_solo.launcher.SoloLauncher"
     parallel: int = 1
@@ -57,7 +57,7 @@ class SoloLauncher(Launcher):
         )
 
     def kept(self, jobs: Collection[int]) -> AbstractContextManager[None]:
-        """Keep what is open between the calls of `launch`, for a sweeper that asks for some of its jobs at a time."""
+        """Keep the sweep open between calls of `launch`, for a sweeper that runs some of its jobs at a time."""
         kept: AbstractContextManager[None] = self._launch.kept(jobs)
         return kept
 

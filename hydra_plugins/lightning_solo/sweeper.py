@@ -21,7 +21,7 @@ OLDEST = 4
 
 @dataclass
 class SoloOptunaSweeperConf:
-    """The settings; `lightning_solo.sweeps.search.Settings` says what they mean."""
+    """The settings, explained in `lightning_solo.sweeps.search_settings.Settings`."""
 
     _target_: str = "hydra_plugins.lightning_solo.sweeper.SoloOptunaSweeper"
     n_trials: int = 20
@@ -44,15 +44,15 @@ ConfigStore.instance().store(
 
 
 def refuse_without_optuna() -> None:
-    """Refuse to search where Optuna isn't installed, or is one of years ago.
+    """Refuse to search without Optuna, or with one that is too old.
 
     Raises:
-        CapabilityError: says how to install it.
+        CapabilityError: names the command that installs it.
     """
-    found = importlib.metadata.version("optuna") if importlib.util.find_spec("optuna") else "none"
-    if found == "none" or int(found.partition(".")[0]) < OLDEST:
+    installed = importlib.metadata.version("optuna") if importlib.util.find_spec("optuna") else "none"
+    if installed == "none" or int(installed.partition(".")[0]) < OLDEST:
         raise CapabilityError(
-            f"hydra/sweeper=solo_optuna needs Optuna {OLDEST} or newer, here is {found}:"
+            f"hydra/sweeper=solo_optuna needs Optuna {OLDEST} or newer, here is {installed}:"
             " pip install 'lightning-solo[optuna]'"
         )
 

@@ -1,4 +1,4 @@
-"""A user's task function, named so that another process finds it: the script is imported under its own name."""
+"""Where a user's task function is defined, and its import in another process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_solo.errors import ConflictError
 
 @dataclass(frozen=True)
 class Application:
-    """Where a task function is to be found.
+    """Where a task function is defined.
 
     Attributes:
         module: the name to import it by.
         file: its script, where it was run as one: `python train.py`.
         function: its name in the module.
-        unwrap: how many decorators, such as `hydra.main`, lie above it there.
+        unwrap: how many decorators, such as `hydra.main`, wrap it there.
         path: `sys.path` of the command.
         arguments: `sys.argv` of the command.
-        preload: modules to import before the first job; by default what its module names as ``PRELOAD``.
-        resolvers: names of OmegaConf's resolvers that the command has; importing the module has to register them too.
+        preload: modules to import before the first job; by default ``PRELOAD`` of its module.
+        resolvers: names of OmegaConf's resolvers in the command; importing the module has to register them too.
     """
 
     module: str
@@ -41,7 +41,7 @@ class Application:
 
 
 def application_of(task: Callable[..., Any], preload: tuple[str, ...] = ()) -> Application:
-    """Return where a task function is to be found.
+    """Return where a task function is defined.
 
     Raises:
         ConflictError: another process could not find it.
@@ -89,7 +89,7 @@ def load(application: Application) -> Callable[..., Any]:
     """Import an application in this process, and return its task function.
 
     Raises:
-        ConflictError: the command registered a resolver elsewhere than where the module is imported.
+        ConflictError: importing the module does not register a resolver that the command has.
     """
     sys.path[:] = application.path
     sys.argv[:] = application.arguments
@@ -98,7 +98,7 @@ def load(application: Application) -> Callable[..., Any]:
 
     for name in application.preload:
         importlib.import_module(name)
-    found: Any = _import(application)
+    target: Any = _import(application)
     setup_globals()
     Plugins.instance()  # which may register some
     if missing := sorted(set(application.resolvers) - set(_resolvers())):
@@ -107,12 +107,12 @@ def load(application: Application) -> Callable[..., Any]:
             " imported, as a job's own process does; register them at its top level, not below `if __name__ =="
             ' "__main__"`'
         )
-    sys.modules["__main__"] = found  # what the command has pickled calls it so
+    sys.modules["__main__"] = target  # its name in what the command has pickled
     for part in application.function.split("."):
-        found = getattr(found, part)
+        target = getattr(target, part)
     for _ in range(application.unwrap):
-        found = found.__wrapped__
-    task: Callable[..., Any] = found
+        target = target.__wrapped__
+    task: Callable[..., Any] = target
     return task
 
 

@@ -1,4 +1,4 @@
-"""The whole sweep on the terminal while it runs; a line per event where there is no terminal; the table at the end."""
+"""A sweep on the terminal: live while it runs, or a line per event; and the table of failures at its end."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHOWN = 12
 
 
 class Display:
-    """What became of each job so far.
+    """The state of each job, shown live.
 
     Args:
         folder: of the sweep.
-        names: job's number -> its overrides, in words.
+        names: job's number -> its overrides, as text.
         parallel: jobs at a time.
-        console: where to; by default standard error.
+        console: by default standard error.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Display:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show it, where there is a terminal."""
+        """Show the jobs until the end, where there is a terminal."""
         if not self.console.is_terminal:
             yield
             return
@@ -61,7 +61,7 @@ class Display:
                 self._live = None
 
     def tell(self, event: str, number: int | None, detail: str) -> None:
-        """Take note of an event of :class:`Sweep`."""
+        """Update the state of a job at an event of `Sweep`, and log the event where nothing is shown live."""
         if number is None:
             log.warning("each job starts from a fresh interpreter, some seconds slower: %s", detail)
             return
@@ -72,27 +72,27 @@ class Display:
             self.states[number] = detail
             if number in self.started:
                 self.seconds.append(time.monotonic() - self.started.pop(number))
-        if self._live is None or (event == "adopted" and detail):  # a process that somebody may want to end
+        if self._live is None or (event == "adopted" and detail):  # its process may have to be killed by hand
             words = {
-                "adopted": f"still running, begun by an earlier command{detail and f': {detail}'}",
+                "adopted": f"still running, started by an earlier command{detail and f': {detail}'}",
                 "kept": f"{detail}, by an earlier command",
                 "again": f"{detail}; started again",
-                "anew": "runs again, from the beginning; what it wrote before is beside it",
+                "anew": "runs again, from the beginning; its former folder is renamed",
                 "started": "started",
             }
             log.info("#%s %s: %s", number, self._name(number), words.get(event, detail))
 
     def _name(self, number: int) -> str:
-        """Return a job's overrides, those of an earlier command's job too."""
+        """Return a job's overrides, also of a job of an earlier command."""
         return self.names.get(number) or " ".join((read_json(self.folder.job(number).start) or {}).get("overrides", []))
 
     def look(self, running: Sequence[int]) -> None:
-        """Show it anew."""
+        """Refresh the live display."""
         if self._live is not None:
             self._live.update(self.render(running), refresh=True)
 
     def render(self, running: Sequence[int]) -> Group:
-        """Return the picture: a line over all jobs, those that run, and the last ones that ended."""
+        """Return the live display: the running jobs and the last ones that ended, and a line about all jobs."""
         done = [n for n, state in self.states.items() if state not in ("waiting", "running")]
         failed = [n for n in done if not self.states[n].startswith(FINISHED)]
         line = f"{len(done)} of {len(self.states)} jobs done"
@@ -125,23 +125,22 @@ class Display:
         ]
 
     def seconds_left(self, running: Sequence[int]) -> float | None:
-        """Return how long the sweep will still take, by the jobs so far and by the steps of those that run."""
-        whole, begun = list(self.seconds), 0.0
+        """Return the seconds that the sweep will still take, by the ended jobs and the steps of the running ones."""
+        durations, elapsed = list(self.seconds), 0.0
         for number in running:
             took = time.monotonic() - self.started.get(number, time.monotonic())
             progress = read_json(self.folder.job(number).progress) or {}
             if progress.get("step") and progress.get("of_steps"):
-                whole.append(took * progress["of_steps"] / progress["step"])
-            begun += took
-        if not whole:
+                durations.append(took * progress["of_steps"] / progress["step"])
+            elapsed += took
+        if not durations:
             return None
-        job = statistics.median(whole)
         open_jobs = sum(state in ("waiting", "running") for state in self.states.values())
-        return max(job * open_jobs - begun, 0.0) / self.parallel
+        return max(statistics.median(durations) * open_jobs - elapsed, 0.0) / self.parallel
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as one would say them.
+    """Return seconds as text.
 
     >>> duration(4.2), duration(75), duration(7260)
     ('4 s', '1 min 15 s', '2 h 1 min')

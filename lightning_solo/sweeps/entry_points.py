@@ -1,4 +1,4 @@
-"""Lightning's entry point for callbacks of every Trainer, found by a sweep's jobs alone: nothing is installed."""
+"""The entry point by which Lightning adds the observer to every Trainer, visible to a sweep's jobs alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sweep = {OBSERVER}:callbacks_for_pytorch_lightning
 
 
 def announce(folder: Path) -> None:
-    """Write what `importlib.metadata` reads of an installed package that has these entry points."""
+    """Write the metadata of a package with these entry points, as `importlib.metadata` reads it."""
     package = folder / "lightning_solo_job-1.dist-info"
     package.mkdir(parents=True, exist_ok=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-solo-job\nVersion: 1\n")
@@ -23,5 +23,5 @@ def announce(folder: Path) -> None:
 
 
 def find(folder: Path) -> None:
-    """Let this process find them, as if the package were installed."""
+    """Make them visible to this process, as if the package were installed."""
     sys.path.append(str(folder))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, counted: what is in the middle of something looks when it can end well."""
+"""Counts Ctrl-C and SIGTERM, so that work ends at a point of its choice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Interrupts:
-    """How often somebody has asked this process to end, while it counts."""
+    """The number of signals to end that this process got while it counted."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count instead of raising; a signal that this process ignores, as a shell's background job does, stays so."""
+        """Count instead of raising; a signal that is ignored, as in a shell's background job, stays ignored."""
 
         def count(*_: Any) -> None:
             self.count += 1
@@ -35,6 +35,6 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if there was one."""
+        """Raise KeyboardInterrupt if there was a signal."""
         if self.count:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What is to be run: the settings of a sweep, its jobs and their folders."""
+"""The settings of a sweep, its jobs and their folders."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
 
 @dataclass(frozen=True)
 class Settings:
-    """What `hydra.launcher` may be told.
+    """The settings of `hydra.launcher`.
 
     Attributes:
         parallel: jobs at a time.
-        timeout_s: seconds that a job may take; None for any.
-        grace_s: seconds between asking a job to end and ending it.
+        timeout_s: seconds that a job may take; None for no limit.
+        grace_s: seconds between a signal to a job to end and the signal that kills it.
         retries: how often a job that failed is started again.
         rerun: which jobs of an earlier command are run again: never, failed, all.
         output_mib: of a job's output that are kept; 0 for all.
@@ -48,7 +48,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to be run; `context` makes what Hydra needs, when it is needed."""
+    """A job to be run; ``context`` returns the context of its `JobRequest`, when it is needed."""
 
     number: int
     overrides: tuple[str, ...]
@@ -58,9 +58,9 @@ class Job:
 
 
 class Try(NamedTuple):
-    """A job and how many times it will have been started; ``resumes`` what an earlier try has begun.
+    """An attempt at a job, which may resume an earlier one.
 
-    ``failures`` are those of the tries before it that count against `retries`.
+    ``failures`` are the earlier attempts that count against `Settings.retries`.
     """
 
     job: Job
@@ -70,7 +70,7 @@ class Try(NamedTuple):
 
 
 def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
-    """Refuse jobs' folders that lead out of the sweep's, or that lie in each other.
+    """Refuse jobs' folders outside of the sweep's, or inside one another.
 
     Raises:
         PresetError: names the jobs.
@@ -98,11 +98,7 @@ def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
 
 
 def set_aside(one: Try) -> bool:
-    """Rename the folder of a job that starts anew though it ran before: with another configuration, or by `rerun`.
-
-    Returns:
-        Whether there was one.
-    """
+    """Rename the folder of a job that ran before and starts from the beginning; return whether there was one."""
     if one.attempt == 1 or one.resumes or not one.job.folder.exists():
         return False
     one.job.folder.rename(one.job.folder.with_name(f"{one.job.folder.name}.attempt-{one.attempt - 1}"))

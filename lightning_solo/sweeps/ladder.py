@@ -1,4 +1,4 @@
-"""A ladder: `baseline`, each technique alone, then one on top of the other, each in a fresh process."""
+"""A ladder: `baseline`, each technique alone, then added to one another, each combination in a fresh process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lightning_solo.sweeps.rungs import Technique, folder_name, name_of
 from lightning_solo.sweeps.sweep import Sweep
 
 WILL_FAIL_AGAIN = ("failed", NOT_RUN)
-"""Statuses of a technique alone that leave it out of every combination; what only lacked memory stays in."""
+"""Statuses of a technique alone that exclude it from every combination; one that only lacked memory stays."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A combination as it is handed to its process.
+    """A combination as its process gets it.
 
     Attributes:
         overrides: of `lightning-solo train`.
         argument: of the task function; pickled.
-        config_hash: two that are equal need not run twice.
+        config_hash: combinations of equal hash need not run twice.
     """
 
     overrides: tuple[str, ...]
@@ -39,7 +39,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Rung:
-    """One combination of techniques; `prepared` is None where the combination is refused, for `refusal`."""
+    """One combination of techniques; ``prepared`` is None where it is refused, with ``refusal``."""
 
     number: int
     techniques: tuple[Technique, ...]
@@ -56,13 +56,13 @@ class Ladder:
     """Runs the combinations and compares them.
 
     Args:
-        folder: where everything is written; what an earlier ladder has measured there is not measured again.
+        folder: where everything is written; rungs that an earlier ladder measured there are not measured again.
         application: the task function, which returns what `measurement.measure` does.
         settings: of the processes.
         techniques: in the order in which they are added to one another.
-        prepare: makes of a combination what its process needs; raises ConflictError for one that can't be.
+        prepare: prepares a combination for its process; raises ConflictError for one that is refused.
         steps: optimizer steps of each.
-        until: bytes; the first combination whose peak is not above is the last that is run.
+        until: bytes; the first combination whose peak is within them is the last that is run.
         tell: as `Sweep`'s.
         look: as `Sweep`'s.
         names: job's number -> name, filled as rungs are known.
@@ -88,7 +88,7 @@ class Ladder:
                 " drop it"
             )
         if any(row.number == 0 and row.status == "failed" for row in results.read(folder.results)):
-            settings = replace(settings, rerun="failed")  # nothing could be compared; what was wrong may be mended
+            settings = replace(settings, rerun="failed")  # no rung can be compared without it; its fault may be fixed
         self.folder = folder
         self.techniques = tuple(techniques)
         self.prepare = prepare
@@ -100,12 +100,12 @@ class Ladder:
         self._sweep = Sweep(folder, application, settings, tell=tell, look=look, wanted=self._wanted)
 
     def run(self) -> list[Figures]:
-        """Run what is not there yet and return the rows, `baseline` first.
+        """Run the rungs that have no result yet, and return the rows, `baseline` first.
 
         Raises:
-            PresetError: the baseline was refused for what the command line or the module says.
+            PresetError: the baseline was refused.
             CheckpointError: another command works on this folder.
-            KeyboardInterrupt: after the running rung has ended; `figures` has what there is.
+            KeyboardInterrupt: after the running rung has ended; `figures` returns the rows so far.
         """
         alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
         with self._sweep.opened():  # one process starts them all, and imports torch once
@@ -121,16 +121,16 @@ class Ladder:
         """Return a row for each rung that was run or refused."""
         rows = {**self._rows, **self._sweep.rows}
         base = measured(rows.get(0))
-        found = []
+        figures = []
         for rung in self.rungs:
             row = rows.get(rung.number)
             if rung.prepared is None:
-                found.append(Figures(rung.name, "failed", rung.refusal))
+                figures.append(Figures(rung.name, "failed", rung.refusal))
             elif row is not None:
                 error = error_of(self.folder.job(rung.number), row)
                 without = self._without_last(rung, rows)
-                found.append(compare(rung.techniques, row, error, base, measured(without), self.steps))
-        return found
+                figures.append(compare(rung.techniques, row, error, base, measured(without), self.steps))
+        return figures
 
     def fitting(self) -> Figures | None:
         """Return the first row whose peak is within `until`."""

@@ -17,21 +17,21 @@ HEADINGS = ("peak memory", "change", "step", "spread", "change", "loss", "differ
 def table(rows: Sequence[Figures], steps: int) -> Table:
     """Return the table: memory, time and loss of each rung, with their changes against the baseline."""
     title = f"after {steps} optimizer steps; changes and difference are against {BASELINE}"
-    # collapsed and folded, eighty columns hold it
-    made = Table(box=None, pad_edge=False, collapse_padding=True, title=title, title_justify="left", title_style="")
-    made.add_column("rung", overflow="fold")
+    # collapsed and folded, it fits eighty columns
+    rungs = Table(box=None, pad_edge=False, collapse_padding=True, title=title, title_justify="left", title_style="")
+    rungs.add_column("rung", overflow="fold")
     for name in HEADINGS:
-        made.add_column(name, justify="right", no_wrap=True)
+        rungs.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row.status == FINISHED:
-            made.add_row(row.name, *cells(row))
+            rungs.add_row(row.name, *cells(row))
         else:
-            made.add_row(f"{row.name}: {row.status}", style="dim")
-    return made
+            rungs.add_row(f"{row.name}: {row.status}", style="dim")
+    return rungs
 
 
 def cells(row: Figures) -> list[str]:
-    """Return the figures of a row in words, an empty one where there is none.
+    """Return the figures of a row as text, empty where there is none.
 
     >>> cells(Figures("bf16", "finished", peak_bytes=3 * 2**29, peak_change=-0.25, loss=2.5))
     ['1.50 GiB', '-25%', '', '', '', '2.5000', '', '']
@@ -59,18 +59,18 @@ def spread(quartiles: tuple[float, float]) -> float:
 
 
 def noise_in_words(rows: Sequence[Figures]) -> str:
-    """Return what the spread is, and what the mark at a change of the step time says, where they are there."""
+    """Return a legend of the spread and of the mark at a change of the step time, if the table has them."""
     if all(row.step_s is None for row in rows):
         return ""
-    said = "spread: half the interquartile range of the step times"
+    legend = "spread: half the interquartile range of the step times"
     if any(row.step_within_noise for row in rows):
-        said += "; ~: within the noise, the middle halves of the step times overlap the baseline's"
-        said += ", or too few steps were timed to say" if any(lacks_spread(row) for row in rows) else ""
-    return said
+        legend += "; ~: within the noise, the middle halves of the step times overlap the baseline's"
+        legend += ", or too few steps were timed to say" if any(lacks_spread(row) for row in rows) else ""
+    return legend
 
 
 def lacks_spread(row: Figures) -> bool:
-    """Tell whether a row has a step time and not how far its steps lie apart."""
+    """Return whether a row has a step time without its quartiles."""
     return row.step_s is not None and row.step_quartiles_s is None
 
 
@@ -84,7 +84,7 @@ def seconds(value: float) -> str:
 
 
 def details(rows: Sequence[Figures]) -> list[str]:
-    """Return a line for each row that says more of itself, or did not finish."""
+    """Return a line for each row that has details or did not finish."""
     return [
         ": ".join(text for text in (row.name, row.status if row.status != FINISHED else "", row.detail) if text)
         for row in rows
@@ -93,7 +93,7 @@ def details(rows: Sequence[Figures]) -> list[str]:
 
 
 def memory_in_words(rows: Sequence[Figures]) -> str:
-    """Return what the memory of the table is."""
+    """Return a line that says which memory the table shows."""
     base = next((row for row in rows if row.device is not None), None)
     if base is None:
         return "nothing was measured"

@@ -1,4 +1,4 @@
-"""Between Hydra and a sweep: the sweep's folder, the count of its jobs, and Hydra's own answer for each."""
+"""Between Hydra and a sweep: the sweep's folder, its jobs as Hydra composes them, and their returns to Hydra."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MULTIRUN = "multirun.yaml"
 
 
 class Launch:
-    """One sweep as Hydra asks for it.
+    """One sweep on request of Hydra.
 
     Raises:
-        CompactHydraException: a setting or a sweep that can't be; Hydra prints it without a trace.
+        CompactHydraException: a setting or a sweep is refused; Hydra prints it without a trace.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Launch:
 
     @contextmanager
     def kept(self, jobs: Collection[int]) -> Iterator[None]:
-        """Keep what is open from one call to the next, for a sweeper that asks for some of its jobs at a time.
+        """Keep sweep and display open from one call to the next, for a sweeper that runs some of its jobs at a time.
 
         Args:
-            jobs: the numbers of all that there will be.
+            jobs: the numbers of all its jobs.
         """
         with compact():
             display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
@@ -81,7 +81,7 @@ class Launch:
             except KeyboardInterrupt:
                 done = sum(row.status == FINISHED for row in sweep.rows.values())
                 display.console.print(
-                    f"interrupted with {done} of {len(jobs)} jobs done; the same command goes on: {self.folder.path}",
+                    f"interrupted with {done} of {len(jobs)} jobs done; the same command resumes: {self.folder.path}",
                     soft_wrap=True,
                     markup=False,
                 )
@@ -90,7 +90,7 @@ class Launch:
                 self._kept = None
 
     def __call__(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run jobs and return what Hydra's sweepers want: a value each, or one error that names all failures."""
+        """Run jobs and return Hydra's `JobReturn` of each; where some failed, with one error that names all of them."""
         setup_globals()
         with self._nothing_left():
             configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
@@ -111,7 +111,7 @@ class Launch:
 
     @contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """Remove a sweep's folder again if it is refused before anything but Hydra's own file is there."""
+        """Remove the folder of a sweep that is refused while it holds nothing but Hydra's own file."""
         try:
             with compact():
                 yield
@@ -122,8 +122,8 @@ class Launch:
             raise
 
     def _composed(self, number: int, overrides: Sequence[str]) -> DictConfig:
-        given = [*overrides, f"hydra.sweep.dir={quoted(str(self.folder.path))}"]
-        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, given)
+        overrides = [*overrides, f"hydra.sweep.dir={quoted(str(self.folder.path))}"]
+        config: DictConfig = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
@@ -141,12 +141,12 @@ class Launch:
 
 
 class JobsFailed(CompactHydraException):
-    """Jobs did not finish; its text is the table of all of them."""
+    """Some jobs did not finish; the message is the table of them."""
 
 
 @contextmanager
 def compact() -> Iterator[None]:
-    """Let Hydra print our refusals without a trace."""
+    """Turn our refusals into the kind that Hydra prints without a trace."""
     try:
         yield
     except SoloError as error:
@@ -210,17 +210,17 @@ def _count(override: Any) -> int:
 
 
 def sweep_dir(config: DictConfig, application: Application) -> str:
-    """Return the sweep's folder: where it would be named by the time, by a hash of application and overrides instead.
+    """Return the sweep's folder; the time in its name is replaced by a hash of application and overrides.
 
-    The same command finds what it has done before.
+    So the same command finds its earlier results.
     """
-    asked = copy.deepcopy(config)
-    OmegaConf.clear_cache(asked)
+    config_ = copy.deepcopy(config)
+    OmegaConf.clear_cache(config_)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # OmegaConf 2.4 has it as register_resolver, which is another function in 2.3
         OmegaConf.register_new_resolver("now", lambda _: TIME, replace=True, use_cache=False)
     try:
-        folder = under_hydra(asked, lambda: str(asked.hydra.sweep.dir))
+        folder = under_hydra(config_, lambda: str(config_.hydra.sweep.dir))
     finally:
         setup_globals()
     if TIME not in folder:
@@ -238,33 +238,33 @@ def task_overrides(config: DictConfig) -> list[str]:
     return [str(text) for text in config.hydra.overrides.task]
 
 
-def under_hydra(config: DictConfig, ask: Callable[[], str]) -> str:
-    """Ask while ``${hydra:...}`` means this configuration."""
+def under_hydra(config: DictConfig, resolve: Callable[[], str]) -> str:
+    """Return the result of ``resolve``, called while ``${hydra:...}`` refers to this configuration."""
     from hydra.core.hydra_config import HydraConfig
 
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
-        return ask()
+        return resolve()
     finally:
         HydraConfig.instance().cfg = before
 
 
 def config_hash(config: DictConfig) -> str:
-    """Return a hash of what the application is told, without Hydra's own section; nothing is resolved."""
+    """Return a hash of the application's configuration, unresolved and without Hydra's own section."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    told = {key: value for key, value in plain.items() if key != "hydra"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    own = {key: value for key, value in plain.items() if key != "hydra"}
+    return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def quoted(text: str) -> str:
-    """Return a value as an override's, whatever is in it."""
+    """Return any text as the value of an override."""
     return QuotedString(text, Quote.single).with_quotes()  # a backslash stands for itself but before a quote
 
 
 def job_return(config: DictConfig, row: Row, error: Exception) -> JobReturn:
-    """Return what Hydra's own launcher would for a job."""
+    """Return a job's `JobReturn`, as Hydra's own launcher does."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     finished = row.status == FINISHED
     return JobReturn(

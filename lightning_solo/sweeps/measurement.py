@@ -1,4 +1,4 @@
-"""What one rung of a ladder measures inside its own process: peak memory, seconds per step, loss, a fingerprint."""
+"""Measurements of a ladder's rung in its own process: peak memory, seconds per step, loss and a fingerprint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_UP = 5
 LAST = 5
 """Steps over which the loss is averaged, the last ones."""
 FEWEST = 4
-"""Timed steps from which on their spread says something."""
+"""Timed steps below which their spread is not known."""
 OWN_ARGUMENTS = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -31,7 +31,7 @@ OWN_ARGUMENTS = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
-"""Trainer arguments of a rung: it trains and does nothing else."""
+"""Trainer arguments of a rung, which only trains."""
 
 
 class Clock(L.Callback):
@@ -78,13 +78,13 @@ class Clock(L.Callback):
 
 
 def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, steps: int) -> dict[str, Any]:
-    """Train for a number of optimizer steps and return what it took, as plain numbers.
+    """Train for a number of optimizer steps and return the measurements, as plain numbers.
 
     Args:
         model: the module.
-        data: its data module, or None where it brings its loader.
+        data: its data module, or None where the module has a loader of its own.
         trainer: arguments of the Trainer; ``clock`` is among the callbacks.
-        clock: one that has run in no other Trainer.
+        clock: one that no other Trainer has used.
         steps: optimizer steps.
 
     Raises:
@@ -123,7 +123,7 @@ def timed(seconds: Sequence[float]) -> Sequence[float]:
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Return between which two the middle half lies; None where there are too few to say.
+    """Return the first and third quartile; None where there are too few values.
 
     >>> quartiles([1.0, 2.0, 3.0, 2.0, 2.0, 9.0, 2.0]), quartiles([1.0, 2.0, 3.0])
     ((2.0, 2.5), None)
@@ -136,12 +136,12 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:
 
 def fingerprint(model: torch.nn.Module, losses: Sequence[float]) -> str | None:
     """Return a hash of every bit of parameters, buffers and losses; None where one of them can't be read."""
-    found = hashlib.sha256(repr(list(losses)).encode())
+    digest = hashlib.sha256(repr(list(losses)).encode())
     try:
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            found.update(name.encode())
-            found.update(bits.numpy().data)
+            digest.update(name.encode())
+            digest.update(bits.numpy().data)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):  # never initialized, or a subclass without bytes
         return None
-    return found.hexdigest()
+    return digest.hexdigest()

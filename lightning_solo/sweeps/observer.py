@@ -1,4 +1,4 @@
-"""Joins every Trainer of a sweep's job, by Lightning's entry point, and tells step, loss and memory to the sweep."""
+"""A callback in every Trainer of a sweep's job, which writes step, loss and memory for the sweep."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def _callbacks(home: str) -> list[Any]:
 
 
 def observer(home: str, path: Path) -> Any:
-    """Return an observer for the Trainers of a home of Lightning; processes that a Trainer spawns make it anew."""
+    """Return an observer for the Trainers of a home of Lightning; it can be pickled into a Trainer's own processes."""
     base = importlib.import_module(home).Callback
 
     def reduce(self: Any) -> Any:
         return observer, (home, path)
 
-    made = type("JobObserver", (JobObserver, base), {"__module__": __name__, "__reduce__": reduce})
-    return made(JobFiles(path))
+    cls = type("JobObserver", (JobObserver, base), {"__module__": __name__, "__reduce__": reduce})
+    return cls(JobFiles(path))
 
 
 def pruning_of(files: JobFiles) -> Any:
-    """Return what the job of a search that prunes reports to, else None."""
+    """Return the `Pruning` of a job whose search prunes, else None."""
     if not SweepFolder(files.path.parents[2]).pruning.exists():
         return None
     from lightning_solo.sweeps import pruning
@@ -61,31 +61,31 @@ class JobObserver:
         self._started = time.time()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note when training started: what came before is no part of a step's time."""
+        """Start the clock: the time before is no part of a step's."""
         self._started = time.time()
         self._write(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Tell, unless it was told within the last second."""
+        """Write the progress, at most once a second."""
         if time.monotonic() - self._written >= EVERY_S:
             self._write(trainer)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        """Report to the search that this is a trial of; a trial that it gives up ends as after its last step."""
+        """Report to the search whose trial this is; a pruned trial ends as after its last step."""
         if self._pruning is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._pruning.ask(trainer)
+            self._pruning.report(trainer)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        """Report at least here where nothing is validated."""
+        """Report here where nothing is validated."""
         if self._pruning is not None and not trainer.enable_validation:
-            self._pruning.ask(trainer)
+            self._pruning.report(trainer)
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
-        """Tell where it stood."""
+        """Write the progress at the exception."""
         self._write(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Tell the end, with the metrics of this run of the Trainer."""
+        """Write the progress at the end, with the metrics of this run of the Trainer."""
         self._write(trainer)
 
     def _write(self, trainer: Any) -> None:
@@ -105,7 +105,7 @@ class JobObserver:
                 },
                 durable=False,
             )
-        except Exception:  # a full disk, or a device that is gone, is not the run's to hear of from here
+        except Exception:  # neither a full disk nor a lost device may end the run from here
             return
 
 
@@ -122,9 +122,9 @@ def figures(trainer: Any) -> dict[str, float]:
 
 
 def total_steps(trainer: Any) -> int | None:
-    """Return the optimizer steps that a run will take, or None where nobody can know."""
+    """Return the optimizer steps that a run will take, or None where that is unknown."""
     try:
         steps = trainer.estimated_stepping_batches
-    except Exception:  # before there is a loader, or under a strategy that doesn't tell
+    except Exception:  # before there is a loader, or under a strategy that doesn't know
         return None
     return int(steps) if 0 < steps < float("inf") else None

@@ -1,4 +1,4 @@
-"""What became of a job, told from how its process ended and from what it said itself."""
+"""The status of a job, by the end of its process and the result that it wrote."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ HOST_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocato
 
 def outcome(
     exit_code: int,
-    said: Mapping[str, Any] | None,
+    result: Mapping[str, Any] | None,
     *,
     timed_out: bool = False,
     interrupted: bool = False,
     oom_kills: int = 0,
 ) -> tuple[str, str]:
-    """Return the status and a line that says more.
+    """Return the status and a line of detail.
 
     Args:
-        exit_code: as `os.waitstatus_to_exitcode` tells it: negative for a signal.
-        said: the job's `result.json`, if it came to write one.
-        timed_out: Whether it was ended for taking too long.
-        interrupted: Whether it was ended with the sweep.
+        exit_code: of `os.waitstatus_to_exitcode`: negative for a signal.
+        result: the job's `result.json`, if it wrote one.
+        timed_out: whether it was ended for taking too long.
+        interrupted: whether it was ended with the sweep.
         oom_kills: processes that the kernel killed for lack of memory while it ran.
 
     >>> outcome(-11, None), outcome(0, None), outcome(-9, None, oom_kills=1)[0]
     (('crashed', 'SIGSEGV'), ('exited', 'with status 0, before the task function returned'), 'out of host memory')
     """
-    if said is not None and "error" not in said:
+    if result is not None and "error" not in result:
         return FINISHED, f"and then ended with {_exit(exit_code)}" if exit_code else ""
     if timed_out:
         return "timed out", f"ended by {_exit(exit_code)}" if exit_code < 0 else ""
     if interrupted:
         return INTERRUPTED, ""
-    if said is not None:
-        return _of_error(said["error"])
+    if result is not None:
+        return _of_error(result["error"])
     if exit_code >= 0:
         return "exited", f"with status {exit_code}, before the task function returned"
     name = _exit(exit_code)
@@ -77,7 +77,7 @@ def outcome(
 def _of_error(error: Mapping[str, Any]) -> tuple[str, str]:
     kind, text = str(error["type"]), str(error["message"])
     line = f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''}".removesuffix(": ")
-    if kind == "CompactHydraException":  # a refusal, which says all itself
+    if kind == "CompactHydraException":  # a refusal, whose message is complete
         return "failed", " ".join(text.split())
     if kind == "OutOfMemoryError" or any(words in text for words in DEVICE_MEMORY):
         return "out of device memory", line
@@ -100,7 +100,7 @@ def _exit(exit_code: int) -> str:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for lack of memory since it started; 0 where it doesn't tell."""
+    """Return the processes that the kernel has killed for lack of memory since it started; 0 if not counted."""
     try:
         lines = (root / "proc/vmstat").read_text().splitlines()
     except OSError:

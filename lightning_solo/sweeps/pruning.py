@@ -1,6 +1,6 @@
-"""A job's side of a search: its Trainer reports to the study, and stops where the study has seen enough.
+"""A job's side of a search: its Trainer reports to the study, and stops where the study prunes the trial.
 
-Imported in a job's own process when its sweep prunes; the study is in the sweep's folder, a trial has its job's number.
+Imported in a job's own process when its sweep prunes. The study is in the sweep's folder; a trial has its job's number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOCKED_S = 60.0
 
 
 def storage(folder: Path, *, new: bool) -> RDBStorage:
-    """Return the study's storage in a sweep's folder; ``new``: make its tables where they are not there yet."""
+    """Return the study's storage in a sweep's folder; ``new``: create its tables if they are missing."""
     path = str((folder / STUDY).absolute()).replace("{", "{{").replace("}", "}}")  # Optuna formats the address
     waits = {"connect_args": {"timeout": LOCKED_S}}
     return RDBStorage(f"sqlite:///{path}", waits, skip_compatibility_check=not new, skip_table_creation=not new)
@@ -33,38 +33,38 @@ def storage(folder: Path, *, new: bool) -> RDBStorage:
 
 @functools.cache  # one per job: a job with several Trainers is still one trial
 def pruning_of(job: Path) -> Pruning | None:
-    """Return what a job reports to, or None in a sweep that doesn't prune.
+    """Return the `Pruning` of a job, or None in a sweep that doesn't prune.
 
     Args:
         job: the folder of its `JobFiles`.
     """
     sweep = SweepFolder(job.parents[2])
-    asked = read_json(sweep.pruning)
-    return None if asked is None else Pruning(sweep, JobFiles(job), asked)
+    settings = read_json(sweep.pruning)
+    return None if settings is None else Pruning(sweep, JobFiles(job), settings)
 
 
 class Pruning:
-    """Reports a trial's metric to its study, and asks whether to go on.
+    """Reports a trial's metric to its study, and stops the Trainer where the study prunes the trial.
 
     Attributes:
-        pruned_at: the step, in the study's count, at which the trial was to end; None while it may go on.
+        pruned_at: the step, in the study's count, at which the trial was pruned; None before.
     """
 
-    def __init__(self, sweep: SweepFolder, job: JobFiles, asked: Mapping[str, Any]) -> None:
-        self.monitor: str | None = asked["monitor"]
+    def __init__(self, sweep: SweepFolder, job: JobFiles, settings: Mapping[str, Any]) -> None:
+        self.monitor: str | None = settings["monitor"]
         self.pruned_at: int | None = None
         study = optuna.load_study(
-            study_name=asked["study"],
+            study_name=settings["study"],
             storage=storage(sweep.path, new=False),
             sampler=optuna.samplers.RandomSampler(),  # nothing is drawn here
-            pruner=optuna.pruners.MedianPruner(asked["after_trials"], asked["after_steps"]),
+            pruner=optuna.pruners.MedianPruner(settings["after_trials"], settings["after_steps"]),
         )
         frozen = study.get_trials(deepcopy=False)[int(job.path.name)]
         self._reported = set(frozen.intermediate_values)  # by an attempt that was cut off
         self._trial = optuna.trial.Trial(study, frozen._trial_id)
 
-    def ask(self, trainer: Any) -> None:
-        """Report what is monitored, and let the Trainer stop if the trial should end."""
+    def report(self, trainer: Any) -> None:
+        """Report the monitored metric, and stop the Trainer if the trial is pruned."""
         value = self.monitored(trainer.callback_metrics)
         if self.pruned_at is None and value is not None:
             self._report(value, step_of(trainer))
@@ -82,7 +82,7 @@ class Pruning:
             warnings.warn(f"{STUDY}: nothing reported at {step}: {error}", stacklevel=2)
 
     def monitored(self, metrics: Mapping[str, Any]) -> float | None:
-        """Return the metric that is monitored: by default the first that is named a validation's loss."""
+        """Return the monitored metric: by default the first validation loss, by its name."""
         for name, value in metrics.items():
             if name == self.monitor or (self.monitor is None and is_validation_loss(name)):
                 return float(value)
@@ -90,7 +90,7 @@ class Pruning:
 
 
 def step_of(trainer: Any) -> int:
-    """Return how far a Trainer is: epochs where it validates once in each, so that trials of any batch size compare."""
+    """Return a Trainer's epochs if it validates once in each, so that any batch size compares, else its steps."""
     interval = trainer.val_check_interval  # 1.0 is once per epoch, 1 is after every batch
     by_epoch = trainer.check_val_every_n_epoch is not None and isinstance(interval, float) and interval == 1.0
     return int(trainer.current_epoch + 1 if by_epoch else trainer.global_step)

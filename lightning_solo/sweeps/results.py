@@ -17,22 +17,22 @@ from lightning_solo.errors import CheckpointError
 
 VERSION = 1
 VERSIONS = "versions.json"
-"""File of a run: what `versions` said when it started."""
+"""File of a run: the `versions` at its start."""
 PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "hydra-core", "deepspeed")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one job was, did and cost.
+    """The result of one job and its costs.
 
     Attributes:
         number: of the job in its sweep, from 0.
         overrides: of the task, without Hydra's own.
         status: one of `outcome.STATUSES`.
-        detail: a line that says more, such as the exception.
+        detail: a line such as the exception.
         folder: where the job wrote.
         attempt: how many times it was started.
-        returned: what the task function returned, as far as it is plain; None too if it isn't.
+        returned: the value of the task function if it is plain, else None.
         metrics: the Trainer's at the end, by name.
         steps: optimizer steps.
         seconds: from its start to the end of its process.
@@ -61,19 +61,19 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """What the task function returned if that is a number, else the logged loss, the validation's first."""
+        """The value of the task function if that is a number, else the logged loss, the validation's first."""
         if isinstance(self.returned, int | float) and not isinstance(self.returned, bool):
             return float(self.returned)
         return loss_of(self.metrics)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the `Throughput` observer, where it ran."""
+        """As logged, where it was."""
         return self.metrics.get("throughput/tokens_per_s")
 
 
 def is_validation_loss(name: str) -> bool:
-    """Tell whether a metric is named so; what a search goes by where nothing is said."""
+    """Return whether a metric is named as a validation loss, which a search monitors by default."""
     return "val" in name.lower() and "loss" in name.lower()
 
 
@@ -91,7 +91,7 @@ def loss_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a row; a line that an earlier write has left half done stays alone.
+    """Add a row, on a line of its own even where an earlier write was cut off.
 
     Raises:
         OSError: the disk is full, say.
@@ -107,7 +107,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def line_of(row: Row) -> bytes:
-    """Return a row as a line that says by its checksum whether it is whole."""
+    """Return a row as a line with a checksum, which shows whether the line is whole."""
     text = json.dumps({"version": VERSION, **asdict(row)}, allow_nan=True)
     return f"{zlib.crc32(text.encode()):08x} {text}\n".encode()
 
@@ -128,19 +128,19 @@ def read(path: Path) -> list[Row]:
         checksum, _, text = line.partition(b" ")
         if not text or checksum != f"{zlib.crc32(text):08x}".encode():
             continue
-        found = json.loads(text)
-        version = found.pop("version")
-        if version != VERSION or set(found) - known:
+        values = json.loads(text)
+        version = values.pop("version")
+        if version != VERSION or set(values) - known:
             raise CheckpointError(
                 f"{path}: its rows are of version {version}, this lightning-solo reads {VERSION}; read it with the"
                 " lightning-solo that wrote it, or give the sweep another name"
             )
-        rows[found["number"]] = Row(**{**found, "overrides": tuple(found["overrides"])})
+        rows[values["number"]] = Row(**{**values, "overrides": tuple(values["overrides"])})
     return [rows[number] for number in sorted(rows)]
 
 
 def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
-    """Return the rows than which no other is as good in all costs and better in one.
+    """Return the Pareto front: the rows that no other one matches in all costs and beats in one.
 
     Args:
         rows: those that lack one of the costs are left out.
@@ -157,11 +157,11 @@ def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of what decides about a run, as installed: nothing is imported."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and the packages that a run depends on; imports none of them."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -1,7 +1,7 @@
-"""A search by Optuna: a trial per job, each with the job's number, in a study that the same command goes on with.
+"""A search by Optuna: a trial per job, each with the job's number, in a study that the same command resumes.
 
-Whatever kills the command, a trial is stored with its parameters before its job starts. The next command asks the
-launcher for the trials that run according to the study, and the launcher knows what became of their jobs.
+A trial is stored with its parameters before its job starts. So after a command was killed, the next one hands the
+trials that are running according to the study to the launcher, which knows how their jobs ended.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from lightning_solo.sweeps.pruning import STUDY
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.search_settings import OBJECTIVES, SAMPLERS, VALUE, number, settings
 from lightning_solo.sweeps.search_space import SearchSpace, search_space
-from lightning_solo.sweeps.study import best_of, open_study, quiet, said, suggest, summary
+from lightning_solo.sweeps.study import best_of, describe, open_study, quiet, suggest, summary
 
 
 class Search:
     """One command's work on one study.
 
     Raises:
-        PresetError: a setting that can't be.
+        PresetError: a setting is out of range.
         ConflictError: settings that can't be combined, or another launcher.
     """
 
     def __init__(
-        self, hydra_context: HydraContext, task: TaskFunction, config: DictConfig, given: Mapping[str, Any]
+        self, hydra_context: HydraContext, task: TaskFunction, config: DictConfig, options: Mapping[str, Any]
     ) -> None:
         if not str(config.hydra.launcher.get("_target_")).endswith(".SoloLauncher"):
             raise ConflictError(
                 "hydra/sweeper=solo_optuna: what a trial came to and what it cost is in the results of"
                 " hydra/launcher=solo; write both"
             )
-        self.settings = settings(given, config.hydra.launcher.parallel)
+        self.settings = settings(options, config.hydra.launcher.parallel)
         if config.hydra.launcher.rerun != "never":
             raise ConflictError(
                 f"hydra.launcher.rerun={config.hydra.launcher.rerun} and hydra/sweeper=solo_optuna: a trial that has"
@@ -68,57 +68,57 @@ class Search:
         self.folder = SweepFolder(Path(config.hydra.sweep.dir))
 
     def __call__(self, arguments: Sequence[str]) -> None:
-        """Run the trials that the study lacks.
+        """Run the trials that the study lacks, and print its result.
 
         Raises:
-            NothingToDoError: nothing to be searched.
-            PresetError: a space that can't be searched; a task function that returns no number.
+            NothingToDoError: there is nothing to search.
+            PresetError: the space can't be searched, or the task function returned no number.
             CheckpointError: the folder holds another study, or another command works on it.
-            JobsFailed: in the end, where jobs failed.
+            JobsFailed: at the end, if jobs failed.
         """
         space = search_space(arguments, self.loader)
-        for overrides in space.samples():  # a key or a choice that isn't there, before the study knows of it
+        for overrides in space.samples():  # refuses an unknown key or choice before the study stores it
             self.loader.load_sweep_config(self.config, overrides)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         with quiet(), self.launcher.kept(range(self.settings.n_trials)):
             study = open_study(self.folder.path, self.settings, space)
             OmegaConf.save(self.config, self.folder.path / "multirun.yaml")
-            self._tell_jobs(study)
+            self._write_pruning(study)
             left: set[int] = set()
             while trials := self._next(study, left):
                 for frozen in trials:
-                    # its parameters are stored one by one; of a trial that was cut off here the rest is drawn now
+                    # parameters are stored one by one; a killed command may have left a trial without the rest
                     study.sampler = self._sampler(frozen.number)
                     suggest(Trial(study, frozen._trial_id), space)
                 left |= self._run(study, space, [frozen.number for frozen in trials])
         self._conclude(study, space)
 
     def _next(self, study: Study, left: set[int]) -> list[FrozenTrial]:
-        """Return the trials that have begun, by this command or by one that was killed, else new ones."""
+        """Return the running trials, of this command or of a killed one; if there are none, new ones."""
 
-        def begun() -> list[FrozenTrial]:
-            there = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            return [trial for trial in there if trial.number not in left]
+        def running() -> list[FrozenTrial]:
+            trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            return [trial for trial in trials if trial.number not in left]
 
-        if not begun():
-            there = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
-            for number in range(there, min(there + self.settings.n_jobs, self.settings.n_trials)):
+        if not running():
+            count = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
+            for number in range(count, min(count + self.settings.n_jobs, self.settings.n_trials)):
                 study.sampler = self._sampler(number)
                 study.ask()
-        return begun()
+        return running()
 
     def _sampler(self, trial: int) -> BaseSampler:
-        """Return the sampler for one trial: what it draws doesn't depend on how often the command was begun."""
+        """Return the sampler for one trial: its draws don't depend on how often the command was started."""
         seed = self.settings.seed
         of_trial = None if seed is None else int(np.random.SeedSequence([seed, trial]).generate_state(1)[0])
         return SAMPLERS[self.settings.sampler](of_trial)
 
     def _run(self, study: Study, space: SearchSpace, numbers: Sequence[int]) -> set[int]:
-        """Run trials and tell the study; return those that the same command should run again later."""
+        """Run trials and store their results; return those that the same command should run again later."""
         params = {trial.number: trial.params for trial in study.get_trials(deepcopy=False)}
         for _, group in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-            these = [number for _, number in group]  # without a gap, as a launcher numbers its jobs
-            self.launcher.launch([space.overrides(params[number]) for number in these], these[0])
+            successive = [number for _, number in group]  # as a launcher numbers its jobs
+            self.launcher.launch([space.overrides(params[number]) for number in successive], successive[0])
         rows = self._rows()
         again = {trial for trial in numbers if rows[trial].status in AGAIN}
         for trial in sorted({*numbers} - again):
@@ -147,19 +147,19 @@ class Search:
                 f" {', '.join(sorted(row.metrics)) or 'none'}"
             )
 
-    def _tell_jobs(self, study: Study) -> None:
+    def _write_pruning(self, study: Study) -> None:
         s = self.settings
         if not s.pruning:
             self.folder.pruning.unlink(missing_ok=True)
             return
-        asked = {"after_trials": s.prune_after_trials, "after_steps": s.prune_after_steps}
-        write_json(self.folder.pruning, {"study": study.study_name, "monitor": s.monitor, **asked})
+        after = {"after_trials": s.prune_after_trials, "after_steps": s.prune_after_steps}
+        write_json(self.folder.pruning, {"study": study.study_name, "monitor": s.monitor, **after})
 
     def _conclude(self, study: Study, space: SearchSpace) -> None:
         trials = study.get_trials(deepcopy=False)
         best = best_of(study)
         OmegaConf.save(OmegaConf.create(summary(best)), self.folder.path / "optimization_results.yaml")
-        print(said(study, best, self.settings.objectives, space, self.folder.path / STUDY))
+        print(describe(study, best, self.settings.objectives, space, self.folder.path / STUDY))
         rows = [row for trial, row in self._rows().items() if trial < len(trials)]
         if self.settings.pruning and trials and not any(trial.intermediate_values for trial in trials):
             names = sorted({name for row in rows for name in row.metrics})

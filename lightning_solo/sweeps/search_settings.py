@@ -1,4 +1,4 @@
-"""What a search may be told: its objectives, how trials are chosen, and which of them are ended early."""
+"""The settings of a search: its objectives, how trials are chosen, and which of them are ended early."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ DIRECTIONS = ("minimize", "maximize")
 
 @dataclass(frozen=True)
 class Settings:
-    """What `hydra.sweeper` may be told.
+    """The settings of `hydra.sweeper`.
 
     Attributes:
-        n_trials: how many there are to be in the study, those of earlier commands and failed ones counted.
-        n_jobs: trials that are asked for at a time; None for as many as the launcher runs at a time.
+        n_trials: of the study, those of earlier commands and failed ones included.
+        n_jobs: trials that are drawn at a time; None for as many as the launcher runs at a time.
         direction: minimize or maximize, or a list of them: one per objective.
-        objectives: what the search is for: value, what the task function returns; peak_memory and seconds, what the
-            sweep has measured. None for value alone, or for value and peak_memory where there are two directions.
+        objectives: value, which the task function returns; peak_memory and seconds, which the sweep measures. None for
+            value alone, or for value and peak_memory where there are two directions.
         sampler: tpe, random or nsga2.
         seed: of the sampler; None draws one.
-        pruning: Whether trials that do worse than the median of the earlier ones are ended, by Lightning.
-        monitor: the metric that pruning goes by; None for the validation's loss.
+        pruning: whether trials that do worse than the median of the earlier ones are ended, by Lightning.
+        monitor: the metric by which trials are pruned; None for the validation's loss.
         prune_after_trials: finished trials before the first is ended.
         prune_after_steps: optimizer steps, or epochs for a Trainer that validates once in each, before one is ended.
         study_name: None for the name of the sweep's folder.
@@ -66,8 +66,8 @@ class Settings:
             raise PresetError(f"hydra.sweeper.seed={self.seed}: must be 0 or more, or null for another one each time")
         known = {"sampler": SAMPLERS, "direction": DIRECTIONS, "objectives": OBJECTIVES}
         for name, allowed in known.items():
-            given = getattr(self, name)
-            for word in [given] if isinstance(given, str) else given:
+            value = getattr(self, name)
+            for word in [value] if isinstance(value, str) else value:
                 if word not in allowed:
                     raise PresetError(
                         f"hydra.sweeper.{name}={word}: unknown{nearest(str(word), allowed)}one of {', '.join(allowed)}"
@@ -95,14 +95,14 @@ class Settings:
             )
 
 
-def settings(given: Mapping[str, Any], parallel: int) -> Settings:
-    """Return the settings of Hydra's section, with what stands for None filled in.
+def settings(options: Mapping[str, Any], parallel: int) -> Settings:
+    """Return the settings of Hydra's section, with their defaults in the place of None.
 
     Raises:
-        PresetError: a value that can't be.
-        ConflictError: two that can't be combined.
+        PresetError: a value is out of range.
+        ConflictError: two values can't be combined.
     """
-    plain = {name: list(v) if isinstance(v, ListConfig | list | tuple) else v for name, v in given.items()}
+    plain = {name: list(v) if isinstance(v, ListConfig | list | tuple) else v for name, v in options.items()}
     directions = plain["direction"] if isinstance(plain["direction"], list) else [plain["direction"]]
     objectives = plain["objectives"] or [VALUE, "peak_memory"][: len(directions)]
     if len(directions) == 1:  # one word for all
@@ -113,7 +113,7 @@ def settings(given: Mapping[str, Any], parallel: int) -> Settings:
 
 
 def number(value: object) -> float | None:
-    """Return a number as one, and None for anything else.
+    """Return a number as a float, and None for anything else.
 
     >>> number(2), number(True), number("2"), number(None)
     (2.0, None, None, None)

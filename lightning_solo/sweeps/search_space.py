@@ -1,4 +1,4 @@
-"""A search space in Hydra's own grammar: what `choice`, `range` and `interval` mean to Optuna."""
+"""A search space in Hydra's own grammar: `choice`, `range` and `interval` as Optuna's distributions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLE = "'optimizer.lr=tag(log, interval(1e-5, 1e-2))' or model.depth=2,4,8"
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched, by the key of its override, and the overrides that every trial has."""
+    """Distributions by the keys of their overrides, and the overrides that every trial has."""
 
     distributions: Mapping[str, BaseDistribution]
     fixed: tuple[str, ...]
@@ -35,7 +35,7 @@ class SearchSpace:
         return [*self.fixed, *(f"{name}={params[name]}" for name in self.distributions)]
 
     def samples(self) -> list[list[str]]:
-        """Return overrides in which each choice and each end of a range stands once beside the others' first."""
+        """Return trials' overrides in which each choice and each end of a range occurs, with the first of the others."""
         ends = {name: _ends(distribution) for name, distribution in self.distributions.items()}
         first = {name: values[0] for name, values in ends.items()}
         others = [{**first, name: value} for name, values in ends.items() for value in values[1:]]
@@ -55,7 +55,7 @@ def search_space(texts: Sequence[str], config_loader: ConfigLoader | None = None
 
     Raises:
         PresetError: a range that is empty or that Optuna can't search.
-        NothingToDoError: nothing is left to be searched.
+        NothingToDoError: there is nothing to search.
 
     >>> space = search_space(["seed=1", "lr=tag(log, interval(1e-4, 1e-2))", "width=choice(64,128)"])
     >>> space.fixed, space.overrides({"lr": 0.001, "width": "64"})

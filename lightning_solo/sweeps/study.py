@@ -1,4 +1,4 @@
-"""The study of a search: opened where it is the same one, its trials drawn, and what they came to in words."""
+"""The study of a search: opened where it is the same one, its trials drawn, and its result described."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from lightning_solo.sweeps.search_space import SearchSpace
 from lightning_solo.units import GiB
 
 IDENTITY = "lightning_solo"
-"""Name of the study's attribute that says what it searches."""
+"""Name of the study's attribute that holds its objectives and search space."""
 
 
-def open_study(folder: Path, asked: Settings, space: SearchSpace) -> Study:
+def open_study(folder: Path, settings: Settings, space: SearchSpace) -> Study:
     """Return the study of a sweep's folder; a new one where there is none.
 
     Raises:
-        CheckpointError: it is of another name, or over another space; or the file can't be read.
+        CheckpointError: the study there has another name or space, or the file can't be read.
     """
-    name = asked.study_name or folder.absolute().name
+    name = settings.study_name or folder.absolute().name
     identity = {
-        "objectives": dict(zip(asked.objectives, asked.direction, strict=True)),
+        "objectives": dict(zip(settings.objectives, settings.direction, strict=True)),
         "searched": space.described(),
         "overrides": dict.fromkeys(sorted(space.fixed), "given"),
     }
     try:
-        keeper = storage(folder, new=True)
-        names = optuna.get_all_study_names(keeper)
+        database = storage(folder, new=True)
+        names = optuna.get_all_study_names(database)
     except (SQLAlchemyError, RuntimeError, optuna.exceptions.OptunaError) as error:
         why = str(error).strip().splitlines()[0]
         raise CheckpointError(
@@ -51,15 +51,15 @@ def open_study(folder: Path, asked: Settings, space: SearchSpace) -> Study:
             f"{folder / STUDY} holds the study {', '.join(names)}, not {name}; write"
             f" hydra.sweeper.study_name={names[0]}, or give the sweep another folder"
         )
-    directions: Any = list(asked.direction)
-    study = optuna.create_study(storage=keeper, study_name=name, directions=directions, load_if_exists=True)
+    directions: Any = list(settings.direction)
+    study = optuna.create_study(storage=database, study_name=name, directions=directions, load_if_exists=True)
     before = study.user_attrs.get(IDENTITY)
     if before is None:
         study.set_user_attr(IDENTITY, identity)
     elif before != identity:
         raise CheckpointError(
             f"{folder / STUDY}: a study with other parameters:{differences(before, identity)}\ngive the former ones to"
-            " go on, or another name to begin anew: run=..., or in an application of your own hydra.sweep.dir=..."
+            " resume it, or start another by another name: run=..., or in an application of your own hydra.sweep.dir=..."
         )
     return study
 
@@ -76,10 +76,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def suggest(trial: Trial, space: SearchSpace) -> None:
-    """Draw what a trial lacks of its parameters, as if in one go; they are stored one by one."""
+    """Draw the parameters that a trial lacks, to the same result as without a killed command that drew some."""
     for name, distribution in space.distributions.items():
         if name in trial.params and name not in trial.relative_params and not distribution.single():
-            # stored by a command that was killed before the next one: drawn again, so that the next one is the same
+            # stored by a killed command: drawn again, so that the sampler then draws the next one as it would have
             frozen = trial.study.trials[trial.number]
             trial.study.sampler.sample_independent(trial.study, frozen, name, distribution)
         if isinstance(distribution, CategoricalDistribution):
@@ -97,24 +97,26 @@ def best_of(study: Study) -> list[FrozenTrial]:
     return [study.best_trial] if len(study.directions) == 1 else study.best_trials
 
 
-def said(study: Study, best: Sequence[FrozenTrial], objectives: Sequence[str], space: SearchSpace, file: Path) -> str:
-    """Return what came of a study, in lines."""
+def describe(
+    study: Study, best: Sequence[FrozenTrial], objectives: Sequence[str], space: SearchSpace, file: Path
+) -> str:
+    """Return the result of a study, in lines."""
     states = Counter(trial.state.name.lower() for trial in study.get_trials(deepcopy=False))
     counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     lines = [f"{sum(states.values())} trials: {counts}"]
     for trial in best:
         pairs = zip(objectives, trial.values, strict=True)
-        came_to = ", ".join(
+        values = ", ".join(
             f"{name} {value / GiB:.3f} GiB" if name == "peak_memory" else f"{name} {value:.6g}" for name, value in pairs
         )
         searched = space.overrides(trial.params)[len(space.fixed) :]
-        lines.append(f"best: trial {trial.number}, {came_to}: {shlex.join(searched)}")
+        lines.append(f"best: trial {trial.number}, {values}: {shlex.join(searched)}")
     return "\n".join([*lines, f"study: sqlite:///{file}"])
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out what Optuna says about each trial: the sweep says it."""
+    """Silence Optuna's lines about each trial, which the sweep has already."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

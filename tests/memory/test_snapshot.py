@@ -153,12 +153,11 @@ def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert pickle.loads(path.read_bytes()) == recorded(EVENTS, BLOCKS)
     assert path.with_suffix(".txt").read_text() == "words\n"
 
-    def fail(self: Path, content: bytes) -> None:
-        self.touch()
+    def fail(self: Path, target: Path) -> None:
         raise OSError(28, "no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fail)
+        patch.setattr(Path, "replace", fail)
         with pytest.raises(OSError, match="no space"):
             write_snapshot({}, "", path)
     assert sorted(one.name for one in path.parent.iterdir()) == ["step-3.pickle", "step-3.txt"]

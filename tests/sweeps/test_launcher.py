@@ -291,7 +291,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted with 0 of 3 jobs done; the same command goes on" in said
+    assert "interrupted with 0 of 3 jobs done; the same command resumes" in said
     assert "Traceback" not in said
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
     assert row.status == "interrupted"
