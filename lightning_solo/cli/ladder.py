@@ -138,7 +138,7 @@ def tell(display: Display, names: dict[int, str], event: str, number: int | None
         display.states.update(dict.fromkeys(names, "waiting") | display.states)
     display.tell(event, number, detail)
     if number is not None and event != "anew" and not display.console.is_terminal:
-        words = {"started": event, "adopted": "still running, begun by an earlier command"}
+        words = {"started": event, "adopted": "still running, started by an earlier command"}
         said = words.get(event, detail.replace("failed CapabilityError", NOT_RUN))
         said += ", by an earlier command" if event == "kept" else ""
         display.console.print(f"{names[number]}: {said}", soft_wrap=True, highlight=False, markup=False)

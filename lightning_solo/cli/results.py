@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_solo.errors import NothingToDoError, PresetError, nearest
-from lightning_solo.report.sweep_folder import common_overrides, front_of, peak_of, pruned
+from lightning_solo.report.sweep_folder import common_overrides, fronts_of, own_overrides, pruned
 from lightning_solo.sweeps.display import duration
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row, read
@@ -47,15 +47,13 @@ SHOWN = ("job", "overrides", "status", "loss", "peak_device_bytes", "peak_host_b
 
 def run(arguments: Sequence[str]) -> int:
     """Print the rows of a sweep, or write them as CSV; exit 1 where a job did not finish."""
-    asked = _parser().parse_args(arguments)
-    rows = rows_of(asked.run)
-    if asked.sort not in COLUMNS:
-        raise PresetError(
-            f"--sort {asked.sort}: no such column{nearest(asked.sort, COLUMNS)}one of {', '.join(COLUMNS)}"
-        )
-    rows = sorted(rows, key=lambda row: _order(COLUMNS[asked.sort](row)), reverse=asked.descending)
-    if asked.csv is not None:
-        write_csv(rows, asked.csv)
+    options = _parser().parse_args(arguments)
+    rows, column = rows_of(options.run), options.sort
+    if column not in COLUMNS:
+        raise PresetError(f"--sort {column}: no such column{nearest(column, COLUMNS)}one of {', '.join(COLUMNS)}")
+    rows = sorted(rows, key=lambda row: _order(COLUMNS[column](row)), reverse=options.descending)
+    if options.csv is not None:
+        write_csv(rows, options.csv)
     else:
         print_rows(rows)
     return int(any(row.status != FINISHED for row in rows))
@@ -74,28 +72,32 @@ def rows_of(folder: Path) -> list[Row]:
     """Return the rows of a sweep's folder.
 
     Raises:
-        NothingToDoError: there are none; lists the sweeps that are beside it.
+        NothingToDoError: there are none; lists the sweeps in this folder.
         CheckpointError: they are of another version.
     """
     rows = read(folder / "results.jsonl")
     if not rows:
         beside = folder if folder.is_dir() else folder.parent
-        there = sorted(str(path.parent) for path in beside.glob("*/results.jsonl"))
+        sweeps = sorted(str(path.parent) for path in beside.glob("*/results.jsonl"))
         raise NothingToDoError(
             f"{folder}: no results of a sweep there; "
-            + (f"there are {', '.join(there)}" if there else "lightning-solo train -m ... run=<name> makes runs/<name>")
+            + (
+                f"there are {', '.join(sweeps)}"
+                if sweeps
+                else "lightning-solo train -m ... run=<name> makes runs/<name>"
+            )
         )
     return rows
 
 
 def _order(value: Any) -> tuple[bool, Any]:
-    return value is None or value != value, value  # what isn't known comes last
+    return value is None or value != value, value  # unknown values come last
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table that names the jobs that no other beats in loss and memory, or in loss and time.
+    """Print a table of jobs, which marks those on a Pareto front of loss.
 
-    Where overrides would be cut off beside the figures, they are listed below.
+    Overrides that do not fit beside the figures are listed below.
     """
     common = common_overrides(rows)
     console, names = Console(), {row.number: shorter_numbers(" ".join(own_overrides(row, common))) for row in rows}
@@ -109,17 +111,9 @@ def print_rows(rows: Sequence[Row]) -> None:
         console.print(Text(f"in all jobs: {' '.join(common)}", style="italic"))
 
 
-def own_overrides(row: Row, common: Sequence[str]) -> list[str]:
-    """Return the overrides that not all jobs have."""
-    return [text for text in row.overrides if text not in common]
-
-
 def table_of(rows: Sequence[Row], names: Mapping[int, str]) -> Table:
     """Return a row per job, with its name where it has one."""
-    fronts = {
-        "memory": {row.number for row in front_of(rows, peak_of(rows))},
-        "time": {row.number for row in front_of(rows, "seconds")},
-    }
+    fronts = fronts_of(rows)
     shown = [name for name in SHOWN if any(COLUMNS[name](row) is not None for row in rows)]
     if not any(names.values()):
         shown.remove("overrides")
@@ -133,7 +127,7 @@ def table_of(rows: Sequence[Row], names: Mapping[int, str]) -> Table:
     for row in rows:
         own = {"overrides": names.get(row.number, ""), **({"status": row.detail} if pruned(row) else {})}
         cells = [Text(own[name] if name in own else _words(name, COLUMNS[name](row))) for name in shown]
-        table.add_row(*cells, " and ".join(name for name, front in fronts.items() if row.number in front))
+        table.add_row(*cells, " and ".join(fronts[row.number]))
     return table
 
 
@@ -151,12 +145,14 @@ def write_csv(rows: Sequence[Row], target: str) -> None:
     """
     metrics = sorted({name for row in rows for name in row.metrics})
     lines: list[list[Any]] = [[*COLUMNS, *metrics]]
-    lines += [[*(ask(row) for ask in COLUMNS.values()), *(row.metrics.get(name) for name in metrics)] for row in rows]
+    lines += [
+        [*(value(row) for value in COLUMNS.values()), *(row.metrics.get(name) for name in metrics)] for row in rows
+    ]
     if target == "-":
         try:
             csv.writer(sys.stdout).writerows(lines)
             sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has read enough; what Python still holds goes nowhere
+        except BrokenPipeError:  # `| head` has read enough; the rest of Python's buffer is discarded
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     try:

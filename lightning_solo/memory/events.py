@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+PHASES = ("forward", "backward", "optimizer_step")
 CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporaries", "other")
 
 

@@ -12,14 +12,14 @@ from lightning_solo.report.series import Series
 
 PIP = "pip install 'lightning-solo[report]'"
 FEW = 40
-"""Points that are marked one by one; a line alone would not show a series of one."""
+"""Points of a series up to which each is marked; a line alone would not show a series of one."""
 LONG_NAME = 31
-"""Letters from which a legend has 2 columns, of 340 pixels each, instead of 3 of 200: as a picture is wide."""
+"""Letters of a name from which a legend has 2 columns of 340 pixels instead of 3 of 200."""
 ON_FRONT, BEHIND = "on the Pareto front", "another beats it"
 
 
 def altair() -> Any:
-    """Return the module, or refuse.
+    """Return the module.
 
     Raises:
         CapabilityError: it is not installed.
@@ -35,18 +35,9 @@ def lines(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[st
     """Return a line per series, told apart by colour and dash; few points are marked too."""
     alt = altair()
     names = _names(series)
-    rows = [
-        {"x": step, "y": short(value), "series": one.name, "part": one.part, "few": len(one.values) <= FEW}
-        for one in series
-        for step, value in zip(one.steps, one.values, strict=True)
-    ]
+    rows = _points(series)
     legend = _legend(alt, names)
-    base = alt.Chart(alt.NamedData("data")).encode(
-        x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, tickCount=10)),
-        y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)),
-        color=alt.Color("series:N", scale=_scale(alt, names, palette.marks), legend=legend),
-        tooltip=[alt.Tooltip("series:N"), alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".6~g")],
-    )
+    base = _over_steps(alt, names, x, y, palette).encode(y=alt.Y("y:Q", title=y, scale=alt.Scale(zero=False)))
     dash = alt.StrokeDash("series:N", scale=_scale(alt, names, DASHES), legend=legend)
     line = base.mark_line(strokeWidth=1.6, clip=True).encode(strokeDash=dash, detail=alt.Detail("part:N"))
     points = base.transform_filter("datum.few").mark_point(size=45, filled=True, opacity=1)
@@ -58,22 +49,11 @@ def areas(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[st
     """Return series stacked on one another in their order, each with an outline; they share their steps."""
     alt = altair()
     names = _names(series)
-    rows = [
-        {"x": step, "y": short(value), "series": one.name, "order": names.index(one.name)}
-        for one in series
-        for step, value in zip(one.steps, one.values, strict=True)
-    ]
-    chart = (
-        alt.Chart(alt.NamedData("data"))
-        .mark_area(line={"color": palette.ink, "strokeWidth": 0.8}, fillOpacity=0.75)
-        .encode(
-            x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, tickCount=10)),
-            y=alt.Y("y:Q", title=y, stack="zero"),
-            color=alt.Color("series:N", scale=_scale(alt, names, palette.marks), legend=_legend(alt, names)),
-            order=alt.Order("order:Q"),
-            tooltip=[alt.Tooltip("series:N"), alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".6~g")],
-        )
+    rows = [{**row, "order": names.index(row["series"])} for row in _points(series)]
+    base = _over_steps(alt, names, x, y, palette).encode(
+        y=alt.Y("y:Q", title=y, stack="zero"), order=alt.Order("order:Q")
     )
+    chart = base.mark_area(line={"color": palette.ink, "strokeWidth": 0.8}, fillOpacity=0.75)
     return _finished(alt, chart, {"data": rows}, palette, height=260)
 
 
@@ -82,7 +62,7 @@ def bars(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, 
     alt = altair()
     drawn = [{**row, "value": short(row["value"]), "end": short(row["value"] or 0.0)} for row in rows]
     base = alt.Chart(alt.NamedData("data")).encode(
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=260, ticks=False, domain=False)),
+        y=_rows(alt, "name"),
         tooltip=[alt.Tooltip("name:N"), alt.Tooltip("label:N", title=x)],
     )
     most = max((row["end"] for row in drawn), default=0.0) or 1.0
@@ -112,7 +92,7 @@ def stacks(
         rows: ``name``, ``parts`` by name, ``label``.
         signs: part -> a letter, in the order in which they are stacked.
         x: what the horizontal axis shows.
-        mark: where the rule is, and what it says; None for none.
+        mark: position and label of the rule; None for no rule.
         palette: colours.
     """
     alt = altair()
@@ -128,10 +108,10 @@ def stacks(
             drawn.append({"name": row["name"], "part": part, "begin": short(begin), "end": short(end), "sign": sign,
                           "middle": short((begin + end) / 2)})  # fmt: skip
         ends.append({"name": row["name"], "end": short(most), "label": row["label"]})  # behind every bar and the rule
-    y = alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=260, ticks=False, domain=False))
+    y = _rows(alt, "name")
     at = partial(alt.X, title=x, scale=alt.Scale(domain=[0, most], nice=False))
     domain = [f"{signs[name]} {name}" for name in names]
-    legend = alt.Legend(title=None, orient="top", columns=4, labelLimit=200, symbolType="square", symbolSize=160)
+    legend = _squares(alt)
     base = alt.Chart(alt.NamedData("data")).encode(y=y)
     bar = base.mark_bar(stroke=palette.ground, strokeWidth=1).encode(
         x=at("begin:Q"),
@@ -147,13 +127,13 @@ def stacks(
         data["mark"] = [{"end": short(mark[0]), "label": mark[1]}]
         line = alt.Chart(alt.NamedData("mark")).encode(x=at("end:Q"))
         chart += line.mark_rule(color=palette.ink, strokeWidth=2, strokeDash=[5, 3])
-        said = line.mark_text(baseline="bottom", dy=-4, color=palette.ink)
-        chart += said.encode(y=alt.value(0), text="label:N")
+        words = line.mark_text(baseline="bottom", dy=-4, color=palette.ink)
+        chart += words.encode(y=alt.value(0), text="label:N")
     return _finished(alt, chart, data, palette, height=max(90, 30 * len(rows)))
 
 
 def spans(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, Any]:
-    """Return a row per lane with a bar for each time at which something goes on there, coloured by what.
+    """Return a row per lane with a bar for each span of time, coloured by its part.
 
     Args:
         rows: ``lane``, ``begin``, ``end``, ``part``, and ``share`` of the time, by which a bar is as opaque; lanes are
@@ -165,19 +145,15 @@ def spans(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str,
     drawn = [{**row, "begin": short(row["begin"]), "end": short(row["end"])} for row in rows]
     parts = list(dict.fromkeys(row["part"] for row in rows))
     lanes = list(dict.fromkeys(row["lane"] for row in rows))
-    legend = alt.Legend(title=None, orient="top", columns=4, labelLimit=200, symbolType="square", symbolSize=160)
-    chart = (
-        alt.Chart(alt.NamedData("data"))
-        .mark_bar()
-        .encode(
-            y=alt.Y("lane:N", title=None, sort=lanes, axis=alt.Axis(labelLimit=300, ticks=False, domain=False)),
-            x=alt.X("begin:Q", title=x, scale=alt.Scale(nice=False)),
-            x2="end:Q",
-            color=alt.Color("part:N", scale=_scale(alt, parts, palette.marks), legend=legend),
-            opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0, 1]), legend=None),
-            tooltip=[alt.Tooltip(f"{name}:N") for name in ("lane", "part", "begin", "end", "share")],
-        )
+    base = alt.Chart(alt.NamedData("data")).encode(
+        y=_rows(alt, "lane", sort=lanes, width=300),
+        x=alt.X("begin:Q", title=x, scale=alt.Scale(nice=False)),
+        x2="end:Q",
+        color=alt.Color("part:N", scale=_scale(alt, parts, palette.marks), legend=_squares(alt)),
+        opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0, 1]), legend=None),
+        tooltip=[alt.Tooltip(f"{name}:N") for name in ("lane", "part", "begin", "end", "share")],
     )
+    chart = base.mark_bar()
     return _finished(alt, chart, {"data": drawn}, palette, height=max(90, 26 * len(lanes)))
 
 
@@ -229,6 +205,33 @@ def short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.7g}")
 
 
+def _points(series: Sequence[Series]) -> list[dict[str, Any]]:
+    return [
+        {"x": step, "y": short(value), "series": one.name, "part": one.part, "few": len(one.values) <= FEW}
+        for one in series
+        for step, value in zip(one.steps, one.values, strict=True)
+    ]
+
+
+def _over_steps(alt: Any, names: Sequence[str], x: str, y: str, palette: Palette) -> Any:
+    """Return a chart of `_points` over steps, a colour per series; its vertical axis is still missing."""
+    return alt.Chart(alt.NamedData("data")).encode(
+        x=alt.X("x:Q", title=x, scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, tickCount=10)),
+        color=alt.Color("series:N", scale=_scale(alt, names, palette.marks), legend=_legend(alt, names)),
+        tooltip=[alt.Tooltip("series:N"), alt.Tooltip("x:Q", title=x), alt.Tooltip("y:Q", title=y, format=".6~g")],
+    )
+
+
+def _rows(alt: Any, field: str, sort: Sequence[str] | None = None, width: int = 260) -> Any:
+    """Return a vertical axis with a name per row, in the order of the data unless ``sort`` has another."""
+    axis = alt.Axis(labelLimit=width, ticks=False, domain=False)
+    return alt.Y(f"{field}:N", title=None, sort=sort, axis=axis)
+
+
+def _squares(alt: Any) -> Any:
+    return alt.Legend(title=None, orient="top", columns=4, labelLimit=200, symbolType="square", symbolSize=160)
+
+
 def _names(series: Sequence[Series]) -> list[str]:
     return list(dict.fromkeys(one.name for one in series))
 
@@ -245,7 +248,7 @@ def _legend(alt: Any, names: Sequence[str]) -> Any:
 
 
 def _finished(alt: Any, chart: Any, data: dict[str, Any], palette: Palette, height: int) -> dict[str, Any]:
-    """Return the specification; the data joins last, since Altair would check each of its rows against a schema."""
+    """Return the specification; the data is added last, since Altair would check each row against a schema."""
     axis = {
         "labelColor": palette.ink,
         "titleColor": palette.ink,

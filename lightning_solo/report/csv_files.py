@@ -1,4 +1,4 @@
-"""Series out of the CSV files of a run: Lightning's metrics and `MemoryLogger`'s memory, while they are written too."""
+"""Series from the CSV files of a run, also of a running one: Lightning's metrics, and memory.csv."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_SERIES = ("", "epoch", "step", "fit", "stage", "device")
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a table that are whole: as many cells as there are columns."""
+    """The complete rows of a table: as many cells as columns."""
 
     names: Sequence[str]
     cells: Sequence[Sequence[str]]
@@ -38,7 +38,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
 
 def read_memory(path: Path) -> list[Series]:
-    """Return each column of a `MemoryLogger`'s file, one series per fit; other stages only if nothing was fitted.
+    """Return each column of memory.csv, one series per fit; other stages only if there was no fit.
 
     Raises:
         CheckpointError: the file can't be read, or is no table with a column ``step``.
@@ -53,7 +53,7 @@ def read_memory(path: Path) -> list[Series]:
 
 
 def read_rows(path: Path) -> Rows:
-    """Return the rows; the last line counts only once its end is written.
+    """Return the rows, without a last line whose end is not written yet.
 
     Raises:
         CheckpointError: the file can't be read, or is no table with a column ``step``.
@@ -78,20 +78,20 @@ def read_rows(path: Path) -> Rows:
 def _series(rows: Rows, cells: Sequence[Sequence[str]], part: int) -> dict[str, Series]:
     at = rows.names.index("step")
     steps = [_number(row[at]) for row in cells]
-    found = {}
+    series = {}
     for column, name in enumerate(rows.names):
         if name in NO_SERIES:
             continue
-        noted = [
+        logged = [
             (int(step), _number(row[column]))
             for step, row in zip(steps, cells, strict=True)
             if row[column] and math.isfinite(step)
         ]
-        finite = [(step, value) for step, value in noted if math.isfinite(value)]
-        if noted:
-            left_out = len(noted) - len(finite)
-            found[name] = Series(name, [step for step, _ in finite], [v for _, v in finite], part, left_out)
-    return found
+        finite = [(step, value) for step, value in logged if math.isfinite(value)]
+        if logged:
+            left_out = len(logged) - len(finite)
+            series[name] = Series(name, [step for step, _ in finite], [v for _, v in finite], part, left_out)
+    return series
 
 
 def _number(cell: str) -> float:

@@ -1,4 +1,4 @@
-"""Figures out of series: the chart, its caption, the words and the table beside it."""
+"""Figures of series: chart, caption, alternative text and table of data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from lightning_solo.report.charts import areas, lines
-from lightning_solo.report.model import Cell, Figure, Table, number, plain
+from lightning_solo.report.model import Cell, Draw, Figure, Table, number, plain
 from lightning_solo.report.series import Series, thin, thin_together
 
 ROWS = 60
@@ -20,14 +20,8 @@ def line_figure(name: str, title: str, unit: str, series: Sequence[Series], capt
     if not series:
         return None
     drawn = thin(series)
-    return Figure(
-        name=name,
-        title=title,
-        caption=f"{caption}{_thinned(series, drawn)}{_left_out(series)}",
-        alternative=in_words(title, unit, series),
-        draw=partial(lines, drawn, "optimizer step", unit),
-        table=points_table(title, unit, series),
-    )
+    words = f"{caption}{_thinned(series, drawn)}{_left_out(series)}"
+    return _figure(name, title, unit, series, words, partial(lines, drawn, "optimizer step", unit))
 
 
 def stacked_figure(name: str, title: str, unit: str, series: Sequence[Series], caption: str) -> Figure | None:
@@ -35,30 +29,28 @@ def stacked_figure(name: str, title: str, unit: str, series: Sequence[Series], c
     drawn = thin_together([one for one in series if one.values])
     if not drawn or not drawn[0].values:
         return None
-    return Figure(
-        name=name,
-        title=title,
-        caption=f"{caption} From the bottom: {', '.join(one.name for one in drawn)}.{_thinned(series, drawn)}",
-        alternative=in_words(title, unit, series),
-        draw=partial(areas, drawn, "optimizer step", unit),
-        table=points_table(title, unit, series),
-    )
+    words = f"{caption} From the bottom: {', '.join(one.name for one in drawn)}.{_thinned(series, drawn)}"
+    return _figure(name, title, unit, series, words, partial(areas, drawn, "optimizer step", unit))
+
+
+def _figure(name: str, title: str, unit: str, series: Sequence[Series], caption: str, draw: Draw) -> Figure:
+    return Figure(name, title, caption, in_words(title, unit, series), draw, points_table(title, unit, series))
 
 
 def in_words(title: str, unit: str, series: Sequence[Series]) -> str:
-    """Return what a screen reader says: where each series begins and ends, its least and greatest value."""
-    told = [
+    """Return the alternative text: the first and last, least and greatest value of each series."""
+    ranges = [
         f"{one.name} from {number(one.values[0]).text} at step {one.steps[0]} to {number(one.values[-1]).text} at step "
         f"{one.steps[-1]}, least {number(min(one.values)).text}, greatest {number(max(one.values)).text}"
         for one in series[:8]
         if one.values
     ]
     more = f"; and {len(series) - 8} more" if len(series) > 8 else ""
-    return plain(f"Line chart: {title}, in {unit}, over optimizer steps. {'; '.join(told)}{more}.")
+    return plain(f"Line chart: {title}, in {unit}, over optimizer steps. {'; '.join(ranges)}{more}.")
 
 
 def points_table(title: str, unit: str, series: Sequence[Series]) -> Table:
-    """Return the points as a table, thinned further than the chart; the peaks are there."""
+    """Return the points as a table, thinned further than the chart but with the peaks."""
     each = max(2, min(ROWS, MOST_ROWS // max(1, len(series))) // 2)
     rows = [
         (Cell(plain(one.name), one.name), number(step), number(value, 6))
@@ -69,7 +61,7 @@ def points_table(title: str, unit: str, series: Sequence[Series]) -> Table:
 
 
 def summary(caption: str, series: Iterable[Series]) -> Table:
-    """Return one row per series: how often it was noted, first, last, least, greatest."""
+    """Return one row per series: its number of points, first, last, least and greatest value."""
     rows = [
         (
             Cell(plain(one.name), one.name),

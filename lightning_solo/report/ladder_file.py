@@ -1,4 +1,4 @@
-"""What `ladder.json` tells: each technique's peak memory and step time beside the baseline's."""
+"""The report on `ladder.json`: each rung's peak memory and step time beside the baseline's."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ NOISE = " ~: within the noise, the middle halves of the step times overlap the b
 
 
 def read_ladder(folder: Path) -> Report:
-    """Return what a ladder's file tells; if it can't be read, why not, as a note."""
+    """Return the report on a ladder's file; with a note if it can't be read."""
     report = Report(title=plain(folder.resolve().name))
     try:
         ladder = load(folder / FILE)
     except CheckpointError as error:
         report.notes.append(plain(error))
         return report
-    if not ladder["rows"]:  # begun just now
+    if not ladder["rows"]:  # no rung has ended yet
         return report
     rows, baseline = ladder["rows"], str(ladder.get("baseline", ""))
-    told = {
+    facts = {
         "Ladder": ladder.get("command"),
         "Ladder's hardware": ladder.get("hardware"),
         "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions_of(ladder).items()),
     }
-    report.facts.update({name: plain(value) for name, value in told.items() if value})
+    report.facts.update({name: plain(value) for name, value in facts.items() if value})
     drawn = [
         bar_figure("ladder_memory", "Ladder: peak memory", rows, baseline, "peak_bytes", "GiB", format_bytes),
         bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", seconds),
@@ -53,10 +53,10 @@ def load(path: Path) -> dict[str, Any]:
     """
     allowed = f"a ladder is written by lightning-solo ladder, as {{'rows': [{{'name', {', '.join(NUMBERS)}}}, ...]}}"
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        ladder: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: can't be read ({error}); {allowed}") from error
-    rows = found.get("rows") if isinstance(found, dict) else None
+    rows = ladder.get("rows") if isinstance(ladder, dict) else None
     if not isinstance(rows, list):
         raise CheckpointError(f"{path}: no list of rows; {allowed}")
     for row in rows:
@@ -70,11 +70,11 @@ def load(path: Path) -> dict[str, Any]:
                 row[key] = None
         row["name"] = plain(row["name"])
         row["step_quartiles_s"] = quartiles_of(row)
-    return found
+    return ladder
 
 
 def quartiles_of(row: dict[str, Any]) -> tuple[float, float] | None:
-    """Return between which two the middle half of the step times lies, or None where that is not known.
+    """Return the first and third quartile of the step times, or None where they are not known.
 
     >>> quartiles_of({"step_quartiles_s": [0.1, 0.3]}), quartiles_of({"step_quartiles_s": [0.1, "?"]}), quartiles_of({})
     ((0.1, 0.3), None, None)
@@ -107,7 +107,7 @@ def change(rows: list[dict[str, Any]], baseline: str, row: dict[str, Any], key: 
 
 
 def noise(row: dict[str, Any], key: str) -> str:
-    """Return the mark of a change that the spread of the steps explains too."""
+    """Return the mark of a change that is within the spread of the steps."""
     return "~ " if key == "step_s" and row.get("step_within_noise") is True else ""
 
 
@@ -132,30 +132,30 @@ def bar_figure(
         value = None if row[key] is None else row[key] / scale
         drawn.append({"name": distinct, "value": value, "label": text, "first": row["name"] == baseline})
         cells.append((Cell(distinct, distinct), Cell(text, value)))
-    told = "; ".join(f"{row['name']}: {row['label']}" for row in drawn)
+    values = "; ".join(f"{row['name']}: {row['label']}" for row in drawn)
     return Figure(
         name=name,
         title=title,
         caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}."
         + (NOISE if any(noise(row, key) for row in rows) else ""),
-        alternative=f"Bar chart: {title}. {told}.",
+        alternative=f"Bar chart: {title}. {values}.",
         draw=partial(bars, drawn, unit),
         table=Table(f"{title}: data", ("combination", unit), cells, sortable=True),
     )
 
 
 def distinct_names(names: list[str]) -> list[str]:
-    """Return names of which each is there once.
+    """Return names, each with a number where it occurs again.
 
     >>> distinct_names(["a", "b", "a"])
     ['a', 'b', 'a (2)']
     """
     counted = dict.fromkeys(names, 0)
-    told = []
+    distinct = []
     for name in names:
         counted[name] += 1
-        told.append(name if counted[name] == 1 else f"{name} ({counted[name]})")
-    return told
+        distinct.append(name if counted[name] == 1 else f"{name} ({counted[name]})")
+    return distinct
 
 
 def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:

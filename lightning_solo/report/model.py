@@ -1,4 +1,4 @@
-"""What a report consists of, before it is a page or a picture: plain data."""
+"""The parts of a report as plain data: cells, tables, figures."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 from lightning_solo.report.palette import Palette
 
+Draw = Callable[[Palette], dict[str, Any]]
+"""Palette -> Vega-Lite specification, of a width that fits its surroundings."""
+
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, and what a column is sorted by."""
+    """A text, and the value by which its column is sorted."""
 
     text: str
     order: float | str | None = None
 
     @property
     def is_number(self) -> bool:
-        """Whether it is set to the right."""
+        """Whether it is aligned to the right."""
         return isinstance(self.order, float | int)
 
 
@@ -34,13 +37,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with the words and the table for those who can't see it.
+    """A chart, with text and table for readers who can't see it.
 
     Attributes:
         name: of its PNG file and its anchor on the page.
-        caption: what is drawn, from what, and what was left out.
-        alternative: what a screen reader says in the chart's place, with the main figures.
-        draw: palette -> Vega-Lite specification, of a width that fits its surroundings.
+        caption: what is drawn, from which data, and what was left out.
+        alternative: text for a screen reader, with the main figures.
         table: the data, thinned.
     """
 
@@ -48,18 +50,18 @@ class Figure:
     title: str
     caption: str
     alternative: str
-    draw: Callable[[Palette], dict[str, Any]]
+    draw: Draw
     table: Table
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is told about a folder.
+    """The contents of a report on a folder.
 
     Attributes:
         facts: name -> value, for the head of the page.
         documents: title -> text, such as the composed configuration.
-        notes: what could not be read, and what follows from it.
+        notes: files that could not be read, and why.
     """
 
     title: str
@@ -70,7 +72,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Take over what another report of the same folder tells."""
+        """Add the contents of another report on the same folder."""
         self.facts.update(other.facts)
         self.figures.extend(other.figures)
         self.tables.extend(other.tables)
@@ -78,7 +80,7 @@ class Report:
         self.notes.extend(other.notes)
 
     @property
-    def tells_something(self) -> bool:
+    def has_content(self) -> bool:
         """Whether there is anything to show."""
         return bool(self.figures or self.tables or self.documents)
 
@@ -98,5 +100,5 @@ def number(value: float | int | None, digits: int = 5) -> Cell:
 
 
 def plain(text: object) -> str:
-    """Return text that any encoder takes: half surrogates, as in damaged file names, become question marks."""
+    """Return text that can be encoded: lone surrogates, as in damaged file names, become question marks."""
     return str(text).encode("utf-8", errors="replace").decode()

@@ -1,4 +1,4 @@
-"""The HTML page: one file with all it needs; a policy inside it forbids every request."""
+"""The HTML page: one self-contained file, whose policy forbids every request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def variables(palette: Palette) -> str:
 
 
 def vl_convert() -> Any:
-    """Return the module that holds Vega's JavaScript and draws PNG, or refuse.
+    """Return the module that holds Vega's JavaScript and draws PNG.
 
     Raises:
         CapabilityError: it is not installed, or lacks the Vega-Lite version that this Altair writes.

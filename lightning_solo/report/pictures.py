@@ -31,7 +31,7 @@ def png(figure: Figure, palette: Palette = LIGHT) -> bytes:
     """
     spec = {**figure.draw(palette), "width": WIDTH, "background": palette.ground}
     spec["title"] = {"text": figure.title, "color": palette.ink, "anchor": "start", "fontSize": 15}
-    # as text: a dict with names out of files would pass through another encoder
+    # as text: vl-convert encodes a dict by itself, and names from files may be of any characters
     text = json.dumps(spec, allow_nan=False)
     drawn: bytes = vl_convert().vegalite_to_png(text, vl_version=vega_lite(), scale=SCALE, allowed_base_urls=[])
     return drawn
@@ -40,8 +40,8 @@ def png(figure: Figure, palette: Palette = LIGHT) -> bytes:
 def to_tensorboard(pngs: dict[str, bytes], folder: Path) -> bool:
     """Write images as ``report/<name>`` into a folder of our own, in place of those of an earlier report.
 
-    The files' bytes go in as they are, which is what ``SummaryWriter.add_image`` would come to after decoding and
-    encoding them, and needs no torch.
+    The bytes of the PNG files are written as they are: ``SummaryWriter.add_image`` would decode and encode them, and
+    needs torch.
 
     Returns:
         Whether TensorBoard is installed.
@@ -65,7 +65,7 @@ def to_tensorboard(pngs: dict[str, bytes], folder: Path) -> bool:
 
 
 def size_of(png: bytes) -> tuple[int, int]:
-    """Return width and height, which a PNG tells in its first chunk.
+    """Return width and height of a PNG, from its first chunk.
 
     >>> size_of(bytes(16) + bytes([0, 0, 2, 0, 0, 0, 1, 0]))
     (512, 256)

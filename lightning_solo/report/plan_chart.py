@@ -1,4 +1,4 @@
-"""The pictures of plans: the peak of each preset by category, and when a device computes and copies in a step."""
+"""Pictures of plans: the peak of each preset by category, and the times of computing and copying in a step."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ CATEGORIES = {
     "other": "X",
     "overhead": "-",
 }
-"""What a device's memory is needed for, in the order in which it is stacked, and a sign that needs no colour."""
-FAR = 3  # times the greatest need
+"""Uses of a device's memory, in the order in which they are stacked -> a sign that needs no colour."""
+FAR = 3
+"""Times of the greatest need from which a budget is not drawn."""
 OVERHEAD = "overhead: the CUDA context, cuBLAS' workspace, the allocator's rounding and gaps"
 
 
 def parts(plan: Plan) -> dict[str, int]:
     """Return the bytes of each category of ``CATEGORIES``; they sum up to what is needed of the device."""
-    found = dict.fromkeys(CATEGORIES, 0)
+    sizes = dict.fromkeys(CATEGORIES, 0)
     for name, size in plan.breakdown.items():
         category = name.replace("_", " ")
-        found[category if category in found else "overhead"] += size
-    found["overhead"] += plan.needed_bytes - plan.peak_bytes
-    return found
+        sizes[category if category in sizes else "overhead"] += size
+    sizes["overhead"] += plan.needed_bytes - plan.peak_bytes
+    return sizes
 
 
 def length(plans: Sequence[Plan]) -> int:
-    """Return the bytes that the longest bar stands for; a budget far beyond all of them would leave dots of them."""
+    """Return the bytes of the whole width: the budget, unless it is so large that no bar could be read."""
     most = max(plan.needed_bytes for plan in plans)
     budget = plans[0].budget_bytes
     return max(most, budget) if budget <= FAR * most else most
@@ -61,14 +62,13 @@ def picture(plans: Sequence[Plan]) -> Figure:
         for plan in plans
     ]
     budget = f"budget {format_bytes(first.budget_bytes)}"
-    seen = first.budget_bytes <= length(plans)
-    mark = (first.budget_bytes / size, budget) if seen else None
-    told = [f"{row['name']} {row['label']}" for row in rows]
+    mark = (first.budget_bytes / size, budget) if first.budget_bytes <= length(plans) else None
+    values = [f"{row['name']} {row['label']}" for row in rows]
     return Figure(
         name="plan",
         title=title,
         caption=f"Planned, not measured. {OVERHEAD.capitalize()}.",
-        alternative=f"Stacked bars: {title}, in {unit}, by category. {budget.capitalize()}. {'; '.join(told)}.",
+        alternative=f"Stacked bars: {title}, in {unit}, by category. {budget.capitalize()}. {'; '.join(values)}.",
         draw=partial(stacks, rows, CATEGORIES, unit, mark),
         table=Table(
             f"{title}: data",
@@ -79,7 +79,7 @@ def picture(plans: Sequence[Plan]) -> Figure:
 
 
 def timelines(plans: Sequence[Plan]) -> Figure | None:
-    """Return the chart of the presets that copy while they compute; None where there are none."""
+    """Return the chart of the presets that copy while they compute; None if no preset does."""
     streamed = [plan for plan in plans if plan.timeline]
     if not streamed:
         return None
@@ -118,13 +118,13 @@ def timelines(plans: Sequence[Plan]) -> Figure | None:
 
 
 def _hidden(plan: Plan) -> str:
-    """Return in words how long a preset's device computes and copies."""
+    """Return a text with the time for which a preset computes and copies."""
     seconds = {stream: busy(plan.timeline, stream) for stream in STREAMS}
     return f"{plan.preset}: " + ", ".join(f"{stream} {1e3 * time:.3g} ms" for stream, time in seconds.items())
 
 
 def write_pictures(plans: Sequence[Plan], path: Path) -> list[Path]:
-    """Write the charts as PNG files and return those: the peaks, and beside it the timelines, where there are any.
+    """Write the charts as PNG files and return their paths: the peaks, and the timelines if there are any.
 
     Raises:
         CapabilityError: Altair or vl-convert is not installed.

@@ -1,4 +1,4 @@
-"""What the folder of one run tells: loss, memory, step time, throughput, its configuration."""
+"""The report on the folder of one run: loss, memory, step time, throughput, configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
+from lightning_solo.memory.events import CATEGORIES, PHASES
 from lightning_solo.report.csv_files import read_memory, read_metrics
 from lightning_solo.report.figures import line_figure, stacked_figure, summary
 from lightning_solo.report.model import Figure, Report, plain
@@ -16,11 +17,8 @@ from lightning_solo.report.step_times import of_metrics, of_tensorboard, source_
 from lightning_solo.sweeps.results import VERSIONS, versions
 from lightning_solo.units import GiB, MiB
 
-CATEGORIES = ("weights", "gradients", "optimizer_states", "activations", "temporaries", "other")
-"""Those of `memory.ledger`, which needs torch."""
-PHASES = ("forward", "backward", "optimizer_step")
 PLACES = ("csv", ".", "*", "*/*")
-"""Where the loggers of a run write, below its folder; `lightning_logs/version_0` is the last."""
+"""Folders below a run's to which loggers write; `lightning_logs/version_0` matches the last."""
 CONFIGS = ("config.yaml", ".hydra/config.yaml", "csv/hparams.yaml", "hparams.yaml")
 MOST_TEXT = 200_000
 T = TypeVar("T")
@@ -29,14 +27,14 @@ T = TypeVar("T")
 def newest(folder: Path, name: str, places: Sequence[str] = PLACES) -> Path | None:
     """Return the file of that name in the first place that has one; of several there the newest."""
     for place in places:
-        found = [path for path in folder.glob(f"{place}/{name}" if place != "." else name) if path.is_file()]
-        if found:
-            return max(found, key=lambda path: path.stat().st_mtime)
+        paths = [path for path in folder.glob(f"{place}/{name}" if place != "." else name) if path.is_file()]
+        if paths:
+            return max(paths, key=lambda path: path.stat().st_mtime)
     return None
 
 
 def read_run(folder: Path, places: Sequence[str] = PLACES) -> Report:
-    """Return what a run's folder tells; what can't be read is a note."""
+    """Return the report on a run's folder, with a note on each file that can't be read."""
     report = Report(title=plain(folder.resolve().name))
     metrics = _part(report, folder, "metrics.csv", places, read_metrics) or {}
     memory = _part(report, folder, "memory.csv", places, read_memory) or memory_of(metrics)
@@ -49,9 +47,9 @@ def read_run(folder: Path, places: Sequence[str] = PLACES) -> Report:
         report.tables.append(summary("All logged metrics", metrics.values()))
     report.documents.update(documents(folder, CONFIGS))
     if report.figures:
-        then = read_json(folder / VERSIONS)
-        told = ", ".join(f"{plain(name)} {plain(str(version))}" for name, version in (then or versions()).items())
-        report.facts["Versions"] = told if then else f"{told} (installed where this report was written)"
+        of_run = read_json(folder / VERSIONS)
+        names = ", ".join(f"{plain(name)} {plain(str(version))}" for name, version in (of_run or versions()).items())
+        report.facts["Versions"] = names if of_run else f"{names} (installed where this report was written)"
     return report
 
 
@@ -99,18 +97,18 @@ def words(column: str) -> str:
 
 
 def memory_of(metrics: dict[str, Series]) -> list[Series]:
-    """Return memory in bytes from metrics in GiB, for a run that kept no `memory.csv`."""
-    found = []
+    """Return memory in bytes from metrics in GiB, for a run without `memory.csv`."""
+    memory = []
     for name, one in metrics.items():
         if name.startswith("memory/") and name.endswith("_gib"):
             column = name.removeprefix("memory/").removesuffix("_gib")
             column = next((phase for phase in PHASES if column.startswith(f"{phase}_")), column)
-            found.append(Series(f"{column}_bytes", one.steps, [value * GiB for value in one.values]))
-    return found
+            memory.append(Series(f"{column}_bytes", one.steps, [value * GiB for value in one.values]))
+    return memory
 
 
 def documents(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the first of some text files that is there, without what Hydra says about itself."""
+    """Return the first of some text files that exists, without Hydra's own section."""
     for name in names:
         path = folder / name
         if path.is_file():

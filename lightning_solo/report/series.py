@@ -12,11 +12,11 @@ MOST_BUCKETS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity at each step where it was noted, finite values only.
+    """A quantity at each step where it was logged, finite values only.
 
     Attributes:
-        part: of a run that was resumed: which of its fits, from 0. No line joins two parts.
-        left_out: values that are not finite, or no numbers.
+        part: the fit, from 0, of a run that was resumed. No line joins two parts.
+        left_out: number of values that are not finite, or not numbers.
     """
 
     name: str
@@ -62,15 +62,15 @@ def thin(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Serie
 
 
 def thin_together(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Series]:
-    """Return series thinned to the same steps, as areas that are stacked need; the peaks of each and of the sum stay.
+    """Return series thinned to the same steps, for stacking; the peaks of each and of the sum are kept.
 
-    Only steps at which all of them have a value are kept.
+    Steps at which one of them has no value are left out.
     """
     if not series:
         return []
     common = set(series[0].steps).intersection(*(one.steps for one in series[1:]))
     aligned = [one.at(i for i, step in enumerate(one.steps) if step in common) for one in series]
-    if len({tuple(one.steps) for one in aligned}) > 1:  # a step noted twice by some and once by others
+    if len({tuple(one.steps) for one in aligned}) > 1:  # some logged a step twice and others once
         aligned = [_last_of_each_step(one) for one in aligned]
     total = [sum(column) for column in zip(*(one.values for one in aligned), strict=True)]
     buckets = max(5, min(MOST_BUCKETS, points // (2 * (len(aligned) + 1) * len(aligned))))

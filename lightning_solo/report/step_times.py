@@ -1,4 +1,4 @@
-"""Seconds per optimizer step: as logged, else from the moments at which TensorBoard's events were written."""
+"""Seconds per optimizer step: as logged, else from the times of TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BETWEEN = "Wall-clock time between two logged steps, with what came between: val
 
 
 def of_metrics(metrics: Mapping[str, Series]) -> list[Series]:
-    """Return the step times that a callback logged: those of `Throughput`, else any that are named so."""
+    """Return the logged step times: ours, else any metrics of such a name."""
     if OURS in metrics:
         return [metrics[OURS]]
     return [one for name, one in metrics.items() if name.rsplit("/", 1)[-1] in KEYS]
 
 
 def source_of(times: Sequence[Series]) -> str:
-    """Return what step times are, as a caption says it."""
+    """Return the caption of step times."""
     if [one.name for one in times] == [OURS]:
         return f"{OURS}: mean of the steps since the log before, without validation."
     return f"{', '.join(dict.fromkeys(one.name for one in times))}."

@@ -1,4 +1,4 @@
-"""What the folder of a sweep tells: a table of its jobs, what loss cost in memory and time, their loss curves."""
+"""The report on a sweep's folder: a table of its jobs, loss against memory and time, loss curves."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MOST_DETAIL = 300
 
 
 def is_sweep(folder: Path) -> bool:
-    """Tell whether a sweep was run in a folder."""
+    """Return whether a sweep was run in a folder."""
     return (folder / "results.jsonl").is_file() or (folder / ".sweep").is_dir()
 
 
 def read_sweep(folder: Path) -> Report:
-    """Return what a sweep's folder tells; what can't be read is a note."""
+    """Return the report on a sweep's folder, with a note on each file that can't be read."""
     report = Report(title=plain(folder.resolve().name))
     try:
         rows = read_rows(folder)
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        told = str(error) if isinstance(error, CheckpointError) else f"{folder / 'results.jsonl'}: no results: {error}"
-        report.notes.append(plain(told))
+        known = isinstance(error, CheckpointError)
+        report.notes.append(plain(error if known else f"{folder / 'results.jsonl'}: no results: {error}"))
         return report
     if not rows:
         return report
@@ -59,25 +59,25 @@ def read_sweep(folder: Path) -> Report:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the results, and a row for each job that has begun and has none."""
+    """Return the results, and a row for each job that was started and has none."""
     rows = results.read(folder / "results.jsonl")
-    there = {row.number for row in rows}
+    ended = {row.number for row in rows}
     sweep = SweepFolder(folder)
     for job in sweep.jobs():
         start, progress = read_json(sweep.job(job).start), read_json(sweep.job(job).progress) or {}
-        if job not in there and start is not None:
-            begun = Row(
+        if job not in ended and start is not None:
+            row = Row(
                 job, tuple(start.get("overrides", ())), BEGUN, folder=str(start.get("folder", "")),
                 metrics=progress.get("metrics") or {}, steps=progress.get("step"),
             )  # fmt: skip
-            rows.append(begun)
+            rows.append(row)
     return rows
 
 
 def facts(rows: Sequence[Row], common: Sequence[str]) -> dict[str, str]:
-    """Return what holds for the sweep as a whole."""
+    """Return the facts about the sweep as a whole."""
     counts = Counter(row.status for row in rows)
-    told = {
+    texts = {
         "Jobs": f"{len(rows)}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}",
         "The same in all jobs": " ".join(common),
         "Hardware": "; ".join(dict.fromkeys(row.hardware for row in rows if row.hardware)),
@@ -85,7 +85,7 @@ def facts(rows: Sequence[Row], common: Sequence[str]) -> dict[str, str]:
             dict.fromkeys(", ".join(f"{n} {v}" for n, v in row.versions.items()) for row in rows if row.versions)
         ),
     }
-    return {name: plain(value) for name, value in told.items() if value}
+    return {name: plain(value) for name, value in texts.items() if value}
 
 
 def common_overrides(rows: Sequence[Row]) -> list[str]:
@@ -95,9 +95,14 @@ def common_overrides(rows: Sequence[Row]) -> list[str]:
     return [text for text in rows[0].overrides if all(text in row.overrides for row in rows)]
 
 
+def own_overrides(row: Row, common: Sequence[str]) -> list[str]:
+    """Return the overrides that not all jobs have."""
+    return [str(text) for text in row.overrides if text not in common]
+
+
 def own(row: Row, common: Sequence[str]) -> str:
-    """Return the overrides that tell a job from the others."""
-    return plain(" ".join(str(text) for text in row.overrides if text not in common)) or "(no overrides of its own)"
+    """Return a job's own overrides as text."""
+    return plain(" ".join(own_overrides(row, common))) or "(no overrides of its own)"
 
 
 def peak_of(rows: Sequence[Row]) -> str:
@@ -107,15 +112,12 @@ def peak_of(rows: Sequence[Row]) -> str:
 
 def jobs_table(rows: Sequence[Row], common: Sequence[str]) -> Table:
     """Return a row per job, failed ones too."""
-    fronts = {
-        "memory": {row.number for row in front_of(rows, peak_of(rows))},
-        "time": {row.number for row in front_of(rows, "seconds")},
-    }
+    fronts = fronts_of(rows)
     headings = ("job", "overrides", "status", "loss", "peak, device", "peak, process", "tokens/s", "seconds", "steps",
                 "Pareto front", "detail")  # fmt: skip
     cells = []
     for row in rows:
-        on = " and ".join(f"loss/{cost}" for cost, numbers in fronts.items() if row.number in numbers)
+        on = " and ".join(f"loss/{cost}" for cost in fronts[row.number])
         detail = plain(row.detail)
         cells.append((
             Cell(f"#{row.number}", row.number),
@@ -135,7 +137,7 @@ def size(count: int | None) -> Cell:
 
 
 def pruned(row: Row) -> bool:
-    """Tell whether a search has ended a job before its end: its loss and cost are those of a shorter run.
+    """Return whether a search pruned a job: its loss and cost are those of a shorter run.
 
     >>> pruned(Row(0, (), "finished", detail="pruned at 50")), pruned(Row(0, (), "finished"))
     (True, False)
@@ -150,14 +152,20 @@ def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
-    """Return the jobs than which no other has both less loss and less cost."""
+    """Return the jobs that no other beats in both loss and cost."""
     return pareto_front(comparable(rows, cost), ("loss", cost))
+
+
+def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:
+    """Return job's number -> the costs, memory and time, against which it is on the Pareto front of loss."""
+    fronts = {"memory": front_of(rows, peak_of(rows)), "time": front_of(rows, "seconds")}
+    return {row.number: [cost for cost, front in fronts.items() if row in front] for row in rows}
 
 
 def pareto_figure(
     name: str, title: str, rows: Sequence[Row], common: Sequence[str], cost: str, x: str
 ) -> Figure | None:
-    """Return a chart of loss against a cost, or None where no job tells both."""
+    """Return a chart of loss against a cost, or None where no job has both."""
     shown = comparable(rows, cost)
     if not shown:
         return None
@@ -175,7 +183,7 @@ def pareto_figure(
         for p in points
     ]  # fmt: skip
     best = "; ".join(f"#{row.number}, {own(row, common)}: loss {number(row.loss).text}" for row in front[:10])
-    left = f" {len(rows) - len(shown)} of {len(rows)} jobs were pruned, or tell no loss and cost, and are left out."
+    left = f" {len(rows) - len(shown)} of {len(rows)} jobs were pruned or lack loss or cost, and are left out."
     return Figure(
         name=name,
         title=title,
@@ -214,14 +222,14 @@ def curves_figure(folder: Path, rows: Sequence[Row], common: Sequence[str], note
 
 
 def losses_of(metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return what is named a loss, by name."""
+    """Return the metrics that are named a loss."""
     return {name: one for name, one in metrics.items() if "loss" in name.lower() and one.values}
 
 
 def loss_name(logged: Sequence[dict[str, Series]]) -> str:
-    """Return the loss that curves are compared in: what most jobs logged; training's where there are several.
+    """Return the name of the loss whose curves are drawn: the one that most jobs logged, if several a training's.
 
-    The same one of all jobs, since a validation's is not to be compared with a training's.
+    It is the same for all jobs, since validation and training losses do not compare.
     """
     jobs = Counter(name for losses in logged for name in losses)
     points = Counter(name for losses in logged for name, one in losses.items() for _ in one.values)
@@ -229,7 +237,7 @@ def loss_name(logged: Sequence[dict[str, Series]]) -> str:
 
 
 def label(row: Row, common: Sequence[str]) -> str:
-    """Return what tells a job from the others in the little room of a legend.
+    """Return a job's number and own overrides, shortened for a legend.
 
     >>> label(Row(2, ("model.width=8", "optimizer.lr=0.000123456", "data.width=9"), "finished"), [])
     '#2 model.width=8 lr=0.0001235 data.width=9'
@@ -244,7 +252,7 @@ def label(row: Row, common: Sequence[str]) -> str:
 
 
 def job_folder(folder: Path, row: Row) -> Path:
-    """Return where a job wrote: inside the sweep as it lies now, else where it said, from the working directory."""
+    """Return the folder of a job: inside the sweep's, which may have been moved, else as the row has it."""
     parts = Path(row.folder).parts
     for start in range(len(parts)):
         inside = folder.joinpath(*parts[start:])

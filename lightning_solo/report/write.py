@@ -1,4 +1,4 @@
-"""Reads a folder, whichever kind it is, and writes its report into it."""
+"""Reads the folder of a run, a sweep or a ladder, and writes its report into it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = "a run has csv/metrics.csv, csv/memory.csv or config.yaml, a sweep has r
 
 @dataclass(frozen=True)
 class Written:
-    """What was written where, and what had to be left out."""
+    """The files of a report, and notes on what it leaves out."""
 
     page: Path
     pngs: tuple[Path, ...]
@@ -33,7 +33,7 @@ def write_report(folder: Path) -> Written:
     Raises:
         PresetError: there is no such folder, or it can't be written.
         NothingToDoError: it holds nothing to report on.
-        CheckpointError: nothing of what it holds can be read.
+        CheckpointError: none of its files can be read.
         CapabilityError: a package is missing.
     """
     report = read(folder)
@@ -45,14 +45,14 @@ def write_report(folder: Path) -> Written:
         for path, content in {**files, target: html.encode("utf-8", errors="replace")}.items():
             write_whole(path, content)
         events = folder / "tensorboard" / "report"
-        there = bool(drawn) and to_tensorboard(drawn, events)
+        has_events = bool(drawn) and to_tensorboard(drawn, events)
     except OSError as error:
         raise PresetError(f"report {folder}: can't be written: {error.strerror}: {error.filename}") from error
-    return Written(target, tuple(files), events if there else None, tuple(report.notes))
+    return Written(target, tuple(files), events if has_events else None, tuple(report.notes))
 
 
 def read(folder: Path) -> Report:
-    """Return all that a folder tells."""
+    """Return the report on a folder."""
     if not folder.is_dir():
         beside = Path("runs") / folder
         hint = f"; did you mean {str(beside)!r}? " if not folder.is_absolute() and beside.is_dir() else "; "
@@ -70,9 +70,9 @@ def read(folder: Path) -> Report:
         report.add(read_run(folder, ("csv", ".")) if sweep else read_run(folder))
     except OSError as error:
         raise PresetError(f"report {folder}: can't be read: {error.strerror}: {error.filename}") from error
-    if report.tells_something:
+    if report.has_content:
         return report
     if report.notes:
         raise CheckpointError(f"report {str(folder)!r}: nothing can be read:\n  " + "\n  ".join(report.notes))
-    there = ", ".join(sorted(plain(path.name) for path in folder.iterdir())[:12]) or "nothing"
-    raise NothingToDoError(f"report {str(folder)!r}: nothing to report on; {KINDS}; there is {there}")
+    names = ", ".join(sorted(plain(path.name) for path in folder.iterdir())[:12]) or "nothing"
+    raise NothingToDoError(f"report {str(folder)!r}: nothing to report on; {KINDS}; there is {names}")

@@ -56,7 +56,9 @@ class Orphans:
             start = read_json(files.start) or {}
             status, detail = outcome(-signal.SIGTERM, files.result_of(start["attempt"]), timed_out=True)
             if status == "timed out":
-                detail = f"after {self.settings.timeout_s:g} s (hydra.launcher.timeout_s), begun by an earlier command"
+                detail = (
+                    f"after {self.settings.timeout_s:g} s (hydra.launcher.timeout_s), started by an earlier command"
+                )
             now = time.time()
             end = {"attempt": start["attempt"], "status": status, "detail": detail}
             with suppress(OSError):  # a full disk: the row says that the end is not known

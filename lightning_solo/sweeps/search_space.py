@@ -35,7 +35,7 @@ class SearchSpace:
         return [*self.fixed, *(f"{name}={params[name]}" for name in self.distributions)]
 
     def samples(self) -> list[list[str]]:
-        """Return trials' overrides in which each choice and each end of a range occurs, with the first of the others."""
+        """Return trials in which each choice and each end of a range occurs, with the first ones of the others."""
         ends = {name: _ends(distribution) for name, distribution in self.distributions.items()}
         first = {name: values[0] for name, values in ends.items()}
         others = [{**first, name: value} for name, values in ends.items() for value in values[1:]]

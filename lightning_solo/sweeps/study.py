@@ -59,7 +59,7 @@ def open_study(folder: Path, settings: Settings, space: SearchSpace) -> Study:
     elif before != identity:
         raise CheckpointError(
             f"{folder / STUDY}: a study with other parameters:{differences(before, identity)}\ngive the former ones to"
-            " resume it, or start another by another name: run=..., or in an application of your own hydra.sweep.dir=..."
+            " resume it, or another name for a new one: run=..., or in an application of your own hydra.sweep.dir=..."
         )
     return study
 

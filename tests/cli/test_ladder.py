@@ -194,7 +194,7 @@ def test_rungs_that_no_command_has_made_yet_have_names(tmp_path: Path, capsys: p
     tell(display, names, "adopted", 5, "pid 7")  # it runs in the second half, where the killed command was
     tell(display, names, "started", 0, "")
     assert capsys.readouterr().err.splitlines() == [
-        "bf16 + checkpointing: still running, begun by an earlier command",
+        "bf16 + checkpointing: still running, started by an earlier command",
         "baseline: started",
     ]
     console = Console(width=120)

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.memory import ledger
+from lightning_solo.memory.events import CATEGORIES
 from lightning_solo.report.palette import DASHES, LIGHT
-from lightning_solo.report.run_folder import CATEGORIES, read_run
+from lightning_solo.report.run_folder import read_run
 from lightning_solo.report.step_times import of_tensorboard, records
 from lightning_solo.units import GiB, MiB
 from tests.modules import loader, regression
 from tests.report.folders import make_run, write_csv
-
-
-def test_categories_are_those_of_the_ledger() -> None:
-    assert CATEGORIES == ledger.CATEGORIES
 
 
 def test_a_run_has_its_charts_its_configuration_and_versions(tmp_path: Path) -> None:

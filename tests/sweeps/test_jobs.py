@@ -106,7 +106,7 @@ def test_a_process_that_somebody_may_want_to_end_is_named_on_a_terminal_too(
     with display.shown():
         display.tell("adopted", 0, "process 12")
         display.tell("adopted", 1, "")
-    assert caplog.messages == ["#0 n=1: still running, begun by an earlier command: process 12"]
+    assert caplog.messages == ["#0 n=1: still running, started by an earlier command: process 12"]
 
 
 # --- the observer ---

@@ -227,7 +227,7 @@ def test_a_job_of_a_command_that_was_killed_is_waited_for(tmp_path: Path) -> Non
         until(lambda: starts(tmp_path) == {1: 1})
         process.kill()
     with popen(tmp_path, "n=1", script=script, stdout=subprocess.PIPE) as process:  # Ctrl-C ends the wait alone
-        assert "#0 n=1: still running, begun by an earlier command" in process.stdout.readline()  # type: ignore[union-attr]
+        assert "#0 n=1: still running, started by an earlier command" in process.stdout.readline()  # type: ignore[union-attr]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 130
     with popen(tmp_path, "n=1", script=script, stdout=subprocess.PIPE) as process:

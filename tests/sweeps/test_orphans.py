@@ -32,12 +32,14 @@ def test_an_orphan_is_named_and_ended_in_time(tmp_path: Path, kind: str) -> None
     overrides = ["n=1", f"kind={kind}", "hydra.launcher.timeout_s=3", "hydra.launcher.grace_s=0.5"]
     job = orphan(tmp_path, *overrides)
     done = sweep(tmp_path, *overrides, code=1)
-    told = f"#0 n=1 kind={kind}: still running, begun by an earlier command: process {job}, which may take 3 s from its"
+    told = (
+        f"#0 n=1 kind={kind}: still running, started by an earlier command: process {job}, which may take 3 s from its"
+    )
     assert told in done.stdout
     assert not is_alive(job)
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
     assert (row.status, row.attempt) == ("timed out", 1)
-    assert row.detail == "after 3 s (hydra.launcher.timeout_s), begun by an earlier command"
+    assert row.detail == "after 3 s (hydra.launcher.timeout_s), started by an earlier command"
     assert row.seconds is not None
     assert row.seconds > 3  # from its start, not from this command's
     sweep(tmp_path, *overrides, code=1)
@@ -59,5 +61,5 @@ def test_a_job_whose_time_another_process_keeps_is_left_to_it(tmp_path: Path) ->
         until(lambda: starts(tmp_path) == {1: 1})
         command.kill()
     done = sweep(tmp_path, "n=1", "sleep=6", "hydra.launcher.timeout_s=0.1")
-    assert "#0 n=1 sleep=6: still running, begun by an earlier command\n" in done.stdout
+    assert "#0 n=1 sleep=6: still running, started by an earlier command\n" in done.stdout
     assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["finished"]

@@ -15,12 +15,12 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_solo.errors import PresetError
-from lightning_solo.memory.events import CATEGORIES
+from lightning_solo.memory.events import CATEGORIES, PHASES
 from lightning_solo.memory.reading import Reading
 from lightning_solo.report.run_folder import read_run
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.memory_logger import phase_peaks, technique
-from lightning_solo.techniques.memory_logger.phase_peaks import PHASES, PhasePeaks
+from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
 from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB

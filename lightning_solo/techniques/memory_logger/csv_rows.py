@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from lightning_solo.memory.events import CATEGORIES
+from lightning_solo.memory.events import CATEGORIES, PHASES
 from lightning_solo.memory.reading import Reading
-from lightning_solo.techniques.memory_logger.phase_peaks import PHASES
 
 _OF_READING = {
     field.name: field.name if field.name == "alloc_retries" else f"{field.name}_bytes" for field in fields(Reading)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from lightning_solo.memory.events import PHASES
 from lightning_solo.memory.reading import Reading, read, resident_bytes
-
-PHASES = ("forward", "backward", "optimizer_step")
 
 
 class PhasePeaks:
