@@ -24,8 +24,8 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sub-command named first on the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given.pop(0) if given else "--help"
+    rest = list(sys.argv[1:] if arguments is None else arguments)
+    name = rest.pop(0) if rest else "--help"
     if name in ("-h", "--help", "help"):
         print(_usage())
         raise SystemExit(0)
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         refuse(f"no command {name!r}{nearest(name, COMMANDS)}there are {', '.join(COMMANDS)}")
     try:
-        code = importlib.import_module(f"lightning_solo.cli.{name}").run(given)
+        code = importlib.import_module(f"lightning_solo.cli.{name}").run(rest)
     except SoloError as error:
         refuse(str(error))
     except KeyboardInterrupt:
@@ -52,6 +52,6 @@ def _usage() -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """Say why not, in one sentence, and exit with 2."""
+    """Print why the command is refused, and exit with 2."""
     print(f"lightning-solo: {message}", file=sys.stderr)
     raise SystemExit(2)

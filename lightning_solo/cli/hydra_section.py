@@ -1,4 +1,4 @@
-"""What Hydra itself would call before a line of ours runs: its callbacks, launcher, sweeper and log handlers."""
+"""Checks Hydra's own section, whose callbacks, launcher, sweeper and log handlers Hydra calls before our code runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHand
 
 
 def check_hydra(cfg: DictConfig) -> None:
-    """Refuse what Hydra itself would call before a line of ours runs: callbacks, launchers, log handlers.
+    """Refuse callbacks, launchers and log handlers that Hydra would call before our code runs.
 
     Raises:
         PresetError: a target that is not Hydra's own or a plugin's, or a resolver that makes one out of a string.

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import trainer_arguments
 from lightning_solo.cli import INTERRUPTED
-from lightning_solo.cli.ladder_line import Asked, Given, compose_base, folder_of, parse, prepare, settings_of
+from lightning_solo.cli.ladder_line import Given, RungConfig, compose_base, folder_of, parse, prepare, settings_of
+from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.cli.train import brings_data, build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, PresetError, SoloError
 from lightning_solo.report.write import write_report
@@ -32,27 +31,27 @@ from lightning_solo.units import format_bytes
 PRELOAD = ("lightning_solo.sweeps.measurement",)
 
 
-def rung(asked: Asked) -> dict[str, Any]:
-    """Train one combination in this process and return what it took."""
+def rung(config: RungConfig) -> dict[str, Any]:
+    """Train one combination in this process and return its measurements."""
     from lightning_solo.sweeps.measurement import Clock, measure
 
-    clock, checked = Clock(), asked.checked
+    clock, checked = Clock(), config.checked
     arguments = trainer_arguments(checked.solo, callbacks=[clock], allow=checked.allow)
     import lightning as L
 
-    L.seed_everything(asked.seed, workers=True, verbose=False)
+    L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
     if data is None and not brings_data(model):
         raise PresetError(
             f"data: none, and {type(model).__name__} has no train_dataloader; give it one, or write data=custom"
             " data._target_=my_project.MyData allow=[my_project]"
         )
-    trainer = {**own_arguments(Path(asked.folder)), **checked.trainer, **arguments}
-    return measure(model, data, trainer, clock, asked.steps)
+    trainer = {**own_arguments(Path(config.folder)), **checked.trainer, **arguments}
+    return measure(model, data, trainer, clock, config.steps)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the ladder, print it, write it; 0 if there is something to compare and ``--until`` was reached."""
+    """Run, print and write the ladder; 0 if a rung finished, and with ``--until`` if one fits."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
     given = parse(arguments)
     cfg = compose_base(given)
@@ -81,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
         done = [row for row in ladder.figures() if row.status not in AGAIN]
         write(folder, given, command, done)
         display.console.print(
-            f"interrupted, rungs done: {len(done)}; the same command goes on: {folder.path}", soft_wrap=True
+            f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}", soft_wrap=True
         )
         return INTERRUPTED
     written = write(folder, given, command, rows)
@@ -89,10 +88,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def claim(folder: SweepFolder, given: Given, command: str) -> None:
-    """Make the folder a ladder's.
+    """Reserve the folder for this ladder.
 
     Raises:
-        CheckpointError: it is something else's.
+        CheckpointError: it holds something else.
     """
     file = folder.path / "ladder.json"
     if file.exists():
@@ -103,7 +102,7 @@ def claim(folder: SweepFolder, given: Given, command: str) -> None:
 
 
 def write(folder: SweepFolder, given: Given, command: str, rows: Sequence[Figures]) -> Path:
-    """Write `ladder.json`, whole at any moment, and return where."""
+    """Write `ladder.json` and return its path."""
     of_jobs = results.read(folder.results)
     file = folder.path / "ladder.json"
     before = read_json(file) or {}
@@ -124,13 +123,13 @@ def write(folder: SweepFolder, given: Given, command: str, rows: Sequence[Figure
 
 
 def failed(row: Figures) -> bool:
-    """Tell whether a rung ran, and came to no end."""
+    """Return whether a rung ran and did not finish."""
     return row.status not in (FINISHED, NOT_RUN)
 
 
 def tell(display: Display, names: dict[int, str], event: str, number: int | None, detail: str) -> None:
-    """Hand an event to the display, with the rung's name; a line of its own where that shows none."""
-    if number is not None and number not in names:  # of an earlier command, and not yet made by this one
+    """Pass an event to the display, with the rung's name; print a line of its own where the display shows none."""
+    if number is not None and number not in names:  # of an earlier command, before this one has named it
         start = read_json(display.folder.job(number).start) or {}
         names[number] = Path(start.get("folder", f"#{number}")).name.replace("+", " + ")
     display.names = names
@@ -139,13 +138,13 @@ def tell(display: Display, names: dict[int, str], event: str, number: int | None
     display.tell(event, number, detail)
     if number is not None and event != "anew" and not display.console.is_terminal:
         words = {"started": event, "adopted": "still running, started by an earlier command"}
-        said = words.get(event, detail.replace("failed CapabilityError", NOT_RUN))
-        said += ", by an earlier command" if event == "kept" else ""
-        display.console.print(f"{names[number]}: {said}", soft_wrap=True, highlight=False, markup=False)
+        line = words.get(event, detail.replace("failed CapabilityError", NOT_RUN))
+        line += ", by an earlier command" if event == "kept" else ""
+        print_lines(display.console, [f"{names[number]}: {line}"])
 
 
 def picture(folder: Path) -> str:
-    """Write the ladder's page and pictures, and return what to say about it."""
+    """Write the ladder's page and pictures, and return a line about them."""
     try:
         return f"report: {write_report(folder).page}"
     except SoloError as error:
@@ -153,33 +152,24 @@ def picture(folder: Path) -> str:
 
 
 def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: Path, fits: Figures | None) -> int:
-    """Print the table and what came of ``--until``, draw the picture, and return the exit status."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    """Print the table and the result of ``--until``, draw the picture, and return the exit status."""
+    console = table_console()
     console.print(table(rows, given.steps))
     outputs = [folder.path / row.name.replace(" ", "") / "output.log" for row in rows if failed(row)]
-    said = [f"memory: {memory_in_words(rows)}", noise_in_words(rows), *details(rows)]
-    for line in [*filter(None, said), *(f"output: {path}" for path in outputs if path.exists())]:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"figures: {written}\n{picture(folder.path)}", soft_wrap=True, highlight=False)
+    notes = [f"memory: {memory_in_words(rows)}", noise_in_words(rows), *details(rows)]
+    print_lines(console, [*filter(None, notes), *(f"output: {path}" for path in outputs if path.exists())])
+    print_lines(console, [f"figures: {written}", picture(folder.path)])
     finished = [row for row in rows if row.status == FINISHED]
     if any(failed(row) for row in rows):
-        console.print("to run the failed ones again: the same command with hydra.launcher.rerun=failed", soft_wrap=True)
+        print_lines(console, ["to run the failed ones again: the same command with hydra.launcher.rerun=failed"])
     if given.until is None:
         return 0 if finished else 1
     limit = format_bytes(given.until)
     if fits is None:
         least = min(finished, key=lambda row: row.peak_bytes or 0, default=None)
         nearest = f"; the smallest, {least.name}, takes {format_bytes(least.peak_bytes or 0)}" if least else ""
-        console.print(f"none fits in {limit}{nearest}", style="bold", soft_wrap=True, highlight=False)
+        print_lines(console, [f"none fits in {limit}{nearest}"], style="bold")
         return 1
-    console.print(
-        f"{fits.name} fits in {limit}, with {format_bytes(fits.peak_bytes or 0)}; train with it:\n"
-        f"{shlex.join(['lightning-solo', 'train', *fits.overrides])}",
-        style="bold",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    fitting = f"{fits.name} fits in {limit}, with {format_bytes(fits.peak_bytes or 0)}; train with it:"
+    print_lines(console, [fitting, shlex.join(["lightning-solo", "train", *fits.overrides])], style="bold")
     return 0

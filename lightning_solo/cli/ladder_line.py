@@ -1,14 +1,13 @@
-"""The command line of `lightning-solo ladder`: checked, and made into what each combination's process is told."""
+"""The command line of `lightning-solo ladder`: checked, and turned into the configuration of each combination."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -23,18 +22,18 @@ from lightning_solo.cli.command_line import (
     check_root,
     compose_application,
 )
+from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import refuse_twice
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.ladder import Prepared
 from lightning_solo.sweeps.rungs import Technique, chosen, folder_name, overrides_of
-from lightning_solo.units import parse_bytes
 
 OURS = {
     "solo": "the ladder chooses the presets, from `baseline` on; drop it, or choose techniques: --techniques bf16",
     "trainer.max_steps": "every rung takes as many optimizer steps; write --steps 25",
-    "resume": "a ladder always goes on where the same command stopped; drop it",
+    "resume": "a ladder always resumes where the same command stopped; drop it",
     "hydra/launcher": "a ladder runs on hydra/launcher=solo; drop it",
     "monitor": "a rung keeps no checkpoint; drop it",
 }
@@ -42,8 +41,8 @@ OURS = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a rung's process is told."""
+class RungConfig:
+    """The configuration of one rung, for its process."""
 
     checked: CheckedConfig
     seed: int
@@ -62,38 +61,25 @@ class Given:
 
     @property
     def of_the_task(self) -> tuple[str, ...]:
-        """The overrides that say what is trained, not where or how it is run."""
+        """The overrides of what is trained, without those of where and how it runs."""
         return tuple(t for t in self.overrides if not t.lstrip("+~").startswith(("hydra", "run=", "root=")))
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuses in our words, not by printing the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise PresetError(
-            f"{message}; a ladder takes overrides as `lightning-solo train` does, --steps, --until and --techniques"
-        )
 
 
 def parse(arguments: Sequence[str]) -> Given:
     """Return the command line.
 
     Raises:
-        PresetError: a flag or a value that can't be, an override that a ladder has no use for.
+        PresetError: an unknown flag, a value out of range, or an override that a ladder has no use for.
     """
-    parser = Parser(prog="lightning-solo ladder", allow_abbrev=False, description=__doc__.splitlines()[0])
+    takes = "a ladder takes overrides as `lightning-solo train` does, --steps, --until and --techniques"
+    parser = Parser("ladder", __doc__.splitlines()[0], takes)
     parser.add_argument("overrides", nargs="*", help="as for `lightning-solo train`: model=custom model._target_=...")
     parser.add_argument("--steps", default="25", help="optimizer steps of each rung (25)")
     parser.add_argument("--until", help="stop at the first combination whose peak memory is within this, such as 16GiB")
     parser.add_argument("--techniques", help="some of the techniques, joined by commas")
-    found = parser.parse_intermixed_args(list(arguments))
-    if not found.steps.isdecimal() or not int(found.steps):
-        raise PresetError(f"--steps {found.steps}: must be an integer of at least 1, such as --steps 25")
-    try:
-        until = None if found.until is None else parse_bytes(found.until)
-    except ValueError as error:
-        raise PresetError(f"--until {error}") from None
-    for override in parsed(found.overrides):
+    options = parser.parse_intermixed_args(list(arguments))
+    steps, until = positive("--steps", options.steps, 25), size("--until", options.until)
+    for override in parsed(options.overrides):
         key = override.key_or_group
         if override.is_sweep_override():
             raise PresetError(
@@ -101,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Given:
             )
         if key in OURS:
             raise PresetError(f"{override.input_line}: {OURS[key]}")
-    return Given(tuple(found.overrides), int(found.steps), until, chosen(found.techniques))
+    return Given(tuple(options.overrides), steps, until, chosen(options.techniques))
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
@@ -117,14 +103,14 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def compose_base(given: Given) -> DictConfig:
-    """Return the application as the baseline has it; checked as `lightning-solo train` checks its own."""
+    """Return the baseline's configuration, checked like that of `lightning-solo train`."""
     overrides = overrides_of((), given.overrides, given.techniques)
     check_command_line(overrides)
     return compose_application(overrides)
 
 
 def prepare(techniques: tuple[Technique, ...], given: Given, folder: Path) -> Prepared:
-    """Return a combination as its process needs it.
+    """Return a combination with the configuration for its process.
 
     Raises:
         PresetError, ConflictError: as `check_config`.
@@ -135,9 +121,9 @@ def prepare(techniques: tuple[Technique, ...], given: Given, folder: Path) -> Pr
     smaller = same_global_batch(checked, overrides)
     if smaller != overrides:
         cfg, checked = composed(smaller)
-    asked = Asked(checked, int(cfg.seed), given.steps, str((folder / folder_name(techniques)).absolute()))
-    told = json.dumps([asdict(checked), asked.seed, asked.steps], sort_keys=True, default=str)
-    return Prepared(tuple(smaller), asked, hashlib.sha256(told.encode()).hexdigest()[:16])
+    config = RungConfig(checked, int(cfg.seed), given.steps, str((folder / folder_name(techniques)).absolute()))
+    text = json.dumps([asdict(checked), config.seed, config.steps], sort_keys=True, default=str)
+    return Prepared(tuple(smaller), config, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def composed(overrides: Sequence[str]) -> tuple[DictConfig, CheckedConfig]:
@@ -145,7 +131,7 @@ def composed(overrides: Sequence[str]) -> tuple[DictConfig, CheckedConfig]:
     try:
         cfg = compose_application(overrides)
     except (HydraException, OmegaConfBaseException):
-        check_command_line(overrides)  # says what is wrong
+        check_command_line(overrides)  # raises an error of its own, with the remedy
         raise
     return cfg, check_config(cfg)
 
@@ -153,23 +139,24 @@ def composed(overrides: Sequence[str]) -> tuple[DictConfig, CheckedConfig]:
 def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[str]:
     """Return the overrides with the batch divided by the micro-batches of a step, where it is an argument.
 
-    A loader whose batch is no argument keeps its batches; the row then says that its steps take more samples.
+    A loader whose batch is not an argument keeps it; the row then notes that its steps take more samples.
     """
-    factor, found = micro_batches(checked.solo), batch_argument(checked)
-    if factor == 1 or found is None or found[1] % factor:
+    factor, argument = micro_batches(checked.solo), batch_argument(checked)
+    if factor == 1 or argument is None or argument[1] % factor:
         return list(overrides)
-    return with_batch(overrides, found[0], found[1] // factor)
+    key, batch = argument
+    return with_batch(overrides, key, batch // factor)
 
 
 def batch_argument(checked: CheckedConfig) -> tuple[str, int] | None:
-    """Return the key of the argument that is the loader's batch, and its value; None where the batch is no argument."""
+    """Return key and value of the argument that sets the loader's batch; None where there is none."""
     group = "data" if "_target_" in checked.data or "batch_size" not in checked.model else "model"
     batch = getattr(checked, group).get("batch_size")
     return (f"{group}.batch_size", batch) if isinstance(batch, int) else None
 
 
 def with_batch(overrides: Sequence[str], key: str, batch: int) -> list[str]:
-    """Return overrides with another value for the argument that is the loader's batch."""
+    """Return overrides with another value of the argument that sets the loader's batch."""
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] != key]
     mark = next((text[: text.index(key)] for text in overrides if text.lstrip("+").partition("=")[0] == key), "")
     return [*kept, f"{mark}{key}={batch}"]
@@ -184,7 +171,7 @@ def micro_batches(solo: SoloConfig) -> int:
 
 
 def settings_of(cfg: DictConfig) -> tuple[Settings, tuple[str, ...]]:
-    """Return how the processes run, and what is imported before them, from ``hydra.launcher``."""
+    """Return the settings of the processes and the modules to preload, from ``hydra.launcher``."""
     launcher: Any = cfg.hydra.launcher
     if not str(launcher.get("_target_")).endswith("SoloLauncher"):
         raise PresetError(
@@ -194,7 +181,7 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, tuple[str, ...]]:
 
 
 def folder_of(given: Given, cfg: DictConfig) -> Path:
-    """Return the ladder's folder: the one named by ``run=``, else one that the same command finds again."""
+    """Return the ladder's folder: named by ``run=``, else by a hash of the command."""
     named = any(override.key_or_group == "run" for override in parsed(given.overrides))
     what = [sorted(given.of_the_task), given.steps, [technique.name for technique in given.techniques]]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""`lightning-solo plan`: what training would take under each preset, on a GPU that need not be here."""
+"""`lightning-solo plan`: the memory and time of training under each preset, on a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from lightning_solo.units import format_bytes
 TIMEOUT_S = 3600.0
 
 
-class FoundThere:
-    """What a function returns where it is unpickled: in the process that plans, since this one has no torch.
+class Deferred:
+    """A call that is made where this is unpickled: in the process that plans, since this one has no torch.
 
     Args:
-        find: without arguments, from a module's top level.
+        function: without arguments, from a module's top level.
     """
 
-    def __init__(self, find: Callable[[], Any]) -> None:
-        self.find = find
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return self.find, ()
+        return self.function, ()
 
 
 def budget_here(budget: int | None) -> int:
-    """Return the budget on the device that is here, or all of its memory for None.
+    """Return the budget on this machine's device, or all of its memory for None.
 
     Raises:
         PresetError: the device has less.
@@ -57,16 +57,16 @@ def run(arguments: Sequence[str]) -> int:
     given = parse(arguments)
     if given.calibrate:
         return measure(as_json=given.as_json)
-    WORKER.start()  # torch is imported there while presets are composed here
+    WORKER.start()  # it imports torch while presets are composed here
     checked, presets, refused = compose(given)
-    budget: Any = given.budget if given.device else FoundThere(partial(budget_here, given.budget))
-    here = given.device is None or given.device.name == CPU
-    host = host_memory()[1] if given.host_memory is None and here else given.host_memory
+    budget: Any = given.budget if given.device else Deferred(partial(budget_here, given.budget))
+    local = given.device is None or given.device.name == CPU
+    host = host_memory()[1] if given.host_memory is None and local else given.host_memory
     request = Request(
         make=partial(model_of, checked),
         batch=partial(first_batch, checked),
         trainer=checked.trainer,
-        device=given.device or FoundThere(this_device),
+        device=given.device or Deferred(this_device),
         budget=budget,
         micro_batch=given.micro_batch,
         allow=checked.allow,
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def measure(*, as_json: bool) -> int:
-    """Measure the device that is here, and say what came of it and where that is kept.
+    """Measure this machine's device, and print the readings and where they are stored.
 
     Raises:
         CapabilityError: it can't be measured now, or the readings can't be kept.
@@ -102,14 +102,14 @@ def measure(*, as_json: bool) -> int:
 
 
 def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict[str, SoloError]]:
-    """Return the plans, the one to try first in front, and why the other presets have none.
+    """Return the plans, the one to try first in front, and the errors of the other presets.
 
     Args:
         request: for the process that plans.
-        host_memory: bytes that the host has; None where that isn't known.
+        host_memory: bytes of the host; None where they are unknown.
 
     Raises:
-        PresetError: the configuration says it of all of them, such as a module without data.
+        PresetError: the configuration can't be planned under any preset, such as a module without data.
         PlanError: the process that plans ended.
     """
     plans: list[Plan] = []
@@ -117,12 +117,12 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
     progress = Progress(list(request.presets))
     with progress.shown():
         for name, answer in WORKER.answers(request, TIMEOUT_S):
-            found = with_host_memory(answer, host_memory) if isinstance(answer, Plan) else answer
-            progress.tell(name, found)
-            if isinstance(found, Plan):
-                plans.append(found)
+            if isinstance(answer, Plan):
+                answer = with_host_memory(answer, host_memory)
+                plans.append(answer)
             else:
-                failed[name] = found
+                failed[name] = answer
+            progress.tell(name, answer)
     if not plans and len({str(error) for error in failed.values()}) == 1:
         error = next(iter(failed.values()))
         if "" in failed or isinstance(error, PresetError):
@@ -131,7 +131,7 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
 
 
 def longer_steps(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
-    """Return what to say of presets whose optimizer step is of several micro-batches, as are its time and its order."""
+    """Return a line for each preset whose optimizer step, and so its time, is of several micro-batches."""
     of = {plan.preset: micro_batches(presets[plan.preset]) for plan in plans}
     return [f"{name}: an optimizer step is of {count} micro-batches" for name, count in of.items() if count > 1]
 
@@ -139,7 +139,7 @@ def longer_steps(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> li
 def as_plain(
     plans: Sequence[Plan], failed: Mapping[str, SoloError], arguments: Sequence[str], advice: str
 ) -> dict[str, Any]:
-    """Return what `--json` prints."""
+    """Return the mapping that `--json` prints."""
     return {
         "command": shlex.join(["lightning-solo", "plan", *arguments]),
         "plans": [plan.as_dict() for plan in plans],

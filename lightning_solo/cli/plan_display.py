@@ -1,4 +1,4 @@
-"""Plans on the terminal: how far it is, the table, the peaks as bars, what was assumed, and the command to write."""
+"""Plans on the terminal: progress, the table, the peaks as bars, assumptions, and the command to train with."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from rich.text import Text
 
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import batch_argument, with_batch
+from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.errors import SoloError
 from lightning_solo.planner.calibration import Readings
 from lightning_solo.planner.device import CPU, Device
 from lightning_solo.planner.plan import Plan
-from lightning_solo.planner.table import COLOURS, table
+from lightning_solo.planner.table import COLOURS
+from lightning_solo.planner.table import table as plan_table
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.report.plan_chart import CATEGORIES, OVERHEAD, length, parts
 from lightning_solo.units import format_bytes
@@ -30,7 +32,7 @@ BUDGET = "|"
 
 
 class Progress:
-    """Says on standard error what is being planned and what came of the others: in place, or a line for each.
+    """Shows on standard error the preset being planned and the verdicts of the others: in place, or a line for each.
 
     Args:
         names: of the presets, in the order in which they are planned.
@@ -44,21 +46,21 @@ class Progress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show it, where there is a terminal."""
+        """Show the progress until the end, where there is a terminal."""
         if not self.console.is_terminal:
             yield
             return
         with self.console.status(self._line()) as self._status:
             yield
 
-    def tell(self, name: str, found: Plan | SoloError) -> None:
-        """Take note of a preset that is done."""
-        self.done[name] = found.verdict if isinstance(found, Plan) else "could not be planned"
+    def tell(self, name: str, answer: Plan | SoloError) -> None:
+        """Show that a preset is done."""
+        self.done[name] = answer.verdict if isinstance(answer, Plan) else "could not be planned"
         if self._status is not None:
             self._status.update(self._line())
         else:
-            needed = f", {format_bytes(found.needed_bytes)}" if isinstance(found, Plan) else ""
-            self.console.print(f"{name}: {self.done[name]}{needed}", highlight=False, markup=False, soft_wrap=True)
+            needed = f", {format_bytes(answer.needed_bytes)}" if isinstance(answer, Plan) else ""
+            print_lines(self.console, [f"{name}: {self.done[name]}{needed}"])
 
     def _line(self) -> Text:
         now = next((name for name in self.names if name not in self.done), "")
@@ -69,24 +71,20 @@ class Progress:
 
 
 def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: Sequence[str], advice: str) -> None:
-    """Print all of it; plans come with the one to try first in front."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    """Print plans, of which the first is the one to try first, errors, notes and advice."""
+    console = table_console()
     if plans:
-        console.print(heading(plans), soft_wrap=True, highlight=False, markup=False)
-        console.print(table(plans))
+        print_lines(console, [heading(plans)])
+        console.print(plan_table(plans))
         console.print()
         console.print(bars(plans, console.width))
-        for line in [*assumptions(plans), *notes, *shortages(plans)]:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-    for name, error in failed.items():
-        console.print(f"{name}: not planned: {error}", soft_wrap=True, highlight=False, markup=False)
-    console.print(advice, style="bold", soft_wrap=True, highlight=False, markup=False)
+        print_lines(console, [*assumptions(plans), *notes, *shortages(plans)])
+    print_lines(console, [f"{name}: not planned: {error}" for name, error in failed.items()])
+    print_lines(console, [advice], style="bold")
 
 
 def heading(plans: Sequence[Plan]) -> str:
-    """Return what all rows have in common, and what the columns are."""
+    """Return the device, budget and batch of all plans, and the meaning of the columns."""
     first = plans[0]
     context = "" if first.device == CPU else " with the CUDA context"
     fastest = "the fastest that fits" if first.fits else "the fastest"
@@ -97,7 +95,7 @@ def heading(plans: Sequence[Plan]) -> str:
 
 
 def bars(plans: Sequence[Plan], width: int) -> Text:
-    """Return a bar per preset, of a sign per category, with the budget marked; and what the signs mean."""
+    """Return a bar per preset, with a sign per category and the budget marked, and a legend of the signs."""
     inks = dict(zip(CATEGORIES, INKS, strict=True))
     names, budget = max(len(plan.preset) for plan in plans) + 1, plans[0].budget_bytes
     cells = max(min(width, WIDEST) - names - FIGURE, 10)
@@ -123,7 +121,7 @@ def bars(plans: Sequence[Plan], width: int) -> Text:
 
 
 def assumptions(plans: Sequence[Plan]) -> list[str]:
-    """Return what was taken for granted, each once, with the presets that it is about where those are not all."""
+    """Return each assumption once, with the presets that it is about unless it is about all."""
     of: dict[str, list[str]] = {}
     for plan in plans:
         for text in plan.assumptions:
@@ -139,7 +137,7 @@ def shortages(plans: Sequence[Plan]) -> list[str]:
 
 
 def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: CheckedConfig) -> str:
-    """Return the command that trains with the first that fits; or the nearest, and what is missing."""
+    """Return the command that trains with the first preset if that fits, else how much the nearest lacks."""
     if not plans:
         return "none could be planned"
     first = plans[0]
@@ -147,7 +145,7 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
         left = f"{format_bytes(first.margin_bytes)} are left" + (": tight" if first.verdict == "tight" else "")
         again = command(first.preset, overrides, checked, first.micro_batch)
         return f"{first.preset} fits, {left}. {describe(preset_files()[first.preset])}\ntrain with it: {again}"
-    said = (
+    shortage = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
         f" {format_bytes(first.needed_bytes)}"
         + (f", {format_bytes(-first.margin_bytes)} more" if first.margin_bytes < 0 else "")
@@ -155,33 +153,33 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
     )
     smaller = max(plans, key=lambda plan: plan.largest_micro_batch or 0)
     if not smaller.largest_micro_batch:
-        return said
+        return shortage
     again = command(smaller.preset, overrides, checked, smaller.largest_micro_batch)
-    return f"{said}\n{smaller.preset} fits with batches of {smaller.largest_micro_batch}; train with it: {again}"
+    return f"{shortage}\n{smaller.preset} fits with batches of {smaller.largest_micro_batch}; train with it: {again}"
 
 
 def print_readings(device: Device, readings: Readings, path: Path) -> None:
-    """Print what was measured on a device, beside its peaks, and where it is kept."""
+    """Print the readings of a device, beside its peaks, and where they are stored."""
     console = Console()
-    made = Table(box=None, pad_edge=False, show_header=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
     for kind, speed in readings.flops.items():
         peak = device.flops[kind]
         if speed is not None and peak is not None:
-            made.add_row(f"{kind} product", f"{speed / 1e12:.2f} TFLOP/s", f"{speed / peak:.0%} of {peak / 1e12:g}")
+            table.add_row(f"{kind} product", f"{speed / 1e12:.2f} TFLOP/s", f"{speed / peak:.0%} of {peak / 1e12:g}")
     peak = device.memory_bandwidth
-    made.add_row("copy", f"{readings.bandwidth / 1e9:.1f} GB/s", f"{readings.bandwidth / peak:.0%} of {peak / 1e9:g}")
+    table.add_row("copy", f"{readings.bandwidth / 1e9:.1f} GB/s", f"{readings.bandwidth / peak:.0%} of {peak / 1e9:g}")
     if device.name != CPU:
-        made.add_row("from pinned host memory", f"{readings.host_bandwidth / 1e9:.1f} GB/s")
-        made.add_row("CUDA context", format_bytes(readings.context_bytes))
-        made.add_row("workspace", format_bytes(readings.workspace_bytes))
-    console.print(f"{device.label}, measured on {readings.date}", highlight=False, markup=False)
-    console.print(made)
-    console.print(f"kept for plans for the device that is here: {path}", soft_wrap=True, highlight=False, markup=False)
+        table.add_row("from pinned host memory", f"{readings.host_bandwidth / 1e9:.1f} GB/s")
+        table.add_row("CUDA context", format_bytes(readings.context_bytes))
+        table.add_row("workspace", format_bytes(readings.workspace_bytes))
+    print_lines(console, [f"{device.label}, measured on {readings.date}"])
+    console.print(table)
+    print_lines(console, [f"kept for plans for the device that is here: {path}"])
 
 
 def command(preset: str, overrides: Sequence[str], checked: CheckedConfig, micro_batch: int) -> str:
     """Return the command that trains with a preset and a micro-batch."""
-    given, found = list(overrides), batch_argument(checked)
-    if found is not None and found[1] != micro_batch:
-        given = with_batch(given, found[0], micro_batch)
-    return shlex.join(["lightning-solo", "train", *given, f"solo={preset}"])
+    argument = batch_argument(checked)
+    if argument is not None and argument[1] != micro_batch:
+        overrides = with_batch(overrides, argument[0], micro_batch)
+    return shlex.join(["lightning-solo", "train", *overrides, f"solo={preset}"])

@@ -1,4 +1,4 @@
-"""`lightning-solo presets`: every preset by name, what it is for and which device it needs."""
+"""`lightning-solo presets`: every preset by name, with its purpose and the device it needs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def run(arguments: Sequence[str]) -> int:
     table = Table(box=None, pad_edge=False)
     table.add_column("preset", style="bold", no_wrap=True)
     table.add_column("what it is for, and where it runs")
-    own = user_conf_folder()
+    user_folder = user_conf_folder()
     for name, path in sorted(preset_files().items()):
-        yours = " (yours)" if own is not None and own in path.parents else ""
+        yours = " (yours)" if user_folder is not None and user_folder in path.parents else ""
         table.add_row(name + yours, describe(path))
     Console().print(table)
     return 0

@@ -81,11 +81,7 @@ def rows_of(folder: Path) -> list[Row]:
         sweeps = sorted(str(path.parent) for path in beside.glob("*/results.jsonl"))
         raise NothingToDoError(
             f"{folder}: no results of a sweep there; "
-            + (
-                f"there are {', '.join(sweeps)}"
-                if sweeps
-                else "lightning-solo train -m ... run=<name> makes runs/<name>"
-            )
+            + (f"there are {', '.join(sweeps)}" if sweeps else "lightning-solo train -m ... run=x makes runs/x")
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""The folder of one run: what is in it, and whether a command may start in it or go on from it."""
+"""The folder of one run: its files, and whether a command may start in it or resume from it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class RunFolder:
         self.config = path / "config.yaml"
 
     def open(self, cfg: DictConfig) -> str | None:
-        """Write configuration and versions, and return the checkpoint to go on from, or None to start.
+        """Write configuration and versions, and return the checkpoint to resume from, or None to start.
 
         Raises:
             PresetError: the folder can't be written.
-            CheckpointError: a run is there already and ``resume=never``, or its last checkpoint is damaged.
-            ConflictError: the run to go on with was configured otherwise; lists every difference.
+            CheckpointError: there is a run already and ``resume=never``, or its last checkpoint is damaged.
+            ConflictError: the run to resume was configured otherwise; lists every difference.
         """
         checkpoint = self._checkpoint(cfg)
         try:
@@ -43,11 +43,11 @@ class RunFolder:
     def _checkpoint(self, cfg: DictConfig) -> str | None:
         if not (self.last.exists() or self.last.is_symlink()):
             if cfg.resume != "never":
-                print(f"nothing to go on from in {self.path}: starting at step 0")
+                print(f"nothing to resume in {self.path}: starting at step 0")
             return None
         if cfg.resume == "never":
             raise CheckpointError(
-                f"{self.path} holds a run already; write resume=auto to go on with it, or another name: run=..."
+                f"{self.path} holds a run already; write resume=auto to resume it, or another name: run=..."
             )
         if cfg.resume == "auto":
             self._refuse_changes(cfg)
@@ -66,7 +66,7 @@ class RunFolder:
         if changed:
             raise ConflictError(
                 f"resume=auto: {self.path} was configured otherwise:{''.join(changed)}\n"
-                f"give the former values, or write resume=override to go on with the new ones"
+                f"give the former values, or write resume=override to resume with the new ones"
             )
 
     def _refuse_damaged(self) -> None:
@@ -79,9 +79,9 @@ class RunFolder:
             damaged = str(error)
         if damaged:
             others = sorted(p for p in self.last.parent.glob("*.ckpt") if p != self.last)
-            there = f"; beside it there is {', '.join(p.name for p in others)}" if others else ""
+            beside = f"; beside it there is {', '.join(p.name for p in others)}" if others else ""
             raise CheckpointError(
-                f"{self.last} is damaged ({damaged}){there}; replace it, or start another run: run=..."
+                f"{self.last} is damaged ({damaged}){beside}; replace it, or start another run: run=..."
             )
 
 

@@ -15,8 +15,8 @@ def run(arguments: Sequence[str]) -> int:
     """Print the preset, checked as a run would check it."""
     if not arguments:
         raise PresetError(f"show which preset? there are {', '.join(sorted(preset_files()))}")
-    name, *given = arguments
-    overrides = [re.sub(r"^([+~]*)solo\.", r"\1", text) for text in given]  # as one writes them for `train`
+    name, *overrides = arguments
+    overrides = [re.sub(r"^([+~]*)solo\.", r"\1", text) for text in overrides]  # as written for `train`
     compose(name, overrides)
     print(show(name, overrides), end="")
     return 0

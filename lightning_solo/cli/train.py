@@ -1,4 +1,4 @@
-"""`lightning-solo train`: a Hydra application that trains a module under a preset and says what came of it."""
+"""`lightning-solo train`: a Hydra application that trains a module under a preset and prints a summary."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.sweeps.job_process import RESUMES
+from lightning_solo.sweeps.observer import figures
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB
 
@@ -58,21 +59,21 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _job(cfg: DictConfig) -> float | None:
-    if RESUMES in os.environ:  # a job of a sweep that was begun before
+    if RESUMES in os.environ:  # a job of a sweep that an earlier attempt began
         cfg.resume = "auto"
     try:
         return train(cfg, Path(HydraConfig.get().runtime.output_dir))
     except SoloError as error:
         if HydraConfig.get().mode == RunMode.RUN:
             refuse(str(error))
-        raise CompactHydraException(str(error)) from None  # the sweep goes on; Hydra prints this kind without a trace
+        raise CompactHydraException(str(error)) from None  # the sweep continues; Hydra prints this kind without a trace
 
 
 def train(cfg: DictConfig, folder: Path) -> float | None:
-    """Train as configured inside ``folder`` and return what a search goes by, or None where it was not logged.
+    """Train as configured inside ``folder`` and return the metric that a search monitors, None if it was not logged.
 
     Raises:
-        SoloError: any refusal: of a choice, of this machine, of a run to go on with.
+        SoloError: any refusal: of a choice, of this machine, of a run to resume.
         SystemExit: 130 after Ctrl-C, with the last checkpoint saved.
     """
     checked = check_config(cfg)
@@ -80,8 +81,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     checkpoint = run_folder.open(cfg)
     plan_checks: list[Any] = []
     if checked.solo.auto is not None:
-        goes_on = checkpoint is not None and cfg.resume != "override"
-        solo, plan_checks = chosen(checked, folder / AUTO_FILE, goes_on=goes_on)
+        resumes = checkpoint is not None and cfg.resume != "override"
+        solo, plan_checks = chosen(checked, folder / AUTO_FILE, resumes=resumes)
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
     watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput", "every_n_steps": often}]
@@ -106,8 +107,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
-def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> tuple[SoloConfig, list[Any]]:
-    """Return what `auto` picks for the model and data, and what checks its plan; a run that goes on keeps what it had.
+def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[SoloConfig, list[Any]]:
+    """Return the preset that `auto` picks, which a resumed run keeps, and the callbacks that check its plan.
 
     Raises:
         BudgetError: no preset fits.
@@ -116,7 +117,7 @@ def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> tuple[SoloCo
     from lightning_solo.planner.auto import candidates, checks, choose
     from lightning_solo.planner.plan import Plan
 
-    before = read_json(file) if goes_on else None
+    before = read_json(file) if resumes else None
     if before is not None:
         plan = Plan.from_dict(before)
         return candidates(checked.solo, check_machine, [plan.preset], checked.allow)[plan.preset], checks(plan)
@@ -133,17 +134,17 @@ def chosen(checked: CheckedConfig, file: Path, *, goes_on: bool) -> tuple[SoloCo
 
 
 def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
-    """Return the last value of the metric that a search monitors; of None the validation's loss, by its name.
+    """Return the last value of the metric that a search monitors; by default a validation loss, by its name.
 
     >>> objective({"train_loss": 1.0, "val_loss": 2.0, "val_accuracy": 0.5}, None)
     2.0
     """
-    found = (name for name in metrics if name == monitor or (monitor is None and is_validation_loss(name)))
-    return next((float(metrics[name]) for name in found), None)
+    names = (name for name in metrics if name == monitor or (monitor is None and is_validation_loss(name)))
+    return next((float(metrics[name]) for name in names), None)
 
 
 def _quieten() -> None:
-    """Leave out what Lightning says about itself and its user can't change."""
+    """Silence warnings of Lightning that its user can't act on."""
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # Lightning 2.6 on torch 2.13
 
@@ -170,7 +171,7 @@ def model_of(checked: CheckedConfig) -> Any:
 
 
 def first_batch(checked: CheckedConfig) -> Any:
-    """Return the first training batch; the model that may bring it is built without data."""
+    """Return the first training batch; a model that brings its own data is built with empty parameters."""
     from lightning_solo.planner.fake_modules import empty_parameters
 
     with empty_parameters():
@@ -182,14 +183,14 @@ def first_batch(checked: CheckedConfig) -> Any:
 
 
 def brings_data(model: Any) -> bool:
-    """Tell whether a module has a `train_dataloader` of its own, which a data module would silently replace."""
+    """Return whether a module has a `train_dataloader` of its own, which a data module would silently replace."""
     import lightning as L
 
     return type(model).train_dataloader is not L.LightningModule.train_dataloader
 
 
 def own_arguments(folder: Path) -> dict[str, Any]:
-    """Return the Trainer arguments of the command line itself: where it logs and what it keeps."""
+    """Return the Trainer arguments of the command line itself: its folder and loggers."""
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
     return {
@@ -228,13 +229,13 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
         return
     console.print(f"interrupted at step {trainer.global_step}; saved {saved}", soft_wrap=True, highlight=False)
     if HydraConfig.get().mode == RunMode.RUN:
-        given = [text for text in HydraConfig.get().overrides.task if not text.startswith(("run=", "resume="))]
-        again = shlex.join([*given, f"run={run_folder.path.name}", "resume=auto"])
-        console.print(f"go on with: lightning-solo train {again}", style="bold", soft_wrap=True, highlight=False)
+        overrides = [text for text in HydraConfig.get().overrides.task if not text.startswith(("run=", "resume="))]
+        again = shlex.join([*overrides, f"run={run_folder.path.name}", "resume=auto"])
+        console.print(f"resume with: lightning-solo train {again}", style="bold", soft_wrap=True, highlight=False)
 
 
 def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None:
-    """Print the final table: what was reached, at what cost, and where everything was written."""
+    """Print the final table of metrics and costs, and the paths of what was written."""
     from lightning_solo.memory.reading import read
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -253,7 +254,7 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
         ("device", reading.peak_allocated) if reading.peak_allocated else ("this process", reading.peak_resident)
     )
     table.add_row(f"peak memory, {where}", f"{(peak or 0) / GiB:.3f} GiB")
-    for name, value in _throughput(trainer).items():
+    for name, value in figures(trainer).items():
         table.add_row(name, f"{value:,.2f}")
     console = Console()
     console.print(table)
@@ -262,7 +263,7 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
 
 
 def written(trainer: Any, folder: Path) -> dict[str, Path]:
-    """Return what was written, in words, and where."""
+    """Return the paths of what was written, by a word for each."""
     callback = trainer.checkpoint_callback
     paths = {
         "best checkpoint": Path(callback.best_model_path) if callback and callback.best_model_path else None,
@@ -273,8 +274,3 @@ def written(trainer: Any, folder: Path) -> dict[str, Path]:
         "configuration": folder / "config.yaml",
     }
     return {what: path for what, path in paths.items() if path is not None and path.exists()}
-
-
-def _throughput(trainer: Any) -> dict[str, float]:
-    callback = next(c for c in trainer.callbacks if type(c).__name__ == "Throughput")
-    return dict(callback.figures)

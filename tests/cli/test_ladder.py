@@ -224,7 +224,7 @@ BAD = {
     "-m": "unrecognized arguments: -m; a ladder takes overrides as `lightning-solo train` does, --steps, --until",
     "solo=checkpointing": "solo=checkpointing: the ladder chooses the presets, from `baseline` on; drop it",
     "trainer.max_steps=3": "trainer.max_steps=3: every rung takes as many optimizer steps; write --steps 25",
-    "resume=auto": "resume=auto: a ladder always goes on where the same command stopped",
+    "resume=auto": "resume=auto: a ladder always resumes where the same command stopped",
     "hydra/launcher=basic": "hydra/launcher=basic: a ladder runs on hydra/launcher=solo",
     "model.width=32,64": "'model.width=32,64' names several values; a ladder is of one module",
     "nonsense": "not of the form key=value",

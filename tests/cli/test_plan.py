@@ -350,7 +350,7 @@ BAD = {
     "--picture=plan.jpg": "--picture plan.jpg: must be the name of a PNG file, such as --picture plan.png",
     "-m": "unrecognized arguments: -m; a plan takes overrides as `lightning-solo train` does, --device, --budget",
     "run=first": "run=first: a plan writes no run; drop it",
-    "resume=auto": "resume=auto: a plan goes on with nothing",
+    "resume=auto": "resume=auto: a plan resumes nothing",
     "hydra/launcher=basic": "hydra/launcher=basic: a plan runs no job",
     "nonsense": "not of the form key=value",
     "model.widht=3": "model.widht=3: no 'widht' in model; did you mean 'width'?",

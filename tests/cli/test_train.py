@@ -129,7 +129,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "Traceback" not in output
     saved = steps_of(tmp_path / "runs" / "first")
     assert saved > 0
-    said = re.search(r"^go on with: lightning-solo train (.*)$", output, re.MULTILINE)
+    said = re.search(r"^resume with: lightning-solo train (.*)$", output, re.MULTILINE)
     assert said is not None, output
     again = [text for text in shlex.split(said[1]) if not text.startswith("trainer.max_steps=")]
     assert {"run=first", "resume=auto", "solo=bf16"} <= set(again)

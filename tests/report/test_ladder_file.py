@@ -59,7 +59,7 @@ def test_a_ladder_without_its_baseline_has_no_changes(tmp_path: Path) -> None:
 def test_a_ladder_just_begun_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "ladder.json").write_text('{"rows": []}')
     report = read_ladder(tmp_path)
-    assert (report.tells_something, report.notes) == (False, [])
+    assert (report.has_content, report.notes) == (False, [])
 
 
 def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
@@ -77,6 +77,6 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
 def test_what_is_no_ladder_is_a_note_that_says_what_one_is(tmp_path: Path, text: str) -> None:
     (tmp_path / "ladder.json").write_text(text)
     report = read_ladder(tmp_path)
-    assert not report.tells_something
+    assert not report.has_content
     assert "ladder.json" in report.notes[0]
     assert "a ladder is written by lightning-solo ladder" in report.notes[0]

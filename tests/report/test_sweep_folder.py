@@ -125,7 +125,7 @@ def test_a_torn_line_is_left_out_and_another_version_is_a_note(tmp_path: Path) -
     text = line_of(make_row(0)).split(b" ", 1)[1].replace(b'"version": 1', b'"version": 99').strip()
     (sweep / "results.jsonl").write_bytes(f"{zlib.crc32(text):08x} ".encode() + text + b"\n")
     report = read_sweep(sweep)
-    assert report.tells_something is False
+    assert report.has_content is False
     assert "version 99" in report.notes[0]
     (sweep / "results.jsonl").write_bytes(f"{zlib.crc32(b'[]'):08x} []\n".encode())  # whole, and no row
     assert "no results" in read_sweep(sweep).notes[0]
