@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ _LEAVES = (int, float, str, type(None), torch.dtype, torch.device)
 
 
 class _Entry:
-    """One storage: the bytes last counted for it, its number in the log, and what it is; ``None`` if from before."""
+    """One storage: the bytes last counted for it, its number in the log, and its category; None if from before."""
 
     __slots__ = ("bytes", "label", "number", "on_host", "ref")
 
@@ -41,17 +41,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     for (``UntypedStorage.nbytes``), before an allocator rounds them; fake tensors count as real ones. Tensors from
     before the mode, such as a batch, count only where they belong to ``module`` or ``optimizers``.
 
-    Not seen: memory that a kernel takes and gives back within one operator, and what happens inside of a function that
-    torch.compile has compiled before the mode; one compiled under it runs as if it weren't.
+    Not seen: memory that a kernel allocates and frees within one operator, and the inside of a function that
+    torch.compile compiled before the mode; one compiled under it runs uncompiled.
 
-    What is live is told apart by identity when asked (`live`), so that weights replaced by ``module.to(dtype)`` are
-    never counted as what they were. At the peak (`peak`) a storage counts as what it turned out to be.
+    `live` finds the category of a storage by identity when it is called, so that former weights, replaced by
+    ``module.to(dtype)``, are not counted as weights. At the `peak` a storage counts by the last category it had.
 
     Args:
-        module: Its parameters and buffers are ``weights``, the parameters' ``.grad`` are ``gradients``.
-        optimizers: Tensors in their ``state`` are ``optimizer_states``.
-        device: Type of the device that is counted, such as ``"cuda"``; what lies on the CPU is then on the host.
-            Without it all devices are counted alike, and on the host is only what `on_host` says.
+        module: as in `owned_by`.
+        optimizers: as in `owned_by`.
+        device: type of the device that is counted, such as ``"cuda"``; storages on the CPU are then on the host.
+            Without it all devices are counted alike, and only storages allocated in `on_host` are on the host.
 
     >>> layer = nn.Linear(3, 2)
     >>> with Ledger(layer) as ledger:
@@ -61,7 +61,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, module: nn.Module | None = None, optimizers: Sequence[Optimizer] = (), device: str | None = None
+        self, module: nn.Module | None = None, optimizers: Iterable[object] = (), device: str | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._module = module
@@ -92,7 +92,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _DEVICE:  # two of three calls on fake tensors
             return self.run(func, args, kwargs)
-        if func is not torch.ops.aten.lift_fresh.default:  # how torch.tensor() hands over what it has just made
+        if func is not torch.ops.aten.lift_fresh.default:  # by which torch.tensor() returns a new tensor
             for storage in storages_of((args, kwargs)):  # those from before, of which the result may be a view
                 self._see(storage, None)
         result = self.run(func, args, kwargs)
@@ -130,7 +130,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage is None or entry.label is None:
                 continue
             self._resize(entry, storage)  # a storage may have been resized without any operator
-            # one that was somebody's and isn't any more is what is left over from it
+            # a storage that was owned before, such as a former weight, is a remainder
             unowned = "other" if entry.label in _OWNED else entry.label
             if entry.on_host == on_host:
                 totals[owner.get(key, unowned)] += entry.bytes
@@ -161,12 +161,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start a new peak at the bytes that are live now, and forget the events until now."""
         self._peak, self._host_peak = self.live_bytes, self._host_now
         self._where = ("", "")
-        there = [entry for entry in self._entries.values() if entry.label is not None and not entry.on_host]
-        self.log.forget([(entry.number, entry.bytes) for entry in there])
+        live = [entry for entry in self._entries.values() if entry.label is not None and not entry.on_host]
+        self.log.forget([(entry.number, entry.bytes) for entry in live])
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count what is allocated meanwhile on the host: where device and host are one memory, nothing tells."""
+        """Count what is allocated in this context on the host, for a device that shares its memory with the host."""
         before, self._on_host = self._on_host, True
         try:
             yield
@@ -174,18 +174,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._on_host = before
 
     def see_owned(self) -> None:
-        """Look who owns what now: called by itself at the end of each backward, and where anything is asked."""
+        """Update the owners of storages: called at the end of each backward, and by `live` and `peak`."""
         for category, storage in self._owned():
             self._see(storage, category)
 
     def _owned(self) -> Iterator[tuple[str, UntypedStorage]]:
-        """Yield (category, storage) for what module and optimizers hold; where one is held twice the last one wins."""
-        for optimizer in self._optimizers:
-            yield from (("optimizer_states", storage) for storage in storages_of(list(optimizer.state.values())))
-        if self._module is not None:
-            parameters, buffers = list(self._module.parameters()), list(self._module.buffers())
-            yield from (("gradients", storage) for storage in storages_of([p.grad for p in parameters]))
-            yield from (("weights", storage) for storage in storages_of([parameters, buffers]))
+        for category, tree in owned_by(self._module, self._optimizers):
+            yield from ((category, storage) for storage in storages_of(tree))
 
     def _see(self, storage: UntypedStorage, label: str | None) -> None:
         key = id(storage)
@@ -230,6 +225,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self_._count(self_._entries.pop(key), 0)
 
         return forget
+
+
+def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator[tuple[str, Any]]:
+    """Yield (category, tree of tensors) for all that a module and optimizers hold; of a tensor twice, the last counts.
+
+    Args:
+        module: its parameters and buffers are ``weights``, the parameters' ``.grad`` are ``gradients``.
+        optimizers: tensors in their ``state`` are ``optimizer_states``; others than torch's are skipped.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, Optimizer):
+            yield "optimizer_states", list(optimizer.state.values())
+    if module is not None:
+        parameters = list(module.parameters())
+        yield "gradients", [parameter.grad for parameter in parameters]
+        yield "weights", [parameters, list(module.buffers())]
 
 
 def storages_of(tree: Any) -> Iterator[UntypedStorage]:

@@ -1,4 +1,4 @@
-"""The CUDA allocator's history: recorded for a while, and what it tells of the moment when most was held."""
+"""The CUDA allocator's history: its recording, and the moment in it when most bytes were allocated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_solo.atomic_files import write_whole
-from lightning_solo.memory.ledger import storages_of
+from lightning_solo.memory.ledger import owned_by, storages_of
 from lightning_solo.units import format_bytes
 
 NOT_USERS = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "deepspeed")
@@ -27,7 +26,7 @@ BEFORE = "from before this history, no Python frame"
 
 
 class History:
-    """Records what the CUDA allocator does, and leaves nothing on; where somebody records already, theirs goes on.
+    """Records the CUDA allocator's history; a recording that somebody else started is left running.
 
     Args:
         max_entries: of the history; older ones are dropped.
@@ -65,21 +64,21 @@ class History:
         )
 
     def stop(self) -> None:
-        """Record no longer, if it was this object that did; a second call does nothing."""
+        """Stop the recording if this object started it; a second call does nothing."""
         if self._on:
             self._on = False
             torch.cuda.memory._record_memory_history(None)
 
 
 def records() -> bool:
-    """Tell whether the CUDA allocator records its history."""
-    asked = getattr(torch._C, "_cuda_isHistoryEnabled", None)  # absent in a torch without CUDA
-    return asked is not None and bool(asked())
+    """Return whether the CUDA allocator records its history."""
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)  # absent in a torch without CUDA
+    return is_enabled is not None and bool(is_enabled())
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What the allocator counted: bytes held at the peak since its last reset, and times that it had too little."""
+    """Counters of the allocator: peak bytes since the last reset, and the number of OOMs."""
 
     peak_allocated: int
     ooms: int
@@ -94,20 +93,20 @@ def read_counters(device: torch.device) -> Counters:
 
 @dataclass(frozen=True)
 class Block:
-    """One allocation: its bytes as asked for, and the frames of the call that made it, the innermost first."""
+    """One allocation: its requested bytes, and the frames of the call that made it, the innermost first."""
 
     bytes: int
     frames: Sequence[Mapping[str, Any]] | None
-    survived: bool  # until the snapshot, so that its address is still its own
+    survived: bool  # until the snapshot, so that its address was not used again
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What was allocated at one moment of a history.
+    """The allocations at one moment of a history.
 
     Attributes:
-        blocks: address -> what lay there.
-        wanted: bytes that could not be had, at an OOM.
+        blocks: address -> allocation.
+        wanted: bytes whose allocation failed, at an OOM.
         free: bytes that the device had left then.
     """
 
@@ -117,7 +116,7 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """All that was allocated, as asked for: before the allocator rounds."""
+        """The requested bytes of all allocations, before the allocator rounds them."""
         return sum(block.bytes for block in self.blocks.values())
 
 
@@ -134,7 +133,7 @@ def moment_of_peak(snapshot: Mapping[str, Any], device: int = 0) -> Moment:
 
 
 def moment_of_oom(snapshot: Mapping[str, Any], device: int = 0) -> Moment | None:
-    """Return the last moment of the history at which the device had too little; None where it had enough."""
+    """Return the moment of the last OOM in the history; None where there is none."""
     events = _events(snapshot, device)
     where = next((index for index in range(len(events) - 1, -1, -1) if events[index]["action"] == "oom"), None)
     if where is None:
@@ -164,7 +163,7 @@ def _change(event: Mapping[str, Any]) -> int:
 
 
 def _moment(snapshot: Mapping[str, Any], device: int, where: int, wanted: int = 0, free: int = 0) -> Moment:
-    """Return what was allocated after the first ``where`` events, by undoing those behind them."""
+    """Return the moment after the first ``where`` events, by undoing the later ones."""
     events = _events(snapshot, device)
     blocks = {
         address: Block(block["requested_size"], block.get("frames") or None, True)
@@ -175,10 +174,10 @@ def _moment(snapshot: Mapping[str, Any], device: int, where: int, wanted: int = 
             blocks.pop(event["addr"], None)
         elif event["action"] == "free_requested":
             blocks[event["addr"]] = Block(event["size"], None, False)
-    made = {event["addr"]: event for event in events[:where] if event["action"] == "alloc"}
+    allocated = {event["addr"]: event for event in events[:where] if event["action"] == "alloc"}
     for address, block in blocks.items():
-        if block.frames is None and address in made:
-            blocks[address] = Block(block.bytes, made[address].get("frames", []), block.survived)
+        if block.frames is None and address in allocated:
+            blocks[address] = Block(block.bytes, allocated[address].get("frames", []), block.survived)
     return Moment(blocks, wanted, free)
 
 
@@ -191,30 +190,30 @@ class Holding:
     count: int
 
 
-def holdings(moment: Moment, module: nn.Module | None = None, optimizers: Sequence[Optimizer] = ()) -> list[Holding]:
+def holdings(moment: Moment, module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> list[Holding]:
     """Return what was allocated, the largest first: weights, gradients, optimizer states, the rest by its place.
 
     Args:
-        moment: of a snapshot that was taken just now: addresses are compared.
-        module: whose weights, gradients and ``forward`` are known by name.
-        optimizers: whose states are known.
+        moment: of a snapshot taken just now: addresses are compared.
+        module: its weights, gradients and ``forward`` get names.
+        optimizers: their states get names.
     """
     owners, code = owners_of(module, optimizers), code_of(module)
-    found: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for address, block in moment.blocks.items():
         owner = owners.get(address) if block.survived else None
-        found.setdefault(owner or place_of(block.frames, code), []).append(block.bytes)
-    rows = [Holding(what, sum(sizes), len(sizes)) for what, sizes in found.items()]
+        sizes.setdefault(owner or place_of(block.frames, code), []).append(block.bytes)
+    rows = [Holding(what, sum(counts), len(counts)) for what, counts in sizes.items()]
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def owners_of(module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> dict[int, str]:
+def owners_of(module: nn.Module | None, optimizers: Iterable[object] = ()) -> dict[int, str]:
     """Return address -> category of what module and optimizers hold now."""
-    owned: list[tuple[str, Any]] = [("optimizer states", [list(one.state.values()) for one in optimizers])]
-    if module is not None:
-        parameters = list(module.parameters())
-        owned += [("gradients", [p.grad for p in parameters]), ("weights", [parameters, list(module.buffers())])]
-    return {storage.data_ptr(): category for category, tree in owned for storage in storages_of(tree)}
+    return {
+        storage.data_ptr(): category.replace("_", " ")
+        for category, tree in owned_by(module, optimizers)
+        for storage in storages_of(tree)
+    }
 
 
 @dataclass(frozen=True)
@@ -234,16 +233,16 @@ def code_of(module: nn.Module | None) -> dict[str, list[Code]]:
         for cls in type(part).__mro__:
             if issubclass(cls, nn.Module) and cls is not nn.Module:
                 names.setdefault(cls, []).append(name)
-    found: dict[str, list[Code]] = {}
+    methods: dict[str, list[Code]] = {}
     for cls, parts in names.items():
         where = _shortened([name for name in parts if name])
         for function in vars(cls).values():
             if isinstance(function, FunctionType) and _is_users(function.__code__.co_filename):
                 code = function.__code__
                 last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
-                known = Code(f"{cls.__name__}.{function.__name__}", code.co_firstlineno, last, where)
-                found.setdefault(code.co_filename, []).append(known)
-    return found
+                method = Code(f"{cls.__name__}.{function.__name__}", code.co_firstlineno, last, where)
+                methods.setdefault(code.co_filename, []).append(method)
+    return methods
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -251,7 +250,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def place_of(frames: Sequence[Mapping[str, Any]] | None, code: Mapping[str, Sequence[Code]] | None = None) -> str:
-    """Return in words which line made an allocation: the user's own nearest to it, else the library's.
+    """Return a text about the line that made an allocation: the user's innermost one, else the library's.
 
     >>> place_of([{"filename": "/home/me/model.py", "line": 7, "name": "forward"}])
     'forward at model.py:7'
@@ -260,7 +259,7 @@ def place_of(frames: Sequence[Mapping[str, Any]] | None, code: Mapping[str, Sequ
         return BEFORE
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
     users = next((frame for frame in python if _is_users(frame["filename"])), None)
-    operator = next((found[1] for frame in frames if (found := _NODE.search(str(frame["name"])))), "")
+    operator = next((node[1] for frame in frames if (node := _NODE.search(str(frame["name"])))), "")
     if users is None:
         if operator:
             return f"{operator} in backward"
@@ -283,7 +282,7 @@ def _words_of(frame: Mapping[str, Any], name: str = "") -> str:
 
 
 def _is_users(filename: str) -> bool:
-    """Tell whether a file is neither Python's, nor torch's, nor Lightning's, nor of this package's techniques."""
+    """Return whether a file is neither Python's nor torch's nor Lightning's nor this package's."""
     if filename.startswith("<"):
         return False
     return not any(filename.startswith(root) for root in _roots()) or f"{os.sep}reference{os.sep}" in filename
@@ -293,7 +292,7 @@ def _roots() -> Iterator[str]:
     package = Path(__file__).parents[1]
     yield f"{package}{os.sep}"
     standard = sysconfig.get_path("stdlib")
-    # packages lie below the standard library's folder: only what is no package is Python's own
+    # site-packages is below the standard library's folder: only some modules outside of it are taken as Python's
     yield from (f"{standard}{os.sep}{name}" for name in ("contextlib", "functools", "threading", "asyncio", "runpy"))
     for name in NOT_USERS:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -302,7 +301,7 @@ def _roots() -> Iterator[str]:
 
 
 def describe(title: str, moment: Moment, rows: Sequence[Holding], most: int = 8) -> str:
-    """Return a moment in words: how much, of what, and which line made it."""
+    """Return a moment as text: total bytes, and a line per category or line of code."""
     lines = [f"{title}: {format_bytes(moment.bytes)} allocated"]
     if moment.wanted:
         lines[0] += f", {format_bytes(moment.wanted)} more were wanted, {format_bytes(moment.free)} of the device free"
@@ -317,7 +316,7 @@ def describe(title: str, moment: Moment, rows: Sequence[Holding], most: int = 8)
 
 
 def write_snapshot(snapshot: Mapping[str, Any], words: str, path: Path) -> None:
-    """Write a snapshot for https://docs.pytorch.org/memory_viz, and its words beside it; a file is whole or not there.
+    """Write a snapshot for https://docs.pytorch.org/memory_viz, and its text beside it.
 
     Raises:
         OSError: it cannot be written.

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_solo.memory.leaks import Census, Kind, growths, holder_of, leaks_of, saved_tensors, take_census
+from lightning_solo.memory.census import Census, Kind, growths, saved_tensors, take_census
+from lightning_solo.memory.holders import holder_of, leaks_of
 
 OTHER = Kind("other", "Tensor", "float32", (7, 11))
 

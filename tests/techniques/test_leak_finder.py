@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_solo.errors import PresetError
-from lightning_solo.memory.leaks import take_census
+from lightning_solo.memory.census import take_census
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.leak_finder import technique as leak_finder
 from lightning_solo.techniques.leak_finder.technique import LeakFinder

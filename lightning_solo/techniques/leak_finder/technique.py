@@ -1,4 +1,4 @@
-"""Tensors that grow in number step after step, and who holds them: said while the run goes on.
+"""Tensors that grow in number step after step, and their holders: warned of during the run.
 
 Saves:      nothing; it observes
 Costs:      every ``every_n_steps`` optimizer steps one look at all objects that Python's garbage collector knows;
@@ -15,11 +15,11 @@ import warnings
 from collections import deque
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.errors import PresetError
-from lightning_solo.memory.leaks import Census, Growth, Kind, Leak, growths, leaks_of, take_census
+from lightning_solo.memory.census import Census, Growth, Kind, growths, take_census
+from lightning_solo.memory.holders import Leak, leaks_of
 
 
 class LeakFinder(Callback):
@@ -28,7 +28,7 @@ class LeakFinder(Callback):
     A finding is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals, of which
     some came in the first of them and are still there, and which a garbage collection doesn't free. It says how much,
     and who holds them: a list of a module, a dictionary in a closure, the graph of a loss that was kept.
-    Each kind and each holder is told once in a fit. What grows on purpose, and is emptied later, is told too, such as
+    Each kind and each holder is warned of once in a fit, also where it grows on purpose and is emptied later, such as
     predictions that a metric gathers until the end of an epoch.
 
     Not seen: one tensor that is replaced by an ever larger one, and memory that no Python object leads to.
@@ -36,7 +36,7 @@ class LeakFinder(Callback):
     Args:
         every_n_steps: optimizer steps (``global_step``) between two looks.
         consecutive: intervals in a row that something must grow in.
-        min_bytes: growth per optimizer step below which nothing is said; each tensor counts as 512 at least.
+        min_bytes: growth per optimizer step below which there is no warning; each tensor counts at least 512.
 
     Raises:
         PresetError: an argument is out of range.
@@ -59,11 +59,11 @@ class LeakFinder(Callback):
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """What the last fit found."""
+        """The leaks of the last fit."""
         return tuple(self._leaks)
 
     def _start(self) -> None:
-        self._told: set[Kind] = set()
+        self._known: set[Kind] = set()
         self._looks: deque[tuple[int, Census]] = deque(maxlen=self.consecutive + 1)  # with the step of each
 
     # --- when: Lightning's hooks ---
@@ -93,26 +93,25 @@ class LeakFinder(Callback):
     # --- what ---
 
     def _look(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
-        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
         if not self._looks:
             gc.collect()  # what earlier fits left is not growth
-        self._looks.append((step, take_census(pl_module, optimizers)))
+        self._looks.append((step, take_census(pl_module, trainer.optimizers)))
         if len(self._looks) <= self.consecutive or not self._grown():
             return
         gc.collect()  # cycles wait for a collection; they are no leak
-        self._looks[-1] = step, take_census(pl_module, optimizers)
-        found = self._grown()
+        self._looks[-1] = step, take_census(pl_module, trainer.optimizers)
+        grown = self._grown()
         steps = step - self._looks[0][0]
-        if found:
-            self._told |= {growth.kind for growth in found}
-            self._tell(leaks_of(found, steps, pl_module, ignored={id(trainer.fit_loop._data_fetcher)}))
+        if grown:
+            self._known |= {growth.kind for growth in grown}
+            self._warn(leaks_of(grown, steps, pl_module, ignored={id(trainer.fit_loop._data_fetcher)}))
         self._looks = deque(list(self._looks)[-1:], self._looks.maxlen)
 
     def _grown(self) -> list[Growth]:
-        found = growths([census for _, census in self._looks], self.min_bytes * self.every_n_steps)
-        return [growth for growth in found if growth.kind not in self._told]
+        grown = growths([census for _, census in self._looks], self.min_bytes * self.every_n_steps)
+        return [growth for growth in grown if growth.kind not in self._known]
 
-    def _tell(self, leaks: list[Leak]) -> None:
+    def _warn(self, leaks: list[Leak]) -> None:
         known = {leak.holder for leak in self._leaks}
         for leak in leaks:
             if leak.holder not in known:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.ledger import Ledger
@@ -31,7 +30,7 @@ class CategoryPeaks:
         self._peaks: list[tuple[Peak, int]] = []
         self._warned = False
 
-    def enter(self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, step: int) -> None:
+    def enter(self, module: nn.Module, optimizers: Iterable[object], device: torch.device, step: int) -> None:
         """Count until `leave`, if the optimizer step is counted already or there is one left to count."""
         self.leave()
         if self._ledger is None:

@@ -166,8 +166,7 @@ class MemoryLogger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Forward begins."""
         self._phases.enter("forward")
-        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
-        self._categories.enter(pl_module, optimizers, self._phases.device, trainer.global_step)
+        self._categories.enter(pl_module, trainer.optimizers, self._phases.device, trainer.global_step)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Backward begins."""

@@ -162,10 +162,9 @@ class MemorySnapshot(Callback):
         index = (self._device.index if self._device is not None else 0) or 0
         moment = moment_of_oom(snapshot, index) if what == "oom" else None
         moment = moment or moment_of_peak(snapshot, index)
-        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
         step = trainer.global_step
         title = "out of memory" if what == "oom" else "memory at the peak"
-        words = describe(f"{title}, optimizer step {step}", moment, holdings(moment, pl_module, optimizers))
+        words = describe(f"{title}, optimizer step {step}", moment, holdings(moment, pl_module, trainer.optimizers))
         self._words = words
         if self._root is None:
             return
