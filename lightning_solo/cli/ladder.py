@@ -12,7 +12,15 @@ from typing import Any
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import trainer_arguments
 from lightning_solo.cli import INTERRUPTED
-from lightning_solo.cli.ladder_line import Given, RungConfig, compose_base, folder_of, parse, prepare, settings_of
+from lightning_solo.cli.ladder_line import (
+    LadderOptions,
+    RungConfig,
+    compose_base,
+    folder_of,
+    parse,
+    prepare,
+    settings_of,
+)
 from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.cli.train import brings_data, build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, PresetError, SoloError
@@ -53,22 +61,22 @@ def rung(config: RungConfig) -> dict[str, Any]:
 def run(arguments: Sequence[str]) -> int:
     """Run, print and write the ladder; 0 if a rung finished, and with ``--until`` if one fits."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
-    given = parse(arguments)
-    cfg = compose_base(given)
+    options = parse(arguments)
+    cfg = compose_base(options)
     settings, preload = settings_of(cfg)
-    folder = SweepFolder(folder_of(given, cfg))
+    folder = SweepFolder(folder_of(options, cfg))
     command = shlex.join(["lightning-solo", "ladder", *arguments])
-    claim(folder, given, command)
+    claim(folder, options, command)
     names: dict[int, str] = {}
     display = Display(folder, names, parallel=1)
     ladder = Ladder(
         folder,
         application_of(rung, (*preload, *PRELOAD)),
         settings,
-        given.techniques,
-        partial(prepare, given=given, folder=folder.path),
-        steps=given.steps,
-        until=given.until,
+        options.techniques,
+        partial(prepare, options=options, folder=folder.path),
+        steps=options.steps,
+        until=options.until,
         tell=partial(tell, display, names),
         look=display.look,
         names=names,
@@ -78,16 +86,16 @@ def run(arguments: Sequence[str]) -> int:
             rows = ladder.run()
     except KeyboardInterrupt:
         done = [row for row in ladder.figures() if row.status not in AGAIN]
-        write(folder, given, command, done)
+        write(folder, options, command, done)
         display.console.print(
             f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}", soft_wrap=True
         )
         return INTERRUPTED
-    written = write(folder, given, command, rows)
-    return report(rows, given, folder, written, ladder.fitting())
+    written = write(folder, options, command, rows)
+    return report(rows, options, folder, written, ladder.fitting())
 
 
-def claim(folder: SweepFolder, given: Given, command: str) -> None:
+def claim(folder: SweepFolder, options: LadderOptions, command: str) -> None:
     """Reserve the folder for this ladder.
 
     Raises:
@@ -98,10 +106,10 @@ def claim(folder: SweepFolder, given: Given, command: str) -> None:
         return
     if folder.path.exists() and any(folder.path.iterdir()):
         raise CheckpointError(f"{folder.path} holds something else than a ladder; give another name: run=...")
-    write(folder, given, command, [])
+    write(folder, options, command, [])
 
 
-def write(folder: SweepFolder, given: Given, command: str, rows: Sequence[Figures]) -> Path:
+def write(folder: SweepFolder, options: LadderOptions, command: str, rows: Sequence[Figures]) -> Path:
     """Write `ladder.json` and return its path."""
     of_jobs = results.read(folder.results)
     file = folder.path / "ladder.json"
@@ -111,7 +119,7 @@ def write(folder: SweepFolder, given: Given, command: str, rows: Sequence[Figure
         {
             "what": "peak memory, time and loss of each technique, alone and together",
             "baseline": BASELINE,
-            "steps": given.steps,
+            "steps": options.steps,
             "memory": memory_in_words(rows),
             "hardware": of_jobs[0].hardware if of_jobs else before.get("hardware"),
             "versions": dict(of_jobs[0].versions) if of_jobs else results.versions(),
@@ -151,10 +159,12 @@ def picture(folder: Path) -> str:
         return f"no report: {error}"
 
 
-def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: Path, fits: Figures | None) -> int:
+def report(
+    rows: Sequence[Figures], options: LadderOptions, folder: SweepFolder, written: Path, fits: Figures | None
+) -> int:
     """Print the table and the result of ``--until``, draw the picture, and return the exit status."""
     console = table_console()
-    console.print(table(rows, given.steps))
+    console.print(table(rows, options.steps))
     outputs = [folder.path / row.name.replace(" ", "") / "output.log" for row in rows if failed(row)]
     notes = [f"memory: {memory_in_words(rows)}", noise_in_words(rows), *details(rows)]
     print_lines(console, [*filter(None, notes), *(f"output: {path}" for path in outputs if path.exists())])
@@ -162,9 +172,9 @@ def report(rows: Sequence[Figures], given: Given, folder: SweepFolder, written: 
     finished = [row for row in rows if row.status == FINISHED]
     if any(failed(row) for row in rows):
         print_lines(console, ["to run the failed ones again: the same command with hydra.launcher.rerun=failed"])
-    if given.until is None:
+    if options.until is None:
         return 0 if finished else 1
-    limit = format_bytes(given.until)
+    limit = format_bytes(options.until)
     if fits is None:
         least = min(finished, key=lambda row: row.peak_bytes or 0, default=None)
         nearest = f"; the smallest, {least.name}, takes {format_bytes(least.peak_bytes or 0)}" if least else ""

@@ -51,7 +51,7 @@ class RungConfig:
 
 
 @dataclass(frozen=True)
-class Given:
+class LadderOptions:
     """The command line, checked: overrides of `lightning-solo train`, and the ladder's own options."""
 
     overrides: tuple[str, ...]
@@ -65,7 +65,7 @@ class Given:
         return tuple(t for t in self.overrides if not t.lstrip("+~").startswith(("hydra", "run=", "root=")))
 
 
-def parse(arguments: Sequence[str]) -> Given:
+def parse(arguments: Sequence[str]) -> LadderOptions:
     """Return the command line.
 
     Raises:
@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Given:
             )
         if key in OURS:
             raise PresetError(f"{override.input_line}: {OURS[key]}")
-    return Given(tuple(options.overrides), steps, until, chosen(options.techniques))
+    return LadderOptions(tuple(options.overrides), steps, until, chosen(options.techniques))
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
@@ -102,26 +102,26 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
         raise PresetError(f"not of the form key=value: {error}") from error
 
 
-def compose_base(given: Given) -> DictConfig:
+def compose_base(options: LadderOptions) -> DictConfig:
     """Return the baseline's configuration, checked like that of `lightning-solo train`."""
-    overrides = overrides_of((), given.overrides, given.techniques)
+    overrides = overrides_of((), options.overrides, options.techniques)
     check_command_line(overrides)
     return compose_application(overrides)
 
 
-def prepare(techniques: tuple[Technique, ...], given: Given, folder: Path) -> Prepared:
+def prepare(techniques: tuple[Technique, ...], options: LadderOptions, folder: Path) -> Prepared:
     """Return a combination with the configuration for its process.
 
     Raises:
         PresetError, ConflictError: as `check_config`.
     """
-    overrides = overrides_of(techniques, given.of_the_task, given.techniques)
+    overrides = overrides_of(techniques, options.of_the_task, options.techniques)
     refuse_twice(parsed(overrides))
     cfg, checked = composed(overrides)
     smaller = same_global_batch(checked, overrides)
     if smaller != overrides:
         cfg, checked = composed(smaller)
-    config = RungConfig(checked, int(cfg.seed), given.steps, str((folder / folder_name(techniques)).absolute()))
+    config = RungConfig(checked, int(cfg.seed), options.steps, str((folder / folder_name(techniques)).absolute()))
     text = json.dumps([asdict(checked), config.seed, config.steps], sort_keys=True, default=str)
     return Prepared(tuple(smaller), config, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -180,10 +180,10 @@ def settings_of(cfg: DictConfig) -> tuple[Settings, tuple[str, ...]]:
     return Settings(**{f.name: launcher[f.name] for f in fields(Settings)}), tuple(launcher.preload)
 
 
-def folder_of(given: Given, cfg: DictConfig) -> Path:
+def folder_of(options: LadderOptions, cfg: DictConfig) -> Path:
     """Return the ladder's folder: named by ``run=``, else by a hash of the command."""
-    named = any(override.key_or_group == "run" for override in parsed(given.overrides))
-    what = [sorted(given.of_the_task), given.steps, [technique.name for technique in given.techniques]]
+    named = any(override.key_or_group == "run" for override in parsed(options.overrides))
+    what = [sorted(options.of_the_task), options.steps, [technique.name for technique in options.techniques]]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
     folder = Path(str(cfg.root)) / (str(cfg.run) if named else f"ladder-{digest}")
     check_root(folder)

@@ -54,29 +54,29 @@ def budget_here(budget: int | None) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Plan, and print or write it; 0 if a preset fits."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
-    given = parse(arguments)
-    if given.calibrate:
-        return measure(as_json=given.as_json)
+    options = parse(arguments)
+    if options.calibrate:
+        return measure(as_json=options.as_json)
     WORKER.start()  # it imports torch while presets are composed here
-    checked, presets, refused = compose(given)
-    budget: Any = given.budget if given.device else Deferred(partial(budget_here, given.budget))
-    local = given.device is None or given.device.name == CPU
-    host = host_memory()[1] if given.host_memory is None and local else given.host_memory
+    checked, presets, refused = compose(options)
+    budget: Any = options.budget if options.device else Deferred(partial(budget_here, options.budget))
+    local = options.device is None or options.device.name == CPU
+    host = host_memory()[1] if options.host_memory is None and local else options.host_memory
     request = Request(
         make=partial(model_of, checked),
         batch=partial(first_batch, checked),
         trainer=checked.trainer,
-        device=given.device or Deferred(this_device),
+        device=options.device or Deferred(this_device),
         budget=budget,
-        micro_batch=given.micro_batch,
+        micro_batch=options.micro_batch,
         allow=checked.allow,
         presets=presets,
     )
     plans, failed = planned(request, host)
     failed = {**refused, **failed}
-    advice = what_to_write(plans, given.overrides, checked)
-    pictures = write_pictures(plans, given.picture) if given.picture is not None and plans else []
-    if given.as_json:
+    advice = what_to_write(plans, options.overrides, checked)
+    pictures = write_pictures(plans, options.picture) if options.picture is not None and plans else []
+    if options.as_json:
         print(json.dumps(as_plain(plans, failed, arguments, advice), indent=2))
     else:
         print_plans(plans, failed, longer_steps(plans, presets), advice)

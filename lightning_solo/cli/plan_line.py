@@ -36,7 +36,7 @@ AUTO = "auto"  # trains with the preset that a plan picks
 
 
 @dataclass(frozen=True)
-class Given:
+class PlanOptions:
     """The command line, checked.
 
     Attributes:
@@ -62,7 +62,7 @@ class Given:
     calibrate: bool = False
 
 
-def parse(arguments: Sequence[str]) -> Given:
+def parse(arguments: Sequence[str]) -> PlanOptions:
     """Return the command line.
 
     Raises:
@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str]) -> Given:
         raise ConflictError(f"solo={preset} and --presets {options.presets}: keep one; --presets takes several names")
     on = None if options.device is None else device(options.device)
     budget = size("--budget", options.budget)
-    return Given(
+    return PlanOptions(
         overrides=tuple(text for text in options.overrides if not text.lstrip("+").startswith("solo=")),
         presets=_presets(
             preset if preset is not None else options.presets, "--presets " if preset is None else "solo="
@@ -146,21 +146,21 @@ def _picture(text: str) -> Path:
     return path
 
 
-def compose(given: Given) -> tuple[CheckedConfig, dict[str, SoloConfig], dict[str, SoloError]]:
+def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, SoloConfig], dict[str, SoloError]]:
     """Return the training's configuration, each preset, and the presets that refuse the overrides.
 
     Raises:
         PresetError, ConflictError: no preset takes the overrides.
     """
-    overrides = parsed(given.overrides)
+    overrides = parsed(options.overrides)
     refuse_twice(overrides)
     about_presets = any(override.key_or_group.startswith(("solo.", "solo/")) for override in overrides)
     first: CheckedConfig | None = None
     presets: dict[str, SoloConfig] = {}
     refused: dict[str, SoloError] = {}
-    for name in given.presets:
+    for name in options.presets:
         try:
-            _, checked = composed([*given.overrides, f"solo={name}"])
+            _, checked = composed([*options.overrides, f"solo={name}"])
         except SoloError as error:
             if first is None and not about_presets and isinstance(error, PresetError):
                 raise  # a typo: no other preset would take it either

@@ -1,4 +1,4 @@
-"""What a ledger writes down: each storage's bytes as they come and go, and what it turned out to be."""
+"""A ledger's log: the bytes of each storage as it is allocated, resized and freed, and its category."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EventLog:
 
     Attributes:
         events: (storage, bytes gained or lost), as they happened.
-        labels: storage -> category, by what it turned out to be in the end.
+        labels: storage -> category, the last one that it had.
         held: storage -> bytes before the first event.
     """
 
@@ -70,6 +70,6 @@ class EventLog:
         return totals
 
     def forget(self, living: Sequence[tuple[int, int]]) -> None:
-        """Drop all events; ``living`` storages with their bytes are what there was before the next one."""
+        """Drop all events; ``living`` storages with their bytes are those before the next event."""
         self.events.clear()
         self.held = dict(living)

@@ -1,4 +1,4 @@
-"""Paths of what an observer writes: given relative to the run's directory, and kept inside of it."""
+"""Paths of an observer's files: relative to the run's directory, and inside of it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def checked_path(value: object, option: str, example: str) -> str:
 
 
 def path_below(root: str, path: str, option: str, example: str) -> Path:
-    """Return where ``path`` lies below ``root``, symbolic links followed.
+    """Return ``path`` below ``root``, with symbolic links resolved.
 
     Raises:
         PresetError: it leads outside.
     """
     base = Path(root).resolve()
-    found = (base / path).resolve()
-    if not found.is_relative_to(base):
+    target = (base / path).resolve()
+    if not target.is_relative_to(base):
         raise PresetError(
-            f"{option}={path!r}: leads outside the log directory {base}, to {found}; {ALLOWED.format(example=example)}"
+            f"{option}={path!r}: leads outside the log directory {base}, to {target}; {ALLOWED.format(example=example)}"
         )
-    return found
+    return target

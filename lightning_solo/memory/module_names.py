@@ -1,4 +1,4 @@
-"""Which module an operator belongs to, in forward and in backward, without a change to the graph."""
+"""The name of the module that an operator belongs to, in forward and in backward, without a change to the graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModuleNames:
-    """Knows which module of ``root`` runs now; in backward, whose forward made the node that runs now.
+    """Follows which module of ``root`` runs; in backward, the one whose forward created the running node.
 
-    Autograd numbers the nodes of a thread in the order in which they are made, so a module's nodes are an interval.
+    Autograd numbers the nodes of a thread in the order of their creation, so a module's nodes are an interval.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -45,13 +45,13 @@ class ModuleNames:
             return self._stack[-1][0]  # in backward too, where a block is recomputed
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        found = ""
+        innermost = ""
         for first, end, name in reversed(self._intervals):
             if end <= number:
                 break
             if first <= number:
-                found = name  # an inner module was left before the outer one
-        return found
+                innermost = name  # an inner module was left before the outer one
+        return innermost
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module not in self._names and self._root is not None:

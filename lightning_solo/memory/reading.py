@@ -1,4 +1,4 @@
-"""One look at the memory of a device: counters of the CUDA allocator, or of this process on a CPU."""
+"""A reading of a device's memory: counters of the CUDA allocator, or of this process on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class Reading:
-    """What a device held at one moment; None where the device has no such counter.
+    """Memory counters of a device at one moment; None where it has no such counter.
 
     A peak counts since the counters were last reset, by anyone; ``peak_resident`` since the process started.
     """
@@ -37,9 +37,9 @@ def read(device: torch.device) -> Reading:
 
 
 def free_device_bytes(module: torch.nn.Module) -> int:
-    """Return what a run of a module may take on the CUDA device: what is free, cached, or held by the module itself."""
-    own = sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()) if t.is_cuda)
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() + own
+    """Return the bytes that a run of a module may use on the CUDA device: free, cached, or held by the module."""
+    held = sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()) if t.is_cuda)
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() + held
 
 
 def resident_bytes() -> int:
@@ -73,7 +73,7 @@ def _read_process() -> Reading:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the largest resident set so far; 0 where the system tells none (Windows)."""
+    """Return the largest resident set so far; 0 where the system has no such counter (Windows)."""
     try:
         # Not getrusage where this exists: ru_maxrss is inherited from the process that started this one.
         with _STATUS.open("rb") as file:

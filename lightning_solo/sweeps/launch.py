@@ -175,7 +175,7 @@ def refuse_first(hydra_context: HydraContext, config: DictConfig) -> None:
     """Compose the first job of Hydra's own sweeper before that makes the sweep's folder.
 
     Raises:
-        HydraException: Hydra's own, for a key that isn't there, say.
+        HydraException: Hydra's own, such as for an unknown key.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,13 @@ from lightning_solo.sweeps.results import loss_of
 EVERY_S = 1.0
 
 
-def callbacks_for_lightning() -> list[Any]:
-    """Return what joins a Trainer of `lightning`."""
-    return _callbacks("lightning.pytorch")
-
-
-def callbacks_for_pytorch_lightning() -> list[Any]:
-    """Return what joins a Trainer of `pytorch_lightning`."""
-    return _callbacks("pytorch_lightning")
-
-
-def _callbacks(home: str) -> list[Any]:
+def callbacks(home: str) -> list[Any]:
+    """Return the observer of this process's job, for a Trainer of a home of Lightning."""
     return [observer(home, Path(os.environ[VARIABLE]))]
+
+
+callbacks_for_lightning = partial(callbacks, "lightning.pytorch")
+callbacks_for_pytorch_lightning = partial(callbacks, "pytorch_lightning")
 
 
 def observer(home: str, path: Path) -> Any:

@@ -94,7 +94,7 @@ def append(path: Path, row: Row) -> None:
     """Add a row, on a line of its own even where an earlier write was cut off.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: it cannot be written, such as on a full disk.
     """
     with path.open("ab+") as file:
         if file.tell():

@@ -97,7 +97,7 @@ class Server:
         elif what == "run":
             try:
                 self._start(value)
-            except OSError as error:  # no process left, say
+            except OSError as error:  # such as no process left
                 log_exception()
                 if error.errno in FULL:
                     self._send("full", (value.number, str(error)))

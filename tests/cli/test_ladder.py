@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from lightning_solo.cli.ladder import claim, rung, tell
-from lightning_solo.cli.ladder_line import Given, compose_base, folder_of, micro_batches, parse, prepare
+from lightning_solo.cli.ladder_line import LadderOptions, compose_base, folder_of, micro_batches, parse, prepare
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError, SoloError
 from lightning_solo.presets.compose import compose
 from lightning_solo.sweeps.display import Display
@@ -244,7 +244,7 @@ def test_bad_command_lines(argument: str) -> None:
 
 def prepared(name: str, *overrides: str, steps: int = 2) -> Any:
     techniques = (TECHNIQUES[name],) if name else ()
-    return prepare(techniques, Given(overrides, steps, None, tuple(TECHNIQUES.values())), Path("runs"))
+    return prepare(techniques, LadderOptions(overrides, steps, None, tuple(TECHNIQUES.values())), Path("runs"))
 
 
 def test_a_choice_of_the_ladders_own_is_refused_with_the_techniques() -> None:

@@ -185,7 +185,7 @@ class MemoryLogger(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log, where an optimizer step was made and it is its turn."""
+        """Log, where an optimizer step is due for it or was counted by category."""
         self._categories.leave()
         self._phases.enter(None)
         step = trainer.global_step
@@ -270,7 +270,7 @@ class MemoryLogger(Callback):
             append_rows(self._path, [row])
         except OSError as error:
             warnings.warn(
-                f"MemoryLogger: {self._path} cannot be written ({error}); this run goes on without it", stacklevel=2
+                f"MemoryLogger: {self._path} cannot be written ({error}); this run continues without it", stacklevel=2
             )
             self._path = None
 

@@ -1,10 +1,10 @@
-"""The CUDA allocator's history at the step that held most, and at an OOM: a file to look into, and a few words.
+"""The CUDA allocator's history at the step with the highest peak, and at an OOM: as a file and as a short text.
 
 Saves:      nothing; it observes
 Costs:      a Python traceback at every allocation and free (torch says 2 µs each); reading and writing the history at
             each new peak, usually of the first two steps; up to ``max_entries`` entries of host memory
 Numerics:   bit-exact
-Conflicts:  ``memory_logger`` with ``per_phase``, which resets the counters that tell a new peak; runs without CUDA
+Conflicts:  ``memory_logger`` with ``per_phase``, which resets the counters that show a new peak; runs without CUDA
 Reference:  https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
 
@@ -33,7 +33,7 @@ from lightning_solo.memory.snapshot import (
 )
 
 NOTABLE = 1.01
-"""A peak is a new one where it is this much above the one that was written: not for some bytes of a longer text."""
+"""Times of the last written peak from which a peak is written again, so that a slightly longer batch is not."""
 _FOLDER = "memory_snapshot.folder", "memory_snapshots"
 
 
@@ -79,15 +79,15 @@ class MemorySnapshot(Callback):
 
     @property
     def words(self) -> str:
-        """What the highest peak of the last fit consists of, or the OOM that ended it; empty before the first."""
+        """The text about the highest peak of the last fit, or the OOM that ended it; empty before the first."""
         return self._words
 
     def _reset(self) -> None:
         self._device: torch.device | None = None
         self._root: Path | None = None
         self._before = Counters(0, 0)  # when the batch began
-        self._peak = 0  # of the file there is
-        self._path: Path | None = None  # that file
+        self._peak = 0  # the last that was written
+        self._path: Path | None = None  # of its file
         self._words = ""
 
     # --- when: Lightning's hooks ---
@@ -135,11 +135,11 @@ class MemorySnapshot(Callback):
             self._keep(trainer, pl_module, "peak")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Record no longer, and say what the peak was."""
+        """Stop recording, and print the text about the peak."""
         self._finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep the history of an OOM, and record no longer; Lightning calls no teardown now."""
+        """Keep the history of an OOM, and stop recording; Lightning calls no teardown now."""
         try:
             if self._device is not None and self._is_oom(exception):
                 self._keep(trainer, pl_module, "oom")
@@ -151,13 +151,13 @@ class MemorySnapshot(Callback):
     # --- what ---
 
     def _is_oom(self, exception: BaseException) -> bool:
-        # cuBLAS and cuDNN say it in words of their own; the allocator counts
+        # errors of cuBLAS and cuDNN have other texts; the allocator counts OOMs
         return is_oom_error(exception) or (
             self._device is not None and read_counters(self._device).ooms > self._before.ooms
         )
 
     def _keep(self, trainer: Trainer, pl_module: LightningModule, what: str) -> None:
-        """Take a snapshot, put it into words and write both; a peak replaces the one before."""
+        """Take a snapshot, describe it and write both; a peak replaces the one before."""
         snapshot = torch.cuda.memory._snapshot()
         index = (self._device.index if self._device is not None else 0) or 0
         moment = moment_of_oom(snapshot, index) if what == "oom" else None
@@ -187,5 +187,5 @@ class MemorySnapshot(Callback):
         self._undo()
 
     def _undo(self) -> None:
-        """Leave nothing of this on; a second call does nothing."""
+        """Stop recording; a second call does nothing."""
         self._history.stop()
