@@ -101,9 +101,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     budget = size("--budget", options.budget)
     return PlanOptions(
         overrides=tuple(text for text in options.overrides if not text.lstrip("+").startswith("solo=")),
-        presets=_presets(
-            preset if preset is not None else options.presets, "--presets " if preset is None else "solo="
-        ),
+        presets=_presets("--presets ", options.presets) if preset is None else _presets("solo=", preset),
         device=on,
         budget=budget if on is None else budget_on(on, budget, f"--budget {options.budget}"),
         micro_batch=None if options.micro_batch is None else positive("--micro-batch", options.micro_batch, 8),

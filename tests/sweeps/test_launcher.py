@@ -184,7 +184,7 @@ def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
 def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2")
     done = sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
-    assert done.stdout.count("runs again, from the beginning; what it wrote before is beside it") == 2
+    assert done.stdout.count("runs again, from the beginning; its former folder is renamed") == 2
     assert starts(tmp_path) == {1: 2, 2: 2}
     assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == [
         "0",
