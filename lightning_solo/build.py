@@ -160,7 +160,11 @@ def make(
         return made
     module, _, name = target_of(kind, node["name"], f"{option}.name").partition(":")
     home = importlib.import_module(module)
-    cls = getattr(home, f"{node['name']}_class")(lightning) if kind == "strategy" else getattr(home, name)
+    cls = getattr(home, name)
+    if kind == "strategy":
+        from lightning_solo.seams.homes import for_home
+
+        cls = for_home(cls, lightning)
     arguments = {key: value for key, value in node.items() if key != "name"}
     accepted = parameters_of_class(cls)
     if accepted is not None:

@@ -21,7 +21,7 @@ from tests.modules import loader, regression
 pytestmark = pytest.mark.any_device
 
 CPU_PRESETS = (
-    *("baseline", "bf16", "bf16_true", "checkpointing", "accumulation"),
+    *("baseline", "bf16", "bf16_true", "checkpointing", "accumulation", "gradient_release"),
     *("compact", "compact_checkpointing", "compact_host", "compact_host_checkpointing"),
 )
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

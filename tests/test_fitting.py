@@ -23,6 +23,7 @@ from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of
@@ -172,7 +173,7 @@ def test_the_advice_counts_as_the_strategy_does(name: str) -> None:
     config = composed(name)
     assert config.strategy is not None
     module = nn.Sequential(nn.Linear(3000, 3000), nn.Linear(3000, 1))
-    zero = zero_offload.zero_offload_class()(
+    zero = for_home(zero_offload.ZeroOffloadStrategy)(
         **{key: value for key, value in config.strategy.items() if key != "name"}
     ).config
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)  # which keeps what DeepSpeed's does
@@ -199,7 +200,7 @@ def refused(make_trainer: Any, module: Any, preset: bool, home: ModuleType = lig
         overrides = ["strategy.allow_cpu=true", "strategy.host_optimizer=torch"]
         arguments = solo.trainer_kwargs("zero_offload", overrides, lightning=home.__name__)
     else:
-        strategy = zero_offload.zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch")
+        strategy = for_home(zero_offload.ZeroOffloadStrategy, home.__name__)(allow_cpu=True, host_optimizer="torch")
         arguments = {"strategy": strategy, "precision": "bf16-mixed"}
     with pytest.raises(BudgetError) as raised:
         make_trainer(home, **arguments).fit(module, loader(2, width=WIDTH))

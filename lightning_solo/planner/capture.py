@@ -37,6 +37,7 @@ from lightning_solo.planner.host_staging import planned_host_memory
 from lightning_solo.planner.kernels import planned_kernels
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
+from lightning_solo.seams.patches import batches_through
 
 STEPS = 2  # an optimizer has its states from the second step on
 
@@ -109,7 +110,8 @@ def capture(
         if cuda:
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))
-            _copy_batches(trainer, tracer)
+            # a batch is copied, as a move to the device would: here both are the CPU
+            stack.enter_context(batches_through(trainer.strategy, lambda batch: mapped(batch, torch.clone)))
         elif fake:
             stack.enter_context(cpu_rules())
         if mode is not None:
@@ -229,17 +231,6 @@ def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[st
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-
-
-def _copy_batches(trainer: L.Trainer, tracer: Tracer) -> None:
-    """Copy each batch, as a move to the device would: here both are the CPU."""
-    strategy = trainer.strategy
-    move = strategy.batch_to_device
-
-    def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return mapped(move(batch, *args, **kwargs), torch.clone)
-
-    strategy.batch_to_device = batch_to_device  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -126,6 +126,8 @@ def _schedule(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
 CALLBACKS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]] = {
     "accumulation_schedule": _schedule,
     "activation_checkpointing": _checkpointing,
+    "compact_states": _attached,
+    "gradient_release": _attached,
     "leak_finder": _observer,
     "memory_logger": _observer,
     "memory_snapshot": _observer,

@@ -17,6 +17,8 @@ NAMES: dict[str, dict[str, str]] = {
         "activation_checkpointing": (
             "lightning_solo.techniques.activation_checkpointing.technique:ActivationCheckpointing"
         ),
+        "compact_states": "lightning_solo.techniques.compact_states.technique:CompactStates",
+        "gradient_release": "lightning_solo.techniques.gradient_release.technique:GradientRelease",
         "leak_finder": "lightning_solo.techniques.leak_finder.technique:LeakFinder",
         "memory_logger": "lightning_solo.techniques.memory_logger.technique:MemoryLogger",
         "memory_snapshot": "lightning_solo.techniques.memory_snapshot.technique:MemorySnapshot",

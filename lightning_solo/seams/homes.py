@@ -45,11 +45,13 @@ def for_home(cls: type, home: str | None = None) -> type:
     """Return a strategy class over the strategy of a home that its ``base`` names.
 
     Args:
-        cls: a class with `Seams`; its ``base`` is a name in ``<home>.strategies``.
+        cls: a class with `Seams`; its ``base`` is a name in ``<home>.strategies``. One without is returned as it is.
         home: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default the one that the program has imported.
     """
+    name = getattr(cls, "base", None)
+    if name is None:
+        return cls
     home = home or default_home()
-    base = getattr(part(home, "strategies"), cls.base)  # type: ignore[attr-defined]
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
@@ -58,7 +60,7 @@ def for_home(cls: type, home: str | None = None) -> type:
         "home": home,
         "template": cls,
     }
-    return type(cls.__name__, (cls, base), body)
+    return type(cls.__name__, (cls, getattr(part(home, "strategies"), name)), body)
 
 
 def _reduced(strategy: Any, protocol: Any) -> Any:

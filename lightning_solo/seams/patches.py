@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lightning_solo.seams.run import Run
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Takes what Lightning does, and returns what is done in its place."""
 
 
 def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
@@ -73,13 +73,16 @@ def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | flo
         trainer.__class__ = own
 
 
-def clipping(precision: Any, run: Run) -> Any:
-    """Have the techniques of a run clip: what ``LightningModule.clip_gradients`` ends in, a method of the precision."""
+def clipping(precision: Any, around: Around) -> Any:
+    """Put ``(optimizer, bound, "norm" or "value")`` around clipping, a method of the precision.
+
+    It is what ``LightningModule.clip_gradients`` ends in, whether Lightning calls that or the user does.
+    """
     own = precision.clip_gradients
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         by = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-        run.around("clip", lambda *_: own(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
+        around(lambda *_: own(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
 
     return replaced(precision, "clip_gradients", clip_gradients)
 
@@ -100,8 +103,8 @@ def batches_through(strategy: Any, change: Callable[[Any], Any]) -> Any:
     return replaced(strategy, "batch_to_device", lambda *args, **kwargs: change(own(*args, **kwargs)))
 
 
-def micro_batches(trainer: Any, run: Run) -> Any:
-    """Have the techniques of a run run each micro-batch of automatic optimization: forward, zeroing and backward."""
+def micro_batches(trainer: Any, around: Around) -> Any:
+    """Put a function around each micro-batch of automatic optimization: forward, zeroing and backward."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     own = loop._make_closure
 
@@ -119,7 +122,7 @@ def micro_batches(trainer: Any, run: Run) -> Any:
             calls.append(made)
             return made.closure()
 
-        closure.closure = lambda *args, **kwargs: run.around("loss", proceed)()
+        closure.closure = lambda *args, **kwargs: around(proceed)()
         return closure
 
     return replaced(loop, "_make_closure", make_closure)

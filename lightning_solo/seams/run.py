@@ -72,6 +72,7 @@ class Run:
         trainer: of either home.
         home: the package of the Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
         window: the present window of accumulation.
+        is_set_up: whether module and optimizers are ready.
         undo: what restores the module and Lightning's objects; it runs once, after the run or its failure.
     """
 
@@ -81,6 +82,7 @@ class Run:
         self.home = home_of(trainer)
         self.window = Window(trainer)
         self.undo = ExitStack()
+        self.is_set_up = False
         self.ended = False
         self.techniques: list[Technique] = []
         self._transformed = False
@@ -123,6 +125,7 @@ class Run:
             return
         if technique.overrides("optimizers") or technique.overrides("step"):
             self._require_sole(technique)
+        technique.ctx = self
         self.techniques.append(technique)
         self.techniques.sort(key=lambda each: each.phase)  # stable: within a phase as they are listed
         self._with.clear()
@@ -165,4 +168,7 @@ class Run:
     def end(self) -> None:
         """Undo what the techniques did; a second call does nothing."""
         self.ended = True
+        for technique in self.techniques:
+            if technique.ctx is self:
+                technique.ctx = None
         self.undo.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -66,20 +67,19 @@ class Seams(Base):
             self.begin(self.lightning_module.trainer)
         super().setup_environment()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """End the run, behind the callbacks' own hooks, which may have saved."""
-        super().on_exception(exception)
-        if self.solo_run is not None:
-            self.solo_run.end()
-
     def teardown(self) -> None:
-        """End the run; what it undoes comes behind the way of module and states to the host."""
-        run = self.ctx
-        if run is None:
-            super().teardown()
+        """End the run, after a fit as after an exception, behind the way of module and states to the host.
+
+        Of a run that was never set up what is undone comes first: the module is to move as it was.
+        """
+        run, own = self.ctx, super().teardown
+        if run is not None and not run.is_set_up:
+            run.end()
+        if run is None or run.ended:
+            own()
             return
         try:
-            run.around("leaving", super().teardown)()
+            run.around("leaving", own)()
         finally:
             run.end()
 
@@ -111,17 +111,15 @@ class Seams(Base):
             return
         run.transform()
         super().setup(trainer)
-        if not run.training:
-            return
-        for technique in run.having("optimizers"):
-            self.optimizers = technique.optimizers(run, list(self.optimizers), self._schedulers())
-        if run.having("clip"):
-            run.undo.enter_context(patches.clipping(self.precision_plugin, run))
-        if run.having("loss"):
-            run.undo.enter_context(patches.micro_batches(trainer, run))
-
-    def _schedulers(self) -> list[Any]:
-        return [config.scheduler for config in self.lr_scheduler_configs]
+        if run.training:
+            for technique in run.having("optimizers"):
+                schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+                self.optimizers = technique.optimizers(run, list(self.optimizers), schedulers)
+            if run.having("clip"):
+                run.undo.enter_context(patches.clipping(self.precision_plugin, partial(run.around, "clip")))
+            if run.having("loss"):
+                run.undo.enter_context(patches.micro_batches(trainer, partial(run.around, "loss")))
+        run.is_set_up = True
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let the techniques replace the loader for training."""

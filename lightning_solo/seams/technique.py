@@ -104,20 +104,12 @@ class Technique(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Join the run, where it is a fit."""
         if stage == "fit":
-            self.ctx = join(self, trainer)
+            join(self, trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End the run; the strategy has, unless it was never set up."""
-        self._end()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the run; Lightning calls no teardown of callbacks after an exception."""
-        self._end()
-
-    def _end(self) -> None:
-        ctx, self.ctx = self.ctx, None
-        if ctx is not None:
-            ctx.end()
+        """End the run; after a fit, and after an exception, the strategy's teardown has done so already."""
+        if self.ctx is not None:
+            self.ctx.end()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save behind a fit as during it, where the strategy is without seams again."""

@@ -19,7 +19,7 @@ from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
-from lightning_solo.techniques.compact import technique as compact
+from lightning_solo.techniques.compact_states import states as compact_states
 from tests.planner.modules import MODULES, Classifier, vectors
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -96,7 +96,7 @@ def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: py
 
 @pytest.mark.parametrize("preset", ["compact", "compact_host"])
 def test_what_this_host_has_limits_no_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (compact, host_slabs):
+    for room in (compact_states, host_slabs):
         monkeypatch.setattr(room, "host_memory", lambda: (2**30, 100))
     make, batch = MODULES["attending"]
     assert capture(make, batch(), arrange(compose(preset), {}).arguments(), cuda=True).log.peak()[0] > 0

@@ -23,8 +23,8 @@ from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.schema import FIELDS, PRECISIONS
 
 PRESETS = (
-    *("accumulation", "auto", "baseline", "bf16", "bf16_true", "checkpointing", "compact"),
-    *("compact_checkpointing", "compact_host", "compact_host_checkpointing", "fp16", "super_offload", "zenflow"),
+    *("accumulation", "auto", "baseline", "bf16", "bf16_true", "checkpointing", "compact", "compact_checkpointing"),
+    *("compact_host", "compact_host_checkpointing", "fp16", "gradient_release", "super_offload", "zenflow"),
     *("zero_offload", "zero_offload_nvme", "zero_offload_parameters"),
 )
 

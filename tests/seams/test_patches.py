@@ -17,18 +17,17 @@ from tests.modules import loader, regression
 Make = Callable[..., Any]
 
 
-class Recorded:
-    """Stands for a run: notes what comes to its seams, and passes it on."""
+def noting(calls: list[Any]) -> Callable[..., Any]:
+    """Return what notes the arguments of calls, and passes them on."""
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def around(self, seam: str, proceed: Callable[..., Any]) -> Callable[..., Any]:
+    def around(proceed: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
-            self.calls.append((seam, args))
+            calls.append(args)
             return proceed(*args)
 
         return noted
+
+    return around
 
 
 def test_a_strategy_gets_seams_and_loses_them(home: ModuleType, make_trainer: Make) -> None:
@@ -46,14 +45,14 @@ def test_a_strategy_gets_seams_and_loses_them(home: ModuleType, make_trainer: Ma
 
 
 SEAMED = (
-    *("setup_environment", "on_exception", "teardown", "model_sharded_context", "load_model_state_dict", "setup"),
+    *("setup_environment", "teardown", "model_sharded_context", "load_model_state_dict", "setup"),
     *("process_dataloader", "on_train_batch_start", "backward", "optimizer_step", "lightning_module_state_dict"),
     *("optimizer_state", "load_optimizer_state_dict"),
 )
 
 
 def test_the_mixin_overrides_no_method_that_lightning_lacks(home: ModuleType) -> None:
-    ours = {"begin", "ctx", "_schedulers", "_having_after"}
+    ours = {"begin", "ctx", "_having_after"}
     methods = {name for name, value in vars(Seams).items() if callable(value) and not name.startswith("__")}
     assert methods - ours == set(SEAMED)
     assert all(hasattr(home.strategies.Strategy, name) for name in SEAMED)
@@ -71,14 +70,15 @@ def test_estimated_stepping_batches(home: ModuleType, make_trainer: Make) -> Non
 
 
 def test_clipping_ends_in_the_precision(home: ModuleType, make_trainer: Make) -> None:
-    run, before = Recorded(), make_trainer(home).precision_plugin
+    calls: list[Any] = []
+    before = make_trainer(home).precision_plugin
     for by in ("norm", "value"):
         trainer = make_trainer(home, gradient_clip_val=0.5, gradient_clip_algorithm=by, max_steps=1)
-        with patches.clipping(trainer.precision_plugin, run):  # type: ignore[arg-type]
+        with patches.clipping(trainer.precision_plugin, noting(calls)):
             trainer.fit(regression(home), loader(1))
-        assert [(seam, args[1:]) for seam, args in run.calls] == [("clip", (0.5, by))]
+        assert [args[1:] for args in calls] == [(0.5, by)]
         assert vars(trainer.precision_plugin).keys() == vars(before).keys()
-        run.calls.clear()
+        calls.clear()
     assert trainer.lightning_module.net.head.weight.grad.abs().max() <= 0.5  # it has clipped
 
 
@@ -139,11 +139,11 @@ def test_batches_on_their_way_to_the_device(home: ModuleType, make_trainer: Make
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_micro_batches_of_automatic_optimization(home: ModuleType, make_trainer: Make, factor: int) -> None:
-    run = Recorded()
+    calls: list[Any] = []
     trainer = make_trainer(home, accumulate_grad_batches=factor)
-    with patches.micro_batches(trainer, run):  # type: ignore[arg-type]
+    with patches.micro_batches(trainer, noting(calls)):
         trainer.fit(regression(home), loader(4))
-    assert run.calls == [("loss", ())] * 4
+    assert calls == [()] * 4
     assert trainer.global_step == 4 // factor
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
 

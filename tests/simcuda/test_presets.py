@@ -23,7 +23,7 @@ pytestmark = [
 WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed
 PLAIN = [
     *("baseline", "accumulation", "bf16", "bf16_true", "fp16", "checkpointing", "compact", "compact_checkpointing"),
-    *("compact_host", "compact_host_checkpointing"),
+    *("compact_host", "compact_host_checkpointing", "gradient_release"),
 ]
 NEEDS_DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 DEEPSPEED = [

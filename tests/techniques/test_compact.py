@@ -23,10 +23,11 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import LEAST
 from lightning_solo.optim.master_weights import MasterWeights
+from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
-from lightning_solo.techniques.compact import technique as compact
-from lightning_solo.techniques.compact.technique import CompactStrategy, compact_class
+from lightning_solo.techniques.compact.technique import CompactStrategy
+from lightning_solo.techniques.compact_states import states
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -67,7 +68,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def of_back_end(home: ModuleType, back_end: str, **kwargs: Any) -> Any:
-    return compact_class(home.__name__)(back_end=back_end, **kwargs)
+    return for_home(CompactStrategy, home.__name__)(back_end=back_end, **kwargs)
 
 
 def stable(home: ModuleType) -> Any:
@@ -124,7 +125,9 @@ def test_acted_on_weights_states_and_gradients(home: ModuleType, make_trainer: M
             seen.append(sum(p.grad is not None for p in pl_module.parameters()))
 
     before = net().state_dict()
-    trainer = fit(home, make_trainer, compact_class(home.__name__)(), precision="bf16-true", callbacks=[Watch()])
+    trainer = fit(
+        home, make_trainer, for_home(CompactStrategy, home.__name__)(), precision="bf16-true", callbacks=[Watch()]
+    )
     (optimizer,) = trainer.optimizers
     assert type(optimizer) is CompactAdamW
     assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.bfloat16}
@@ -138,12 +141,12 @@ def test_acted_on_weights_states_and_gradients(home: ModuleType, make_trainer: M
 
 @pytest.mark.every_change
 def test_acted_where_accumulation_and_clipping_keep_gradients(home: ModuleType, make_trainer: Make) -> None:
-    strategy = compact_class(home.__name__)()
+    strategy = for_home(CompactStrategy, home.__name__)()
     kept = []
 
     class Watch(home.Callback):  # type: ignore[name-defined,misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            kept.append({value.dtype for value in trainer.strategy._release._sums._kept.values()})
+            kept.append({value.dtype for value in trainer.strategy.brought[1].release._sums._kept.values()})
 
     fit(home, make_trainer, strategy, precision="bf16-true", accumulate_grad_batches=4, callbacks=[Watch()])
     assert kept[:4] == [{torch.float32}] * 3 + [set()]  # in a precision that doesn't saturate; none behind the step
@@ -155,7 +158,9 @@ def test_acted_on_torchs_other_optimizers(
     home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     with caplog.at_level("INFO"):
-        trainer = fit(home, make_trainer, compact_class(home.__name__)(), other(home, name), precision="bf16-true")
+        trainer = fit(
+            home, make_trainer, for_home(CompactStrategy, home.__name__)(), other(home, name), precision="bf16-true"
+        )
     (optimizer,) = trainer.optimizers
     assert type(optimizer) is MasterWeights
     weight = trainer.lightning_module.net.blocks[0].up.weight
@@ -386,8 +391,8 @@ def test_two_optimizers_by_hand(home: ModuleType, make_trainer: Make) -> None:
             return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.one, self.two)]
 
     with pytest.raises(ConflictError, match="release_gradients=false"):
-        fit(home, make_trainer, compact_class(home.__name__)(), TwoByHand(), precision="bf16-true")
-    strategy = compact_class(home.__name__)(release_gradients=False)
+        fit(home, make_trainer, for_home(CompactStrategy, home.__name__)(), TwoByHand(), precision="bf16-true")
+    strategy = for_home(CompactStrategy, home.__name__)(release_gradients=False)
     trainer = fit(home, make_trainer, strategy, TwoByHand(), precision="bf16-true")
     assert [type(optimizer) for optimizer in trainer.optimizers] == [CompactAdamW, CompactAdamW]
     assert not torch.equal(trainer.lightning_module.two.head.weight.float(), net(1).head.weight.bfloat16().float())
@@ -483,7 +488,7 @@ def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
         module = regression(home, net())
         keys = list(module.state_dict())
         trainer = make_trainer(
-            home, strategy=compact_class(home.__name__)(), precision="bf16-true", callbacks=callbacks
+            home, strategy=for_home(CompactStrategy, home.__name__)(), precision="bf16-true", callbacks=callbacks
         )
         try:
             trainer.fit(module, batches())
@@ -502,7 +507,7 @@ def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
 def test_trace_a_resumed_run_is_the_undisturbed_one(
     home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: Any, budget: Any
 ) -> None:
-    make = compact_class(home.__name__)
+    make = for_home(CompactStrategy, home.__name__)
 
     def run(**kwargs: Any) -> Any:
         path = kwargs.pop("ckpt_path", None)
@@ -720,7 +725,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_built_while_fitting_as_in_the_constructor(
     home: ModuleType, make_trainer: Make, meta: bool, precision: str, master_bits: Any
 ) -> None:
-    make = compact_class(home.__name__)
+    make = for_home(CompactStrategy, home.__name__)
     for model in (net, frozen_net):
         plain = fit(home, make_trainer, make(master_bits), regression(home, model()), precision=precision)
         module = in_configure_model(home, model, meta)
@@ -742,13 +747,13 @@ def test_built_in_fp32_by_the_module_and_split_as_it_comes(home: ModuleType, mak
 
     def watched() -> nn.Module:
         made = net()
-        if isinstance(trainer.strategy._building, type(None)):  # under the context, which the strategy gets at its end
+        if trainer.strategy.brought[0]._weights._building is None:  # under the context, which is kept from its end on
             with torch._C.DisableTorchFunction():
                 seen.append({str(p.dtype) for p in made.parameters()})
             seen.append({p.dtype for p in made.parameters()})
         return made
 
-    trainer = make_trainer(home, strategy=compact_class(home.__name__)(), precision="bf16-true")
+    trainer = make_trainer(home, strategy=for_home(CompactStrategy, home.__name__)(), precision="bf16-true")
     trainer.fit(in_configure_model(home, watched), batches())
     assert seen == [{"torch.float32", "torch.bfloat16"}, {torch.float32}]  # what lies there; what user code sees
     assert "module_init_context" not in vars(trainer.precision_plugin)
@@ -770,7 +775,7 @@ def test_built_and_resumed(
     home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: int, plain_file: bool
 ) -> None:
     """Weights of the file, never with what the initial ones were off by."""
-    make = compact_class(home.__name__)
+    make = for_home(CompactStrategy, home.__name__)
 
     def run(module: Any, path: Path | None = None, **kwargs: Any) -> Any:
         trainer = make_trainer(
@@ -817,7 +822,7 @@ def test_built_and_loaded_in_fp32_where_it_stays_so(make_trainer: Make, tmp_path
 @pytest.mark.every_change
 @pytest.mark.usefixtures("narrow")
 def test_built_and_failed_is_fp32_again(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
-    make = compact_class(home.__name__)
+    make = for_home(CompactStrategy, home.__name__)
     fit(home, make_trainer, None).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
     first = net()
 
@@ -863,7 +868,7 @@ def registration_hooks() -> list[Any]:
 @pytest.mark.usefixtures("narrow")
 def test_built_once_and_fitted_twice(home: ModuleType, make_trainer: Make) -> None:
     def twice(module: Any) -> Any:
-        make = compact_class(home.__name__)
+        make = for_home(CompactStrategy, home.__name__)
         fit(home, make_trainer, make(), module, precision="bf16-true")
         return fit(home, make_trainer, make(), module, precision="bf16-true")
 
@@ -923,7 +928,7 @@ def test_lightnings_own_accumulation_scheduler(home: ModuleType, make_trainer: M
         schedule = home.callbacks.GradientAccumulationScheduler({0: 1, 1: 5})
         return weights(fit(home, make_trainer, strategy, max_epochs=2, callbacks=[schedule]))
 
-    assert_same(run(compact_class(home.__name__)(32, 32)), run(None))
+    assert_same(run(for_home(CompactStrategy, home.__name__)(32, 32)), run(None))
 
 
 def by_hand(windows: list[list[int]], device: torch.device, clip: float | None) -> tuple[nn.Module, CompactAdamW]:
@@ -980,7 +985,7 @@ def test_a_short_window_counts_as_a_whole_one_of_its_size(home: ModuleType, make
     """In the strategy's own layout, bit for bit: the last two of ten batches, under a factor of 4 and of 2."""
 
     def run(milestones: Any) -> dict[str, Tensor]:
-        schedule, strategy = AccumulationSchedule(milestones, by="step"), compact_class(home.__name__)()
+        schedule, strategy = AccumulationSchedule(milestones, by="step"), for_home(CompactStrategy, home.__name__)()
         return weights(fit(home, make_trainer, strategy, precision="bf16-true", callbacks=[schedule]))
 
     short = run([[0, 4]])
@@ -999,7 +1004,7 @@ def test_activation_checkpointing_changes_no_bit(
         module = regression(home, Stack(blocks=2, width=WIDTH, dropout=0.1))
         module.load_state_dict({f"net.{name}": value for name, value in net().state_dict().items()})
         module.net.blocks[0].up.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
-        strategy = compact_class(home.__name__)()
+        strategy = for_home(CompactStrategy, home.__name__)()
         callbacks = [ActivationCheckpointing()] if checkpointing else []
         torch.manual_seed(0)  # of the dropout
         trainer = fit(
@@ -1022,7 +1027,7 @@ def test_a_window_that_is_left_in_the_middle_is_dropped(home: ModuleType, make_t
         module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 6 else None
         return weights(fit(home, make_trainer, strategy, module, max_epochs=2, accumulate_grad_batches=4))
 
-    assert_same(run(compact_class(home.__name__)(32, 32)), run(None))
+    assert_same(run(for_home(CompactStrategy, home.__name__)(32, 32)), run(None))
 
 
 def test_layers_that_are_unfrozen_later(home: ModuleType, make_trainer: Make) -> None:
@@ -1040,12 +1045,12 @@ def test_layers_that_are_unfrozen_later(home: ModuleType, make_trainer: Make) ->
         return made
 
     plain = fit(home, make_trainer, None, module(), max_epochs=3, callbacks=[Unfreeze()])
-    ours = compact_class(home.__name__)(32, 32)
+    ours = for_home(CompactStrategy, home.__name__)(32, 32)
     assert_same(weights(fit(home, make_trainer, ours, module(), max_epochs=3, callbacks=[Unfreeze()])), weights(plain))
     split = fit(
         home,
         make_trainer,
-        compact_class(home.__name__)(),
+        for_home(CompactStrategy, home.__name__)(),
         module(),
         max_epochs=3,
         precision="bf16-true",
@@ -1112,8 +1117,8 @@ def test_a_detached_use_of_a_weight_is_an_error_as_in_torch(make_trainer: Make) 
 
 
 def leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "host_memory", lambda: (2**30, 1000))
-    monkeypatch.setattr(compact, "free_device_bytes", lambda module: 1000)
+    monkeypatch.setattr(states, "host_memory", lambda: (2**30, 1000))
+    monkeypatch.setattr(states, "free_device_bytes", lambda module: 1000)
 
 
 def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:

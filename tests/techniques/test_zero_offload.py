@@ -19,8 +19,9 @@ import yaml
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, CheckpointError
+from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload import technique as zero_offload
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.module import MODULE_HOOKS
 from lightning_solo.zero.process import close_process_group
@@ -32,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def strategy(home: ModuleType, **arguments: Any) -> Any:
-    return zero_offload_class(home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
+    return for_home(ZeroOffloadStrategy, home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
 
 
 def module(home: ModuleType, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:
@@ -112,17 +113,17 @@ def test_the_configuration_is_ours_whatever_the_environment_says(
 def test_the_yaml_lists_the_constructor() -> None:
     given = yaml.safe_load((ROOT / "conf/library/solo/strategy/zero_offload.yaml").read_text())
     assert given.pop("name") == "zero_offload"
-    made = zero_offload_class()(**given)
+    made = for_home(ZeroOffloadStrategy)(**given)
     assert given.pop("config") is made.given_config is None
     assert {name: getattr(made, name) for name in given} == given
-    assert repr(made) == repr(zero_offload_class()())
+    assert repr(made) == repr(for_home(ZeroOffloadStrategy)())
 
 
 def test_without_deepspeed_the_package_and_the_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 24 of the fault matrix."""
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(CapabilityError, match=r"deepspeed.*pip install 'deepspeed>=0\.19"):
-        zero_offload_class()()
+        for_home(ZeroOffloadStrategy)()
 
 
 def test_without_cuda_it_says_what_to_write(home: ModuleType, make_trainer: Any) -> None:
@@ -358,11 +359,11 @@ def test_with_an_empty_environment_and_with_a_launchers(tmp_path: Path) -> None:
 import os, warnings
 warnings.simplefilter("ignore")
 from tests.modules import loader, regression
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 import lightning.pytorch as home
 before = dict(os.environ)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
-trainer = home.Trainer(accelerator="cpu", devices=1, strategy=zero_offload_class()(allow_cpu=True), **quiet)
+trainer = home.Trainer(accelerator="cpu", devices=1, strategy=for_home(ZeroOffloadStrategy)(allow_cpu=True), **quiet)
 trainer.fit(regression(home), loader())
 after = {k: v for k, v in os.environ.items() if before.get(k) != v}
 print("steps", trainer.global_step, "environment", after, "modules", "mpi4py" in __import__("sys").modules)

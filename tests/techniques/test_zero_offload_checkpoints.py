@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.module import MODULE_HOOKS
 from tests.modules import Block, Stack, loader, regression
 
@@ -68,7 +69,7 @@ class Tied(nn.Module):
 
 
 def strategy(home: ModuleType, **arguments: Any) -> Any:
-    return zero_offload_class(home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
+    return for_home(ZeroOffloadStrategy, home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
 
 
 def module(home: ModuleType, net: Callable[[], nn.Module] = Stack, seed: int = 0) -> Any:

@@ -18,7 +18,8 @@ import torch
 
 import lightning_solo as solo
 from lightning_solo.errors import CapabilityError
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.extension import what_is_missing
 from tests.modules import Stack, loader, regression
 
@@ -416,7 +417,7 @@ def test_fetched_weights_are_given_back_between_forward_and_backward(
     made.on_before_backward = lambda loss: kept.append(sum(n for storage, n in fetched if storage() is not None))
     # Otherwise DeepSpeed itself keeps weights as few as these.
     sizes = {f"stage3_{name}": 0 for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")}
-    strategy = zero_offload_class(home.__name__)(
+    strategy = for_home(ZeroOffloadStrategy, home.__name__)(
         stage=3, offload_parameters=True, allow_cpu=True, config={"zero_optimization": sizes}
     )
     make_trainer(home, strategy=strategy, precision="bf16-mixed").fit(made, loader(batches=3, width=256))
@@ -438,7 +439,7 @@ def test_super_offload_is_refused_on_a_cpu_by_name_before_the_model_is_built(
     if not torch.cuda.is_available():
         with pytest.raises(CapabilityError, match=r"SuperOffload .*needs a CUDA device.*solo=zero_offload"):
             solo.trainer_kwargs("super_offload", ["strategy.allow_cpu=true"], lightning=home.__name__)
-    strategy = zero_offload_class(home.__name__)(stage=3, config=SUPER_OFFLOAD, allow_cpu=True)
+    strategy = for_home(ZeroOffloadStrategy, home.__name__)(stage=3, config=SUPER_OFFLOAD, allow_cpu=True)
     with pytest.raises(CapabilityError, match="SuperOffload needs a CUDA device, and this run is on 'cpu'"):
         make_trainer(home, strategy=strategy).fit(made, loader())
     assert built == []

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from tests.modules import Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -22,7 +23,7 @@ STAGES = pytest.mark.parametrize("stage", [2, 3])
 
 
 def strategy(home: ModuleType, **arguments: Any) -> Any:
-    return zero_offload_class(home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
+    return for_home(ZeroOffloadStrategy, home.__name__)(**{"allow_cpu": True, "host_optimizer": "torch", **arguments})
 
 
 def module(home: ModuleType, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Any:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from tests.modules import Stack, loader, regression
 
 deepspeed = pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -20,7 +21,7 @@ pytestmark = [
 
 
 def strategy(home: ModuleType, **arguments: Any) -> Any:
-    return zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch", **arguments)
+    return for_home(ZeroOffloadStrategy, home.__name__)(allow_cpu=True, host_optimizer="torch", **arguments)
 
 
 def module(home: ModuleType) -> Any:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, SoloError
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.disk import PREFIX, align_gradients, run_folder
 from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment
 from lightning_solo.zero.states import read
@@ -265,7 +266,7 @@ def contained() -> Iterator[None]:
 def fit(make_trainer: Any, optimizer: Callable[[Any], torch.optim.Optimizer], given: dict[str, Any]) -> nn.Module:
     module = regression(lightning.pytorch, nn.Sequential(Biased(), nn.Linear(509, 1)))
     module.configure_optimizers = lambda: optimizer(module.parameters())
-    strategy = zero_offload_class()(allow_cpu=True, host_optimizer="torch", **given)
+    strategy = for_home(ZeroOffloadStrategy)(allow_cpu=True, host_optimizer="torch", **given)
     make_trainer(lightning.pytorch, strategy=strategy).fit(module, loader(3, width=7))
     return module
 

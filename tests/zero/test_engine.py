@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.disk import split_aligned
 from lightning_solo.zero.run import EngineRun
 from tests.modules import Stack, loader, regression
@@ -36,7 +37,7 @@ class Sometimes(Stack):
 
 
 def strategy(home: ModuleType, **arguments: Any) -> Any:
-    return zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch", **arguments)
+    return for_home(ZeroOffloadStrategy, home.__name__)(allow_cpu=True, host_optimizer="torch", **arguments)
 
 
 def module(home: ModuleType, net: type[nn.Module] = Stack) -> Any:

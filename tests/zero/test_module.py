@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.engine import leave_forward, make_engine, weights_of
 from lightning_solo.zero.module import ModuleAsFound, is_deepspeeds
@@ -187,7 +188,7 @@ def test_an_exception_while_validating_changes_nothing(make_trainer: Any, stage:
         raise ArithmeticError("on purpose")
 
     module.net.blocks[0].norm.register_forward_hook(fail)
-    trainer = make_trainer(lightning.pytorch, strategy=zero_offload_class()(stage=stage, allow_cpu=True))
+    trainer = make_trainer(lightning.pytorch, strategy=for_home(ZeroOffloadStrategy)(stage=stage, allow_cpu=True))
     with pytest.raises(ArithmeticError, match="on purpose"):
         trainer.validate(module, loader(2), verbose=False)
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), untouched.parameters(), strict=True))

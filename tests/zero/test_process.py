@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lightning_solo.errors import CapabilityError
-from lightning_solo.techniques.zero_offload.technique import FABRIC, zero_offload_class
+from lightning_solo.seams.homes import fabric_part, for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.process import (
     OLDEST,
     ONE_PROCESS,
@@ -165,7 +166,7 @@ def test_a_user_may_close_a_group_and_fit_again(make_trainer: Any) -> None:
     import lightning.pytorch as home
 
     def fit() -> None:
-        strategy = zero_offload_class(home.__name__)(allow_cpu=True, host_optimizer="torch")
+        strategy = for_home(ZeroOffloadStrategy, home.__name__)(allow_cpu=True, host_optimizer="torch")
         make_trainer(home, strategy=strategy).fit(regression(home), loader(2))
 
     open_ones_own()
@@ -265,7 +266,7 @@ def test_a_launchers_variables_change_nothing(home: ModuleType, monkeypatch: pyt
     launcher = {"RANK": "3", "LOCAL_RANK": "3", "NODE_RANK": "2", "GROUP_RANK": "2", "WORLD_SIZE": "4"}
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
-    environment_class = importlib.import_module(FABRIC[home.__name__]).LightningEnvironment
+    environment_class = fabric_part(home.__name__, "plugins.environments").LightningEnvironment
     found = one_process(environment_class)
     assert isinstance(found, environment_class)
     assert (found.local_rank(), found.node_rank(), found.global_rank(), found.world_size()) == (0, 0, 0, 1)
@@ -305,7 +306,7 @@ def test_a_newer_one_is_accepted(monkeypatch: pytest.MonkeyPatch, found: str) ->
 def test_an_old_one_stops_the_strategy_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.17.0")
     with pytest.raises(CapabilityError, match=r"0\.17\.0 is installed"):
-        zero_offload_class()()
+        for_home(ZeroOffloadStrategy)()
 
 
 # --- the device ---

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.techniques.zero_offload.technique import zero_offload_class
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.disk import parameter_buffers
 from lightning_solo.zero.extension import what_is_missing
 from tests.modules import loader, regression
@@ -61,7 +62,7 @@ def test_weights_in_files_train_and_validate_as_in_memory(
 
     arguments = {"precision": "bf16-mixed", "max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2}
     offload = {"allow_cpu": True, "stage": 3, "offload_parameters": True, "host_optimizer": "torch"}
-    strategy = zero_offload_class(home.__name__)
+    strategy = for_home(ZeroOffloadStrategy, home.__name__)
     memory = make_trainer(home, strategy=strategy(**offload), **arguments)
     memory.fit(in_memory, loader(), loader())
     config = {"zero_optimization": {"offload_param": {"max_in_cpu": 0}}}
@@ -105,7 +106,7 @@ def test_a_change_in_place_leaves_the_gradients_of_others_as_they_are(
     for strategy in (None, {"stage": 3, "nvme_path": str(tmp_path / "swap")}):
         torch.manual_seed(0)
         made = regression(home, nn.Sequential(nn.Linear(8, 521), nn.Linear(521, 523), nn.Linear(523, 1)))
-        kind = zero_offload_class(home.__name__)
+        kind = for_home(ZeroOffloadStrategy, home.__name__)
         arguments = {"strategy": kind(allow_cpu=True, host_optimizer="torch", **strategy)} if strategy else {}
         make_trainer(home, callbacks=[Clamp()], **arguments).fit(made, loader())
         trained.append(made)

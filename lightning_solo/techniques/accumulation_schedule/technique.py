@@ -17,10 +17,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
 
 Milestones = Sequence[Sequence[int]]
 
@@ -104,39 +108,16 @@ def rescale_short_window(optimizer: torch.optim.Optimizer, factor: int, held: in
     return bool(gradients)
 
 
-def weigh_losses(trainer: Any, factor: int, batch_idx: int) -> None:
-    """Let the losses of a short last window count by what it will hold, where no gradient is at hand at the step.
+def short_window_weight(factor: int, batches_ahead: float) -> float:
+    """Return by what the losses of a window count that holds fewer batches than the factor; 1 for a full one.
 
-    Such a strategy (ZeRO-Offload) has a ``loss_factor``. Where the loader's length is unknown it stays 1.
+    >>> short_window_weight(4, batches_ahead=10), short_window_weight(4, batches_ahead=2)
+    (1.0, 2.0)
     """
-    if hasattr(trainer.strategy, "loss_factor"):
-        trainer.strategy.loss_factor = factor / min(factor, trainer.num_training_batches - batch_idx)
+    return factor / min(factor, batches_ahead)
 
 
-def with_step_count(trainer_class: type[Any], milestones: Milestones, by: Literal["epoch", "step"]) -> type[Any]:
-    """Return a subclass of a Trainer class whose ``estimated_stepping_batches`` follows the schedule.
-
-    Endless runs and loaders of unknown length are answered as by the class itself, which also loads the data.
-    """
-
-    def estimated_stepping_batches(self: Any) -> int | float:
-        stock: int | float = trainer_class.estimated_stepping_batches.fget(self)
-        if self.max_epochs == -1 or self.num_training_batches == math.inf:
-            return stock
-        return count_optimizer_steps(
-            milestones, by, int(self.num_training_batches), max(self.max_epochs, 1), self.max_steps
-        )
-
-    body = {
-        "__module__": trainer_class.__module__,
-        "__qualname__": trainer_class.__qualname__,
-        "__doc__": trainer_class.__doc__,
-        "estimated_stepping_batches": property(estimated_stepping_batches),
-    }
-    return type(trainer_class.__name__, (trainer_class,), body)
-
-
-class AccumulationSchedule(Callback):
+class AccumulationSchedule(Technique):
     """Sets how many batches make one optimizer step, by epoch or by optimizer step.
 
     A change takes effect at the first batch index that the new factor divides while no window is open, always at the
@@ -153,6 +134,8 @@ class AccumulationSchedule(Callback):
         PresetError: the milestones are ill-formed.
     """
 
+    phase = Phase.STEP
+
     def __init__(self, milestones: Sequence[Sequence[int]] = ((0, 4),), by: Literal["epoch", "step"] = "epoch") -> None:
         super().__init__()
         self.milestones = _checked(milestones)
@@ -160,9 +143,6 @@ class AccumulationSchedule(Callback):
             raise PresetError(f"accumulation_schedule.by={by!r}: allowed are 'epoch' and 'step'")
         self.by: Literal["epoch", "step"] = by
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
-        self._held = 0  # batches in the open window that gave a gradient
-        self._counted = False  # whether the present batch is one of them
-        self._undo: tuple[type[Any], int] | None = None  # the Trainer's own class and factor
         self._warned = False
 
     def __repr__(self) -> str:
@@ -171,14 +151,28 @@ class AccumulationSchedule(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be combined, and make the Trainer count steps by the schedule."""
-        if stage != "fit" or self._undo is not None:
+        if stage != "fit" or self.ctx is not None:
             return
         refuse_conflicts(trainer, pl_module, self)
-        self._factor, self._held, self._counted, self._warned = None, 0, False, False
-        self._undo = (type(trainer), trainer.accumulate_grad_batches)
-        trainer.__class__ = with_step_count(type(trainer), self.milestones, self.by)
-        if hasattr(trainer.strategy, "accumulation_varies"):
-            trainer.strategy.accumulation_varies = True
+        super().setup(trainer, pl_module, stage)
+        ctx = self._ctx
+        self._factor, self._warned = None, False
+        ctx.window.varies = True
+        ctx.undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
+        ctx.undo.enter_context(patches.stepping_batches(trainer, self._count_steps))
+
+    @property
+    def _ctx(self) -> Run:
+        assert self.ctx is not None  # joined in setup
+        return self.ctx
+
+    def _count_steps(self, trainer: Any, stock: int | float) -> int | float:
+        """Return what ``estimated_stepping_batches`` is to be; of unknown or endless lengths Lightning's own answer."""
+        if trainer.max_epochs == -1 or trainer.num_training_batches == math.inf:
+            return stock
+        return count_optimizer_steps(
+            self.milestones, self.by, int(trainer.num_training_batches), max(trainer.max_epochs, 1), trainer.max_steps
+        )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look again: ``automatic_optimization`` may be set as late as in ``configure_model``."""
@@ -195,38 +189,26 @@ class AccumulationSchedule(Callback):
         factor = next_factor(current, factor_at(self.milestones, self._position(trainer)), batch_idx)
         if factor != current:
             self._change(trainer, factor, batch_idx)
-        if batch_idx % factor == 0:
-            self._held = 0
-            weigh_losses(trainer, factor, batch_idx)
-        self._counted = False
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count a batch once, however often its backward runs."""
-        self._held += not self._counted
-        self._counted = True
+        window = self._ctx.window
+        if batch_idx % factor == 0 and not window.gradients_stay:
+            # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
+            window.weight = short_window_weight(factor, trainer.num_training_batches - batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Let a short window count by what it holds; Lightning divided each loss by the full factor."""
-        factor = round(trainer.accumulate_grad_batches / getattr(trainer.strategy, "loss_factor", 1.0))
-        if not 0 < self._held < factor:
+        window = self._ctx.window
+        factor = round(window.factor / window.weight)
+        if not 0 < window.held < factor:
             return
-        if not rescale_short_window(optimizer, factor, self._held) and not self._warned:
+        if not rescale_short_window(optimizer, factor, window.held) and not self._warned:
             self._warned = True
             warnings.warn(
-                f"AccumulationSchedule: a window of {self._held} batches was divided by {factor}; no gradients are "
+                f"AccumulationSchedule: a window of {window.held} batches was divided by {factor}; no gradients are "
                 "left to correct at this moment (the optimizer stepped during backward), so its step is too small",
                 stacklevel=2,
             )
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the Trainer its own class and factor back."""
-        self._restore(trainer)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the Trainer its own class and factor back; Lightning calls no teardown after an exception."""
-        self._restore(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor in effect: a change that still waits for its batch cannot be told from epoch and step."""
@@ -266,14 +248,6 @@ class AccumulationSchedule(Callback):
         for logger in trainer.loggers:
             # the axis that self.log() uses
             logger.log_metrics({"accumulation/factor": factor}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-    def _restore(self, trainer: Trainer) -> None:
-        if self._undo is not None:
-            trainer.__class__, trainer.accumulate_grad_batches = self._undo
-            self._undo = None
-            strategy: Any = trainer.strategy
-            if hasattr(strategy, "accumulation_varies"):
-                strategy.accumulation_varies, strategy.loss_factor = False, 1.0
 
 
 def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedule) -> None:

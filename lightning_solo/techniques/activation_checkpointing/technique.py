@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
 from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
 
 AUTO = "auto"
 
@@ -46,7 +47,7 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
     return dict(list(found.items())[::every_k])
 
 
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(Technique):
     """Wraps the model's blocks for the length of a fit, so that backward computes their activations again.
 
     The blocks are chosen after ``configure_model`` and before the optimizer, wherever they were built. Validation,
@@ -63,6 +64,8 @@ class ActivationCheckpointing(Callback):
     Raises:
         PresetError: An argument is ill-formed.
     """
+
+    phase = Phase.SAVED_TENSORS
 
     def __init__(self, blocks: str | Sequence[str] = AUTO, every_k: int = 1, verify_recomputation: bool = True) -> None:
         names = [blocks] if isinstance(blocks, str) else blocks
@@ -82,7 +85,6 @@ class ActivationCheckpointing(Callback):
         self.every_k = every_k
         self.verify_recomputation = verify_recomputation
         self._wrapped: dict[str, nn.Module] = {}
-        self._undo = ExitStack()
 
     def __repr__(self) -> str:
         return (
@@ -95,10 +97,9 @@ class ActivationCheckpointing(Callback):
         """Qualified names of the blocks that are wrapped now; empty outside a fit."""
         return tuple(self._wrapped)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit":
-            self.undo()
-            self._wrap_before(trainer.strategy, pl_module)
+    def transform(self, ctx: Run) -> None:
+        self.wrap(ctx.module)
+        ctx.undo.callback(self.undo)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (
@@ -111,43 +112,14 @@ class ActivationCheckpointing(Callback):
                 "again in backward; name the classes of those that do, blocks: [ClassName]"
             )
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.undo()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.undo()
-
     def undo(self) -> None:
-        """Leave the module and the Trainer as they were; a second call does nothing."""
-        self._undo.close()
-
-    def _wrap_before(self, strategy: Any, module: nn.Module) -> None:
-        """Have the blocks wrapped when Lightning calls ``strategy.setup``, once.
-
-        That is after ``configure_model`` and before the optimizer, for which there is no hook. Patching
-        ``configure_model`` instead would make weight averaging call and copy it, before ``LightningModule.setup``.
-        """
-        original = strategy.setup
-        before = strategy.__dict__.get("setup")
-
-        def restore() -> None:
-            strategy.__dict__.pop("setup", None)
-            if before is not None:
-                strategy.setup = before
-
-        def setup(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            self.wrap(module)
-            return original(*args, **kwargs)
-
-        strategy.setup = setup
-        self._undo.callback(lambda: restore() if strategy.__dict__.get("setup") is setup else None)
+        """Leave the module as it was; a second call does nothing."""
+        restore_blocks(list(self._wrapped.values()))
+        self._wrapped.clear()
 
     def wrap(self, module: nn.Module) -> None:
         """Wrap the blocks of ``module`` until ``undo``."""
         self._wrapped = checkpoint_blocks(choose_blocks(module, self.blocks, self.every_k), self.verify_recomputation)
-        self._undo.callback(self._wrapped.clear)
-        self._undo.callback(restore_blocks, list(self._wrapped.values()))
         if not self._wrapped:
             raise ConflictError(
                 "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_solo.presets.devices import find
+from lightning_solo.seams.patches import replaced
 
 
 @contextlib.contextmanager
@@ -31,11 +32,9 @@ class CountedOnce:
     """Replaces an object's method until its next call, whose FLOPs it counts; no mode stays on, even if that raises."""
 
     def __init__(self, owner: Any, name: str, receive: Callable[[int], None]) -> None:
-        self.owner, self.name = owner, name
         self.receive: Callable[[int], None] | None = receive
-        self.instance_method = owner.__dict__.get(name)  # what another technique put on the object itself
-        self.method = getattr(owner, name)
-        setattr(owner, name, self)
+        self._patch = contextlib.ExitStack()
+        self.method = self._patch.enter_context(replaced(owner, name, self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method under the counter, and remove this object; later calls are not counted."""
@@ -50,12 +49,7 @@ class CountedOnce:
 
     def remove(self) -> None:
         """Put back what was there, unless someone has replaced it since."""
-        if self.owner.__dict__.get(self.name) is not self:
-            return
-        if self.instance_method is None:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.instance_method)
+        self._patch.close()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -15,13 +15,10 @@ Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Raj
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +29,10 @@ from torch.optim import Optimizer
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.seams import patches
+from lightning_solo.seams.homes import fabric_part, part
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.strategy import Seams
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
     check_device_budget,
@@ -69,21 +70,19 @@ from lightning_solo.zero.refusals import (
 from lightning_solo.zero.run import EngineRun
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as Base
-else:
-    Base = object
+    from lightning.pytorch.strategies import DeepSpeedStrategy
 
-FABRIC = {
-    "lightning.pytorch": "lightning.fabric.plugins.environments",
-    "pytorch_lightning": "lightning_fabric.plugins.environments",
-}
+    class Base(DeepSpeedStrategy, Seams): ...  # type: ignore[override]
+
+else:
+    Base = Seams
 
 
 class ZeroOffloadStrategy(Base):
     """Train with the optimizer on the host, and at stage 3 with the weights there too.
 
-    ``ZeroOffloadStrategy(...)`` is for the Trainer of ``lightning``; :func:`zero_offload_class` gives that of
-    ``pytorch_lightning``.
+    ``ZeroOffloadStrategy(...)`` is for the Trainer of ``lightning``; :func:`lightning_solo.seams.homes.for_home` gives
+    that of ``pytorch_lightning``.
 
     Args:
         stage: 2 keeps the 16-bit weights on the device, 3 partitions them too.
@@ -103,14 +102,8 @@ class ZeroOffloadStrategy(Base):
         PresetError: an impossible value.
     """
 
-    environment_class: type
-    home: str
+    base = "DeepSpeedStrategy"
     config: Any
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> ZeroOffloadStrategy:
-        """Make a strategy for the Trainer of ``lightning``; another home's class makes its own."""
-        made: ZeroOffloadStrategy = object.__new__(zero_offload_class() if cls is ZeroOffloadStrategy else cls)
-        return made
 
     def __init__(
         self,
@@ -137,11 +130,9 @@ class ZeroOffloadStrategy(Base):
         # A config given outright also keeps PL_DEEPSPEED_CONFIG_PATH out.
         super().__init__(
             config=self._new_config(),
-            cluster_environment=one_process(self.environment_class),
+            cluster_environment=one_process(fabric_part(self.home, "plugins.environments").LightningEnvironment),
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
-        self.accumulation_varies = False  # AccumulationSchedule says so when it is set up
-        self.loss_factor = 1.0  # and by this lets a short window count by what it holds
         self._opened_group: bool | None = None  # False: it is the user's
         self._stack = ExitStack()
         self._run: EngineRun | None = None
@@ -202,6 +193,11 @@ class ZeroOffloadStrategy(Base):
         return self._module.trainer
 
     @property
+    def _active(self) -> Run:
+        assert self.solo_run is not None  # begun in setup_environment
+        return self.solo_run
+
+    @property
     def _training(self) -> EngineRun:
         assert self._run is not None  # made in setup, before anything steps or saves
         return self._run
@@ -220,11 +216,13 @@ class ZeroOffloadStrategy(Base):
         cuda_only = "SuperOffload" if is_super_offload(self.config) else None
         require_device(self.root_device, allow_cpu=self.allow_cpu, cuda_only=cuda_only)
         refuse_trainer(self._trainer)
+        run = self.begin(self._trainer)
+        run.window.gradients_stay = False  # the engine takes them in backward
         if self.nvme_path is not None:
             disk_budget(self.nvme_path)
             require_extension("async_io")
         # Lightning would put a shuffling sampler for several processes into every training loader.
-        self._trainer._accelerator_connector.use_distributed_sampler = False
+        run.undo.enter_context(patches.without_distributed_sampler(self._trainer))
         self._trainer.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
@@ -249,7 +247,6 @@ class ZeroOffloadStrategy(Base):
         try:
             if run is not None:
                 self.model, self.optimizers, self.lr_scheduler_configs = self.lightning_module, [], []
-                vars(self.precision_plugin).pop("clip_gradients", None)
                 run.end()
         finally:
             opened, self._opened_group, self._clipped = self._opened_group, None, False
@@ -274,6 +271,8 @@ class ZeroOffloadStrategy(Base):
             BudgetError: the host has less memory, or the disk less space, than the engine will need.
             ConflictError: optimizers that ZeRO can't step.
         """
+        run = self._active
+        run.transform()  # the engine takes the module over as the techniques have made it
         folder = None
         if self.nvme_path is not None:
             folder = self._stack.enter_context(run_folder(self.nvme_path))
@@ -283,7 +282,7 @@ class ZeroOffloadStrategy(Base):
         refuse_module(trainer.lightning_module, self.stage)
         self._run = EngineRun(trainer.lightning_module, precision._desired_dtype, self.root_device)
         # Lightning's does nothing under DeepSpeed, and nothing would say that gradients are not clipped.
-        precision.clip_gradients = self.clip_gradients
+        run.undo.enter_context(patches.clipping(precision, lambda _: self.clip_gradients))
         super().setup(trainer)
 
     def init_deepspeed(self) -> None:
@@ -338,8 +337,7 @@ class ZeroOffloadStrategy(Base):
         if self.offload_parameters:
             kept = self.config["zero_optimization"]["offload_param"].get("max_in_cpu", ZeroSettings.max_in_cpu)
             fetched = f" on {where}{f' after the first {kept:.0e}' if self.nvme_path else ''}, fetched"
-        rank_zero_info = importlib.import_module(f"{self.home}.utilities").rank_zero_info
-        rank_zero_info(
+        self._active.info(
             f"zero_offload, stage {self.stage}, precision {self.precision_plugin.precision}: {weights} weights"
             f"{fetched} for {self.root_device}, without"
             f" autocast; fp32 master, gradients and states on {where}, stepped by"
@@ -348,11 +346,10 @@ class ZeroOffloadStrategy(Base):
         )
 
     def _accumulates(self) -> bool:
-        one = self._trainer.accumulate_grad_batches == 1 and not self.accumulation_varies
-        return not (one and self._module.automatic_optimization)
+        return self._active.window.accumulates or not self._module.automatic_optimization
 
     def _configured_optimizer(self) -> tuple[Any, list[Any]]:
-        make = importlib.import_module(f"{self.home}.core.optimizer")._init_optimizers_and_lr_schedulers
+        make = part(self.home, "core.optimizer")._init_optimizers_and_lr_schedulers
         try:
             optimizers, configs = make(self.lightning_module)
         except RuntimeError as error:
@@ -371,7 +368,7 @@ class ZeroOffloadStrategy(Base):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the engine's backward; Lightning has divided the loss by the accumulation already."""
         kwargs["scale_wrt_gas"] = False
-        loss: Tensor = super().backward(closure_loss * self.loss_factor, optimizer, *args, **kwargs)
+        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._training.after_backward()
         return loss
 
@@ -464,21 +461,3 @@ class ZeroOffloadStrategy(Base):
         """Load the optimizer's states of a plain run or of ours into the engine, and the masters in full precision."""
         self._training.load_optimizer_state_dict(checkpoint["optimizer_states"][0], checkpoint["state_dict"])
         self._training.set_counters(checkpoint.get("zero_offload", {}))
-
-
-@cache
-def zero_offload_class(lightning: str | None = None) -> type:
-    """Return ``ZeroOffloadStrategy`` for the Trainer of ``lightning.pytorch`` or of ``pytorch_lightning``."""
-    if lightning is None:
-        other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-        lightning = "pytorch_lightning" if other else "lightning.pytorch"
-    strategies = importlib.import_module(f"{lightning}.strategies")
-    # Each home has a Fabric of its own.
-    fabric = importlib.import_module(FABRIC[lightning])
-    attributes = {
-        "__doc__": ZeroOffloadStrategy.__doc__,
-        "__module__": __name__,
-        "environment_class": fabric.LightningEnvironment,
-        "home": lightning,
-    }
-    return type("ZeroOffloadStrategy", (ZeroOffloadStrategy, strategies.DeepSpeedStrategy), attributes)

@@ -1,0 +1,52 @@
+"""What a checkpoint has of compact states: bf16 weights beside corrections, or fp32 master weights without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.master_weights import MasterWeights
+
+CHECKPOINT_WEIGHTS = ("bf16", "fp32")
+WITH_MASTERS = (CompactAdamW, MasterWeights)
+"""Optimizers that hold master weights."""
+
+
+def with_master_weights(
+    weights: Mapping[str, Any], module: nn.Module, optimizers: Iterable[Optimizer]
+) -> dict[str, Any]:
+    """Return a module's state dict with fp32 master weights, on the host."""
+    joined = dict(weights)
+    own = [optimizer for optimizer in optimizers if isinstance(optimizer, WITH_MASTERS)]
+    held: dict[Tensor, Any] = {p: each for each in own for group in each.param_groups for p in group["params"]}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if name in joined and p in held:
+            joined[name] = held[p].master_weight(p).cpu()  # on the device all at once might not fit
+    return joined
+
+
+def without_corrections(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict without corrections, for fp32 weights beside it hold them."""
+    kept = {
+        key: {name: value for name, value in state.items() if name != "correction"}
+        for key, state in states["state"].items()
+    }
+    return {**states, "state": kept}
+
+
+def load_states(optimizers: Iterable[Optimizer], module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Load optimizer states to where they belong; masters from fp32 weights beside them."""
+    optimizers = list(optimizers)
+    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
+        optimizer.load_state_dict(state)  # Lightning's own way would move all of it to the device
+    weights = checkpoint["state_dict"]
+    for optimizer in optimizers:
+        if isinstance(optimizer, WITH_MASTERS):
+            for name, p in module.named_parameters():
+                if name in weights and weights[name].dtype == torch.float32:
+                    optimizer.set_master_weight(p, weights[name])

@@ -1,0 +1,164 @@
+"""Optimizers made compact one by one, under one budget of the device, and the room that their states need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_solo.errors import BudgetError
+from lightning_solo.machine import host_memory
+from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.optim import back_ends
+from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.conversion import compacted
+from lightning_solo.optim.host_slabs import host_room, is_planned
+from lightning_solo.optim.torch_optimizers import SERVED, state_bytes
+from lightning_solo.units import format_bytes
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How states are stored, and by whose optimizer they are stepped.
+
+    Attributes:
+        master_bits: of the weights that are stepped: 32, 24 or "16-stochastic".
+        moment_bits: of each of Adam's moments: 32, 8 or 4.
+        budget: bytes of states that stay on the device, "auto", or None for all.
+        back_end: "own", or another library's.
+    """
+
+    master_bits: int | str
+    moment_bits: int
+    budget: int | str | None
+    back_end: str
+
+    def is_plain(self, corrections: Mapping[Tensor, Tensor]) -> bool:
+        """Return whether there is nothing to compress and nothing to place, so that any optimizer will do."""
+        return self.master_bits == 32 and self.moment_bits == 32 and not corrections and self.budget is None
+
+    def bytes_for(self, optimizer: Optimizer) -> int:
+        """Return the bytes of an optimizer's states, corrections included."""
+        every = {p for group in optimizer.param_groups for p in group["params"]}
+        if self.back_end != "own":
+            return sum(back_ends.device_bytes(p, self.back_end) for p in every)
+        layouts = [state_layout(p, self.master_bits, self.moment_bits) for p in every]
+        if type(optimizer) in SERVED and type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+            corrections = [{name: kept for name, kept in layout.items() if name == "correction"} for layout in layouts]
+            return sum(map(bytes_of, corrections)) + state_bytes(optimizer)
+        return sum(map(bytes_of, layouts))
+
+
+def convert(
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[Any],
+    layout: StateLayout,
+    corrections: dict[Tensor, Tensor],
+    put: Callable[[list[Optimizer]], None],
+) -> list[Optimizer]:
+    """Return compact optimizers in place of those given; one budget is for all of them.
+
+    Args:
+        optimizers: as ``configure_optimizers`` made them.
+        schedulers: which then act on the new ones.
+        layout: of the states.
+        corrections: of split weights; each optimizer takes its own out of it.
+        put: is told the optimizers after each conversion, so that the one before is freed.
+    """
+    made, left = list(optimizers), layout.budget
+    owned = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in made]
+    for number, own in enumerate(owned):
+        others = set().union(*owned) - own  # what is nobody's yet may be added to this one
+        taken = {p: lower for p, lower in corrections.items() if p not in others}
+        if layout.budget is None:  # else the optimizer takes them where they belong
+            taken = {p: lower.to(p.device) for p, lower in taken.items()}
+        made[number] = optimizer = _converted(made[number], schedulers, layout, taken, left)
+        put(made)
+        for p in own:
+            corrections.pop(p, None)
+        del taken
+        if isinstance(optimizer, CompactAdamW):
+            optimizer.place_states()
+            if isinstance(left, int):
+                left = max(0, left - optimizer.state_bytes + optimizer.host_bytes)
+    return made
+
+
+def _converted(
+    optimizer: Optimizer,
+    schedulers: Sequence[Any],
+    layout: StateLayout,
+    corrections: Mapping[Tensor, Tensor],
+    budget: int | str | None,
+) -> Any:
+    if layout.back_end != "own":
+        return back_ends.converted(optimizer, list(schedulers), back_end=layout.back_end)
+    if layout.is_plain(corrections):
+        return optimizer
+    return compacted(
+        optimizer,
+        list(schedulers),
+        master_bits=layout.master_bits,
+        moment_bits=layout.moment_bits,
+        corrections=corrections,
+        state_budget=budget,
+    )
+
+
+def require_room(
+    optimizers: Sequence[Optimizer],
+    layout: StateLayout,
+    corrections: Mapping[Tensor, Tensor],
+    module: nn.Module,
+    device: torch.device,
+    names: Sequence[str],
+) -> None:
+    """Refuse states for which there is no room, before they are allocated.
+
+    Args:
+        optimizers: whose states are to come.
+        layout: of the states.
+        corrections: of split weights, on the host or on the device already.
+        module: whose memory on the device is counted as used.
+        device: where the module runs.
+        names: what messages call the technique, and the prefix of its options.
+
+    Raises:
+        BudgetError: the device has less memory than the states need.
+    """
+    if is_planned() or layout.is_plain(corrections):
+        return  # of any optimizer, whose states aren't known
+    needed = sum(map(layout.bytes_for, optimizers))
+    if layout.budget == "auto":
+        needed = max(0, needed - host_room())
+    elif layout.budget is not None:
+        needed = min(needed, int(layout.budget))
+    on_device = device.type != "cpu"
+    needed -= sum(lower.nbytes for lower in corrections.values() if lower.device.type == device.type)  # there already
+    free = free_device_bytes(module) if on_device else host_memory()[1]
+    if needed <= free:
+        return
+    technique, option = names
+    less = f"{option}.moment_bits=4 {option}.master_bits=16-stochastic"
+    raise BudgetError(
+        f"{technique}: optimizer states of {format_bytes(needed)} in {format_bytes(free)} that are free"
+        f" on {'the device' if on_device else 'the host'}; write"
+        f" {less if layout.back_end == 'own' else f'{option}.back_end=own {less}'}, or take a smaller model",
+        needed,
+        free,
+    )
+
+
+def host_has_room(module: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
+    """Return whether the host has room for the weights and states on the device, which Lightning brings there."""
+    every: list[Tensor] = list(module.parameters())
+    for optimizer in optimizers:
+        if isinstance(optimizer, CompactAdamW):
+            every += [tensor for state in optimizer.state.values() for tensor in state.values()]
+    leaving: int = sum(tensor.nbytes for tensor in every if tensor.is_cuda)
+    return leaving <= host_room()

@@ -1,0 +1,267 @@
+"""Compact states: master weights split into bf16 and corrections, AdamW's moments in 8 bits, on device or host.
+
+Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) all but 7.06: bf16 weight 2, correction
+            1, moments 1 + 1, scales 0.0625, gradient 2
+Costs:      unpacking and packing in the step. States on the host (``state_budget``) pass through the device, 3 bytes
+            per parameter each way, in every step
+Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit. 24 bits drop
+            updates below 2**-17 of a weight; 8-bit moments move an update by some 4 % (`examples/measure_moments.py`)
+Conflicts:  optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; strategies with an engine of their own
+Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.cards.phase import Phase
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.optim import back_ends
+from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.compressed_moments import MOMENT_BITS
+from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC
+from lightning_solo.optim.state_placement import require_state_budget
+from lightning_solo.presets.conflicts import compact_precision
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.compact_states.checkpoints import (
+    CHECKPOINT_WEIGHTS,
+    WITH_MASTERS,
+    load_states,
+    with_master_weights,
+    without_corrections,
+)
+from lightning_solo.techniques.compact_states.states import StateLayout, convert, host_has_room, require_room
+from lightning_solo.techniques.compact_states.weights import WeightSplit
+from lightning_solo.units import format_bytes, parse_bytes
+
+BF16 = ("bf16-true", "bf16-mixed")
+
+
+class CompactStates(Technique):
+    """Trains with compact weights and optimizer states, whatever AdamW or Adam ``configure_optimizers`` returns.
+
+    Of torch's other optimizers that step each parameter by itself the weights are as compact, the states in fp32.
+
+    Args:
+        master_bits: of the weights that are stepped: 32, 24, or "16-stochastic" for bf16 rounded stochastically.
+        moment_bits: of each of Adam's moments: 32, 8, or 4, which needs torchao.
+        state_budget: bytes of optimizer states that stay on the device, or a text such as "8GiB"; the others are kept
+            in pinned memory of the host. "auto": as many as the first step leaves room for; None: all.
+        checkpoint_weights: what a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
+            or "fp32" master weights.
+        back_end: whose optimizer steps: "own", or another library's, which has its own bits: "torchao_8bit",
+            "torchao_4bit", "bitsandbytes_8bit", "bitsandbytes_paged_8bit", "flashoptim".
+
+    Raises:
+        PresetError: a value that is none of those allowed.
+        ConflictError: a back end, and bits or a budget that it doesn't have.
+    """
+
+    phase = Phase.STATES
+    label = "compact_states"
+    """What the log calls it; a strategy that brings it has names of its own."""
+    names = ("compact_states", "compact_states")
+    """What messages call it, and the prefix of its options."""
+
+    def __init__(
+        self,
+        master_bits: int | str = 24,
+        moment_bits: int = 8,
+        state_budget: int | str | None = None,
+        checkpoint_weights: str = "bf16",
+        back_end: str = "own",
+    ) -> None:
+        option = self.names[1]
+        allowed: dict[str, tuple[Any, Sequence[Any]]] = {
+            "master_bits": (master_bits, MASTER_BITS),
+            "moment_bits": (moment_bits, MOMENT_BITS),
+            "checkpoint_weights": (checkpoint_weights, CHECKPOINT_WEIGHTS),
+            "back_end": (back_end, ("own", *BACK_ENDS)),
+        }
+        for name, (value, choices) in allowed.items():
+            if value not in choices:
+                raise PresetError(f"{option}.{name}={value!r}: write {', '.join(map(repr, choices))}")
+        if back_end != "own" and (master_bits, moment_bits, state_budget, checkpoint_weights) != (24, 8, None, "bf16"):
+            raise ConflictError(
+                f"{option}.back_end={back_end} has its own bits, on the device, and no masters to join: drop"
+                f" master_bits, moment_bits, state_budget and checkpoint_weights, or write {option}.back_end=own"
+            )
+        self.master_bits = master_bits
+        self.moment_bits = moment_bits
+        self.state_budget = state_budget
+        self.checkpoint_weights = checkpoint_weights
+        self.back_end = back_end
+        budget = parsed_budget(state_budget, f"{option}.state_budget")
+        self._layout = StateLayout(master_bits, moment_bits, budget, back_end)
+        self._weights = WeightSplit()
+        self._settles = False  # whether it isn't known yet what of the states stays on the device
+
+    def __repr__(self) -> str:
+        names = ("master_bits", "moment_bits", "state_budget", "checkpoint_weights", "back_end")
+        return f"CompactStates({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    # --- weights ---
+
+    def _is_split(self, p: Tensor, precision: str) -> bool:
+        if not p.requires_grad or p.dtype != torch.float32 or precision not in BF16:
+            return False
+        if self.back_end != "own" and not BACK_ENDS[self.back_end].bf16_weights:
+            return False
+        # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
+        return precision == "bf16-true" or p.dim() > 1
+
+    @contextmanager
+    def building(self, ctx: Run) -> Iterator[None]:
+        """Have ``configure_model`` initialise fp32 weights, on a real device, and split each as soon as others come.
+
+        Lightning's own context, inside this one, would have it initialise bf16 weights, with other random numbers.
+        """
+        precision = ctx.precision
+        if precision not in (*BF16, "32-true"):  # nothing is split
+            yield
+            return
+
+        def splits(p: Tensor) -> bool:
+            # bf16-true leaves nothing in fp32; what is frozen, often later, has no use for its correction
+            return precision == "bf16-true" or (ctx.training and self._is_split(p, precision))
+
+        bits = self.master_bits if ctx.training and not isinstance(self.master_bits, str) else 24
+        keep = None if self._layout.budget is None else torch.device("cpu")  # from where the optimizer takes them
+        ctx.undo.callback(self._join, ctx)
+        with (
+            patches.without_module_init_context(ctx.strategy.precision_plugin),
+            self._weights.building(bits, splits, keep),
+        ):
+            yield
+
+    def loading(self, ctx: Run) -> AbstractContextManager[Any]:
+        """Load weights into those that have been split, one by one, in fp32."""
+        return self._weights.loading()
+
+    def transform(self, ctx: Run) -> None:
+        """Split the weights, one by one, before Lightning's own conversion would drop their lower bits.
+
+        Raises:
+            ConflictError: a precision that these bits or this back end can't have.
+        """
+        if not ctx.training:
+            self._weights.forget_building()
+            return
+        precision = ctx.precision
+        if message := compact_precision(self.master_bits, precision, self.back_end):
+            technique, option = self.names
+            raise ConflictError(message.replace("strategy=compact", technique).replace("strategy.", f"{option}."))
+        ctx.undo.callback(self._join, ctx)
+        bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours
+        self._weights.split(ctx.module, bits, lambda p: self._is_split(p, precision), to_bf16=precision == "bf16-true")
+
+    def _join(self, ctx: Run) -> None:
+        """Make weights fp32 again, unless the run was set up."""
+        if ctx.is_set_up:
+            self._weights.settle()
+        else:
+            self._weights.join(ctx.strategy.optimizers)
+
+    # --- states ---
+
+    def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
+        """Convert the optimizers; behind Lightning's set-up, which moves all states to the device.
+
+        Raises:
+            BudgetError: the device has less memory than the states need; before they are allocated.
+            ConflictError: an optimizer that can't be served; names what to write.
+        """
+        corrections = self._weights.corrections
+        require_room(optimizers, self._layout, corrections, ctx.module, ctx.device, self.names)
+
+        def put(converted: list[Optimizer]) -> None:
+            ctx.strategy.optimizers = list(converted)
+
+        made = convert(optimizers, schedulers, self._layout, corrections, put)
+        for optimizer in made:  # for messages; names in the groups would refuse groups that come without
+            vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
+        corrections.clear()
+        self._settles = self._are_to_settle(made)
+        parameters = list(ctx.module.parameters())
+        weights, count = sum(p.nbytes for p in parameters), max(1, sum(p.numel() for p in parameters))
+        ctx.info(
+            f"{self.label}: weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device"
+        )
+        self._say_states(ctx, made)
+        return made
+
+    def _are_to_settle(self, optimizers: Sequence[Optimizer]) -> bool:
+        return any(not optimizer.is_settled for optimizer in optimizers if isinstance(optimizer, CompactAdamW))
+
+    def _say_states(self, ctx: Run, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, WITH_MASTERS):
+                ctx.info(f"{self.label}: optimizer states, {optimizer.summary()}")
+            elif self.back_end != "own":
+                ctx.info(f"{self.label}: optimizer states, {back_ends.summary(optimizer)}")
+
+    def step(
+        self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """Step as Lightning does, and say where states are kept as soon as that is known."""
+        result = proceed(optimizer, closure, **options)
+        if self._settles and not self._are_to_settle(ctx.strategy.optimizers):
+            self._settles = False
+            self._say_states(ctx, ctx.strategy.optimizers)
+        return result
+
+    def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
+        """Bring weights and states to the host, where it has room for them."""
+        strategy = ctx.strategy
+        if self._layout.budget is None or host_has_room(ctx.module, strategy.optimizers):
+            proceed()
+            return
+        warnings.warn(
+            "the host has no room for what is on the device: weights and optimizer states stay there", stacklevel=2
+        )
+        strategy.precision_plugin.teardown()
+        if strategy.accelerator is not None:
+            strategy.accelerator.teardown()
+        strategy.checkpoint_io.teardown()
+
+    # --- checkpoints ---
+
+    def saved_weights(self, ctx: Run, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights as they are in bf16, or fp32 master weights."""
+        if self.checkpoint_weights == "bf16":
+            return weights
+        return with_master_weights(weights, ctx.module, ctx.strategy.optimizers)
+
+    def saved_states(self, ctx: Run, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's states; beside fp32 weights without corrections, which those hold."""
+        return states if self.checkpoint_weights == "bf16" else without_corrections(states)
+
+    def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states to where they belong; masters from fp32 weights beside them."""
+        load_states(ctx.strategy.optimizers, ctx.module, checkpoint)
+
+
+def parsed_budget(budget: int | str | None, option: str) -> int | str | None:
+    """Return a budget of states in bytes, "auto" or None.
+
+    Raises:
+        PresetError: it is none of these; names the option.
+    """
+    parsed = budget
+    if isinstance(budget, str) and budget != "auto":
+        try:
+            parsed = parse_bytes(budget)
+        except ValueError as error:
+            raise PresetError(f"{option}={error}; 0 for none, auto for what fits, null for all") from error
+    require_state_budget(parsed, option)
+    return parsed

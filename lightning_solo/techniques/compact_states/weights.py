@@ -1,0 +1,96 @@
+"""The weights that are split into bf16 and corrections: while a module is built, and what is left when it is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_solo.optim.building import Building
+from lightning_solo.optim.split_weights import join_parameters, split_parameters
+
+
+class WeightSplit:
+    """The split weights of one module, from its building until an optimizer takes their corrections.
+
+    Attributes:
+        corrections: parameter -> the bits that its bf16 weight lacks, where no optimizer has them yet.
+    """
+
+    def __init__(self) -> None:
+        self.corrections: dict[Tensor, Tensor] = {}
+        self._building: Building | None = None
+        self._parts: set[Tensor] = set()
+
+    @contextmanager
+    def building(self, bits: int, splits: Callable[[Tensor], bool], on: torch.device | None) -> Iterator[None]:
+        """Have modules initialise fp32 weights, on a real device, and split each as soon as others come.
+
+        Args:
+            bits: 24 or 32, of a weight and its correction.
+            splits: returns whether a parameter is split.
+            on: where corrections are kept; None: beside their parameter.
+        """
+        with self._building or Building(bits, splits=splits, corrections_on=on) as building:
+            yield
+        self._building = building
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """Return a context in which weights are loaded, one by one, in fp32, into what was split while it was built."""
+        return self._building or nullcontext()
+
+    def forget_building(self) -> None:
+        """Leave what was built as it is: for a run in which nothing is trained."""
+        self._building = None
+
+    def split(self, module: nn.Module, bits: int | str, splits: Callable[[Tensor], bool], *, to_bf16: bool) -> None:
+        """Split, one by one, the weights that building has left; join those of it that nothing will step.
+
+        Args:
+            module: on the host.
+            bits: 24, 32 or "16-stochastic", which has no corrections.
+            splits: returns whether a parameter is split.
+            to_bf16: whether weights that aren't trained become bf16.
+        """
+        built = self._take_built(to_bf16=to_bf16)
+        whole = [p for p in module.parameters() if splits(p)]
+        self.corrections = split_parameters(whole, bits)
+        if not isinstance(bits, str):
+            self.corrections |= built
+        self._parts = {*built, *whole}
+
+    def _take_built(self, *, to_bf16: bool) -> dict[Tensor, Tensor]:
+        building, self._building = self._building, None
+        corrections = building.corrections if building is not None else {}
+        for p in [p for p in corrections if not p.requires_grad]:
+            join_parameters([p], {p: corrections.pop(p)})
+            if to_bf16:  # as Lightning will: here one by one
+                p.data = p.data.to(torch.bfloat16)
+        return corrections
+
+    def settle(self) -> None:
+        """Forget what was split: optimizers have the corrections, or nothing has."""
+        self.corrections, self._parts = {}, set()
+
+    def join(self, optimizers: Iterable[Optimizer]) -> None:
+        """Make weights fp32 again whose set-up has failed, on the host, for the device may have no room for that.
+
+        Args:
+            optimizers: some of which may have corrections already.
+        """
+        building, self._building = self._building, None
+        if building is not None:
+            building.join(torch.device("cpu"))
+        parts, corrections = self._parts, self.corrections
+        self.settle()
+        if not parts:
+            return
+        states = [item for optimizer in optimizers for item in optimizer.state.items()]
+        corrections = corrections | {p: state["correction"] for p, state in states if "correction" in state}
+        for p in parts:
+            p.data = p.data.cpu()
+            join_parameters([p], corrections)

@@ -1,0 +1,195 @@
+"""Gradient release: each gradient is used by its parameter's step in backward, and freed, whatever optimizer steps.
+
+Saves:      gradients, 4 bytes per parameter in fp32, 2 in bf16, but for those of the layer that backward is at
+Costs:      a launch per parameter instead of one for many. With accumulation the gradients' sum is kept, 4 bytes per
+            parameter, with clipping by norm alone the gradients as they came; on the host with ``buffer="host"``
+Numerics:   exact: with accumulation, short windows and clipping by norm or value the bits of a plain run in fp32
+Conflicts:  manual optimization, several optimizers, 16-mixed, optimizers whose step needs all gradients at once (LBFGS,
+            SparseAdam, Muon), hooks that read ``.grad`` behind backward, strategies with an engine of their own
+Reference:  Lv et al. 2023, LOMO, arXiv 2306.09782; torch's tutorial on optimizer steps in backward
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.cards.phase import Phase
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.optim.gradient_release import BUFFERS
+from lightning_solo.optim.gradient_release import GradientRelease as Release
+from lightning_solo.seams.homes import part
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.units import format_bytes
+
+
+class GradientRelease(Technique):
+    """Steps the optimizer from backward, gradient by gradient; with any strategy for one device.
+
+    Args:
+        buffer: where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
+
+    Raises:
+        PresetError: a buffer that is neither.
+    """
+
+    phase = Phase.STEP
+    label = "gradient_release"
+    """What the log calls it; a strategy that brings it has names of its own."""
+    option = "gradient_release"
+    """What messages call it."""
+    remedy = "drop gradient_release"
+
+    def __init__(self, buffer: str = "device") -> None:
+        if buffer not in BUFFERS:
+            raise PresetError(f"gradient_release.buffer={buffer!r}: write {', '.join(map(repr, BUFFERS))}")
+        self.buffer = buffer
+        self._release: Release | None = None
+        self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"GradientRelease(buffer={self.buffer!r})"
+
+    @property
+    def release(self) -> Release | None:
+        """The mechanism that acts in this run; None outside a fit."""
+        return self._release
+
+    def transform(self, ctx: Run) -> None:
+        """Refuse loops in which a gradient may come twice before a step, or scaled.
+
+        Raises:
+            ConflictError: manual optimization or 16-mixed; names what to write.
+        """
+        if not ctx.training:
+            return
+        if not ctx.module.automatic_optimization:
+            raise ConflictError(
+                f"{self.option} with manual optimization: two backward calls may come before a step; {self.remedy}"
+            )
+        if ctx.precision == "16-mixed":
+            raise ConflictError(
+                f"{self.option} with precision=16-mixed, whose gradients are scaled until the step; write"
+                f" precision=bf16-mixed, or {self.remedy}"
+            )
+
+    def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
+        """Have the optimizer's gradients released.
+
+        Raises:
+            ConflictError: several optimizers, or one whose step needs all gradients at once.
+        """
+        if len(optimizers) != 1:
+            raise ConflictError(f"{self.option} with {len(optimizers)} optimizers: write one, or {self.remedy}")
+        (optimizer,) = optimizers
+        self._clips_by_hand = self._look_at_hooks(ctx)
+        if "parameter_names" not in vars(optimizer):  # for messages
+            vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
+            ctx.undo.callback(vars(optimizer).pop, "parameter_names", None)
+        value = ctx.trainer.gradient_clip_val or None
+        algorithm = ctx.trainer.gradient_clip_algorithm
+        by_value = str(getattr(algorithm, "value", algorithm)) == "value"
+        by_hand = self._clips_by_hand
+        self._release = release = Release(
+            optimizer,
+            accumulation=_micro_batches(ctx),
+            max_norm=math.inf if by_hand or (value and not by_value) else None,
+            max_value=float(value) if value and by_value and not by_hand else None,
+            buffer=self.buffer,
+        )
+        ctx.undo.callback(self._stop)
+        if self.buffer == "host" and not release.immediate:
+            release.allocate()
+        ctx.window.gradients_stay = False
+        ctx.info(f"{self.label}: gradients, {self._words(ctx, release)}")
+        return optimizers
+
+    def _look_at_hooks(self, ctx: Run) -> bool:
+        """Warn of hooks that find no gradients, and return whether the module clips by hand."""
+        overridden = part(ctx.home, "utilities.model_helpers").is_overridden
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            if overridden(hook, ctx.module):
+                self._warn_once(
+                    f"{type(ctx.module).__name__}.{hook} finds no .grad: gradients are released in backward; where it"
+                    f" reads or changes them, {self.remedy}"
+                )
+        return bool(overridden("configure_gradient_clipping", ctx.module))
+
+    def _words(self, ctx: Run, release: Release) -> str:
+        if release.immediate:
+            return "released in backward, one by one"
+        trained = sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
+        each = release.bytes_per_parameter
+        return f"kept on the {self.buffer} until the step, {each} bytes each: {format_bytes(each * trained)}"
+
+    def _stop(self) -> None:
+        release, self._release = self._release, None
+        self._clipped = False
+        if release is not None:
+            release.remove()
+
+    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        """Run backward, in which gradients are used or kept."""
+        release = self._active
+        release.watch()  # what has been unfrozen meanwhile, too
+        if not release.has_kept:  # a window begins: others' callbacks change its length
+            release.accumulation = _micro_batches(ctx)
+        return proceed(loss)
+
+    def clip(self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, bound: float, by: str) -> None:
+        """Clip in the step that follows.
+
+        Raises:
+            ConflictError: gradients have been used already.
+        """
+        release = self._active
+        if not bound or bound <= 0:
+            return
+        name = "max_value" if by == "value" else "max_norm"
+        if release.immediate and getattr(release, name) != bound:
+            raise ConflictError(
+                f"self.clip_gradients(..., {bound}): gradients are released in backward; write"
+                f" Trainer(gradient_clip_val={bound}), or override configure_gradient_clipping and call it there"
+            )
+        setattr(release, name, float(bound))
+        self._clipped = True
+
+    def step(
+        self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """Run the window's last micro-batch, whose backward has stepped, or step what was kept behind it."""
+        release = self._active
+        result = closure()
+        if self._clips_by_hand and not self._clipped:
+            self._warn_once(
+                "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: gradients are"
+                " released in backward, and parameters have no .grad"
+            )
+        release.step()
+        self._clipped = False
+        if not release.immediate and release.max_norm is not None:
+            release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
+        optimizer.step(**options)  # no parameter has a gradient: for its hooks, and for schedulers
+        return result
+
+    @property
+    def _active(self) -> Release:
+        assert self._release is not None  # made with the optimizers, before anything steps
+        return self._release
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _micro_batches(ctx: Run) -> int:
+    """Return 1 where a step follows each micro-batch, 2 for any number of them."""
+    return 2 if ctx.window.accumulates else 1

@@ -1,0 +1,282 @@
+"""GradientRelease acts in backward, trains bit for bit as a plain run does, holds one gradient, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_solo as solo
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.compact.technique import CompactStrategy
+from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from tests.modules import Stack, loader, regression
+
+pytestmark = pytest.mark.any_device
+
+Make = Callable[..., Any]
+
+
+def net(blocks: int = 2) -> Stack:
+    torch.manual_seed(1)
+    return Stack(blocks=blocks)
+
+
+def fit(home: ModuleType, make_trainer: Make, callbacks: Any = (), module: Any = None, **kwargs: Any) -> Any:
+    """Return the Trainer after the fit of a regression on ten batches."""
+    trainer = make_trainer(home, callbacks=list(callbacks), **kwargs)
+    trainer.fit(module or regression(home, net()), loader(10))
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in trainer.lightning_module.named_parameters()}
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+class GradientsBehindBackward:
+    """Notes how many parameters have a gradient when backward has returned."""
+
+    def __init__(self, home: ModuleType) -> None:
+        self.counts: list[int] = []
+        counts = self.counts
+
+        class Watch(home.Callback):  # type: ignore[name-defined,misc]
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                counts.append(sum(p.grad is not None for p in pl_module.parameters()))
+
+        self.callback = Watch()
+
+
+# --- acted ---
+
+
+@pytest.mark.every_change
+def test_acted_in_backward(home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    watch, plain = GradientsBehindBackward(home), GradientsBehindBackward(home)
+    with caplog.at_level("INFO"):
+        trainer = fit(home, make_trainer, [watch.callback, GradientRelease()])
+    fit(home, make_trainer, [plain.callback])
+    count = len(weights(trainer))
+    assert watch.counts == [0] * 10
+    assert plain.counts == [count] * 10
+    assert type(trainer.optimizers[0]) is torch.optim.AdamW
+    assert "gradient_release: gradients, released in backward, one by one" in caplog.text
+
+
+def test_acted_where_gradients_are_kept(home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    kept = []
+    release = GradientRelease("host")
+
+    class Watch(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert release.release is not None
+            kept.append(release.release.has_kept)
+
+    with caplog.at_level("INFO"):
+        fit(home, make_trainer, [Watch(), release], accumulate_grad_batches=4)
+    assert kept == [True, True, True, False] * 2 + [True, False]  # the epoch's last batch steps
+    assert "gradient_release: gradients, kept on the host until the step, 4 bytes each" in caplog.text
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 4},  # ten batches: the last window has two
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+        {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_parity_with_a_plain_run(home: ModuleType, make_trainer: Make, arguments: Any, precision: str) -> None:
+    plain = fit(home, make_trainer, max_epochs=2, precision=precision, **arguments)
+    buffer = "host" if arguments else "device"
+    ours = fit(home, make_trainer, [GradientRelease(buffer)], max_epochs=2, precision=precision, **arguments)
+    assert_same(weights(ours), weights(plain))
+    assert ours.global_step == plain.global_step
+    assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
+    if "gradient_clip_val" in arguments:  # it did clip
+        unclipped = fit(home, make_trainer, max_epochs=2, precision=precision)
+        assert not torch.equal(weights(ours)["net.head.weight"], weights(unclipped)["net.head.weight"])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adafactor"])
+def test_parity_of_other_optimizers_with_a_schedule(make_trainer: Make, name: str) -> None:
+    import lightning.pytorch as home
+
+    def module() -> Any:
+        made = regression(home, net())
+        optimizer = getattr(torch.optim, name)(made.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        made.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+        return made
+
+    plain, ours = fit(home, make_trainer, (), module()), fit(home, make_trainer, [GradientRelease()], module())
+    assert_same(weights(ours), weights(plain))
+    assert ours.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 11)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("milestones", "by"), [([[0, 4]], "epoch"), ([[0, 1], [2, 2], [3, 4]], "step")])
+def test_parity_of_a_schedule_in_either_order(
+    home: ModuleType, make_trainer: Make, milestones: Any, by: Any, order: int
+) -> None:
+    """Short windows count by what they hold: by the weight of losses, of which powers of 2 change no digit."""
+    plain = fit(home, make_trainer, [AccumulationSchedule(milestones, by)], max_epochs=2)
+    both = [AccumulationSchedule(milestones, by), GradientRelease()][::order]
+    ours = fit(home, make_trainer, both, max_epochs=2)
+    assert_same(weights(ours), weights(plain))
+    assert ours.global_step == plain.global_step
+
+
+def test_clipping_by_hand(home: ModuleType, make_trainer: Make) -> None:
+    def module() -> Any:
+        made = regression(home, net())
+
+        def clip(self: Any, optimizer: Any, **_: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+        type(made).configure_gradient_clipping = lambda self, optimizer, *args, **kwargs: clip(self, optimizer)
+        return made
+
+    plain, ours = fit(home, make_trainer, (), module()), fit(home, make_trainer, [GradientRelease()], module())
+    assert_same(weights(ours), weights(plain))
+    other = regression(home, net())
+    type(other).configure_gradient_clipping = lambda *args, **kwargs: None
+    with pytest.warns(UserWarning, match=r"didn't call self\.clip_gradients"):
+        fit(home, make_trainer, [GradientRelease()], other)
+
+
+# --- memory ---
+
+
+def test_memory_in_backward_is_one_gradient_not_all(make_trainer: Make) -> None:
+    """Four blocks of 2 x 256 weights, 40 biases and 16 of a norm, and a head of 9: 2,281 gradients, or a few."""
+    import lightning.pytorch as home
+
+    def gradients_at_peak(callbacks: list[Any]) -> int:
+        peaks = []
+
+        class Watch(home.Callback):
+            def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+                self.ledger = Ledger(pl_module, trainer.optimizers)
+                self.ledger.__enter__()
+
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                self.ledger.__exit__(None, None, None)
+                peaks.append(self.ledger.peak().breakdown["gradients"])
+
+        fit(home, make_trainer, [Watch(), *callbacks], regression(home, net(4)), max_steps=2)
+        return max(peaks)
+
+    every = 4 * sum(p.numel() for p in net(4).parameters())
+    assert every == 4 * (4 * (2 * 256 + 40 + 16) + 9)
+    assert gradients_at_peak([]) == every - 4 * 16  # the first norm's come when the activations of its block are gone
+    # a gradient of 256, what AdamW makes of it, and what autograd holds of its layer: below an eighth of all
+    assert 4 * 256 <= gradients_at_peak([GradientRelease()]) <= every / 2
+
+
+# --- trace ---
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make, fails: bool) -> None:
+    class Broken(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, *args: Any) -> None:
+            if fails:
+                raise KeyError("mine")
+
+    module, release = regression(home, net()), GradientRelease()
+    keys = list(module.state_dict())
+    trainer = make_trainer(home, callbacks=[release, Broken()], gradient_clip_val=0.5)
+    strategy = type(trainer.strategy)
+    try:
+        trainer.fit(module, loader(10))
+    except KeyError:
+        assert fails
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    assert release.release is None
+    (optimizer,) = trainer.optimizers
+    assert not {"zero_grad", "parameter_names"} & set(vars(optimizer))
+    assert not optimizer._optimizer_step_pre_hooks
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+    assert type(trainer.strategy) is strategy
+    assert list(module.state_dict()) == keys
+    nn.functional.mse_loss(module.net(torch.ones(2, 8)), torch.ones(2, 1)).backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_trace_several_fits_and_evaluation(home: ModuleType, make_trainer: Make) -> None:
+    runs = []
+    for callbacks in ([], [GradientRelease()]):
+        trainer, module = make_trainer(home, callbacks=callbacks), regression(home, net())
+        for fits in (1, 2):
+            trainer.fit_loop.max_epochs = fits
+            trainer.fit(module, loader(10))
+            trainer.validate(module, loader(2), verbose=False)
+        trainer.test(module, loader(2), verbose=False)
+        runs.append({**weights(trainer), "predicted": torch.cat(trainer.predict(module, loader(2))).cpu()})
+    assert_same(*runs)
+
+
+def test_trace_a_resumed_run_is_the_undisturbed_one(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    whole = fit(home, make_trainer, [GradientRelease()], max_epochs=3, accumulate_grad_batches=4)
+    half = fit(home, make_trainer, [GradientRelease()], max_epochs=2, accumulate_grad_batches=4)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    for callbacks in ([GradientRelease()], []):  # a file is a plain run's
+        trainer = make_trainer(home, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=4)
+        trainer.fit(regression(home, net()), loader(10), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+        assert_same(weights(trainer), weights(whole))
+
+
+# --- refusals ---
+
+
+def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
+    with pytest.raises(PresetError, match=r"gradient_release\.buffer='disk': write 'device', 'host'"):
+        GradientRelease("disk")
+    by_hand = regression(home, net(), automatic_optimization=False)
+    with pytest.raises(ConflictError, match=r"gradient_release with manual optimization: .*drop gradient_release"):
+        fit(home, make_trainer, [GradientRelease()], by_hand)
+    many = regression(home, net())
+    many.configure_optimizers = lambda: torch.optim.LBFGS(many.parameters())
+    with pytest.raises(ConflictError, match="release_gradients with LBFGS"):
+        fit(home, make_trainer, [GradientRelease()], many)
+    strategy = for_home(CompactStrategy, home.__name__)(32, 32)
+    with pytest.raises(ConflictError, match="two GradientRelease in one run"):
+        fit(home, make_trainer, [GradientRelease()], strategy=strategy)
+    reads = regression(home, net())
+    type(reads).on_after_backward = lambda self: None
+    with pytest.warns(UserWarning, match=r"on_after_backward finds no \.grad: .*drop gradient_release"):
+        fit(home, make_trainer, [GradientRelease()], reads)
+
+
+@pytest.mark.every_change
+def test_the_preset_trains(home: ModuleType, make_trainer: Make) -> None:
+    watch = GradientsBehindBackward(home)
+    arguments = solo.trainer_kwargs("gradient_release", lightning=home.__name__, callbacks=[watch.callback])
+    trainer = make_trainer(home, **arguments)
+    trainer.fit(regression(home, net()), loader(10))
+    assert watch.counts == [0] * 10
+    assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.float32}
+    plain = fit(home, make_trainer, precision="bf16-mixed")
+    assert_same(weights(trainer), weights(plain))
