@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from tests.modules import Stack, loader, regression
 
@@ -258,4 +261,21 @@ def test_a_folder_that_cannot_be_made_is_refused(home: ModuleType, make_trainer:
     made = module(home)
     with pytest.raises(CapabilityError, match=r"nvme_path='/proc/no.*local SSD|async_io can't be built"):
         make_trainer(home, strategy=strategy(home, stage=3, nvme_path="/proc/no")).fit(made, loader())
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("offload_parameters", [False, True])
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload_parameters: bool
+) -> None:
+    monkeypatch.setattr(zero_offload, "require_extension", lambda name: None)  # refused before it would be used
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    made = regression(home, Stack(blocks=1, width=256))
+    nvme = strategy(home, stage=3, nvme_path=str(tmp_path / "swap"), offload_parameters=offload_parameters)
+    with pytest.raises(BudgetError, match=r"of disk, and there are 4\.00 KiB \(below .*are missing") as caught:
+        make_trainer(home, strategy=nvme).fit(made, loader(width=256))
+    elements = sum(p.numel() for p in made.parameters())  # 2 MiB in fp32; below 1 MiB they stay in memory
+    assert caught.value.needed >= 3 * 4 * elements  # master weights and two moments
+    assert caught.value.available == 4096
+    assert not (tmp_path / "swap").exists() or not any((tmp_path / "swap").iterdir())
     assert not torch.distributed.is_initialized()
