@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -184,3 +186,16 @@ def test_a_patch_of_what_is_gone_raises_and_of_what_is_there_is_undone() -> None
     with patches.replaced(thing, "name", "ours"):
         thing.name = "somebody's"
     assert thing.name == "somebody's"
+
+
+PATCHES = re.compile(
+    r"(trainer|strategy|precision|precision_plugin|loop)\.__class__ = |setattr\((trainer|strategy|precision_plugin)\b"
+    r"|vars\([\w.]*(precision_plugin|strategy|trainer)\)|_accelerator_connector|_make_closure|_wrap_closure"
+    r"|(strategy|precision_plugin|precision)\.(setup|backward|clip_gradients|batch_to_device|training_step) = "
+)
+
+
+def test_nobody_else_patches_lightning() -> None:
+    package = Path(patches.__file__).parents[1]
+    found = {path for path in package.rglob("*.py") if PATCHES.search(path.read_text(encoding="utf-8"))}
+    assert found == {Path(patches.__file__)}
