@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_solo.planner.patching import replaced
+from lightning_solo.seams.patches import replaced
 
 HALF = (torch.float16, torch.bfloat16)
 WITHOUT_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -45,7 +45,7 @@ def cuda_autocast_on_cpu() -> AbstractContextManager[None]:
     def init(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         original(context, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    return replaced(torch.autocast, __init__=init)
+    return replaced(torch.autocast, "__init__", init)
 
 
 def _overloads(names: tuple[str, ...]) -> Iterator[Any]:

@@ -6,7 +6,7 @@ A batch has data, and so has what is computed from it alone: those operators run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from lightning_solo.planner.patching import replaced
+from lightning_solo.seams.patches import replaced
 
 aten = torch.ops.aten
 Assume = Callable[[str], None]
@@ -163,7 +163,8 @@ DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
 }
 
 
-def arrays_of_zeros(assume: Assume) -> AbstractContextManager[None]:
+@contextmanager
+def arrays_of_zeros(assume: Assume) -> Iterator[None]:
     """Make ``.numpy()`` and ``.tolist()`` of a fake tensor return its numbers where they are known, else zeros."""
     numpy = torch.Tensor.numpy
 
@@ -176,13 +177,10 @@ def arrays_of_zeros(assume: Assume) -> AbstractContextManager[None]:
         assume(".numpy() and .tolist() give zeros")
         return np.zeros(tuple(tensor.shape), dtype=_NUMPY.get(tensor.dtype, np.float32))
 
-    @contextmanager
-    def both() -> Iterator[None]:
-        # torch's own tolist for fake tensors reads number by number
-        with replaced(torch.Tensor, numpy=zeros), replaced(FakeTensor, tolist=lambda tensor: zeros(tensor).tolist()):
-            yield
-
-    return both()
+    # torch's own tolist for fake tensors reads number by number
+    tolist = replaced(FakeTensor, "tolist", lambda tensor: zeros(tensor).tolist())
+    with replaced(torch.Tensor, "numpy", zeros), tolist:
+        yield
 
 
 _NUMPY: dict[torch.dtype, Any] = {

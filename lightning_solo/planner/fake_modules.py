@@ -6,7 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeT
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_solo.planner.patching import replaced
+from lightning_solo.seams.patches import replaced
 
 
 def fake_mode() -> FakeTensorMode:
@@ -42,7 +42,7 @@ KNOWN = 2**20
 
 def known_numbers() -> AbstractContextManager[None]:
     """Let fake tensors of up to `KNOWN` elements keep their numbers: torch's limit is one element."""
-    return replaced(fake_tensor, CONSTANT_NUMEL_LIMIT=KNOWN)
+    return replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN)
 
 
 def inspected_masks() -> AbstractContextManager[None]:
@@ -50,7 +50,7 @@ def inspected_masks() -> AbstractContextManager[None]:
     module: Any = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
-    return replaced(module, is_fake_tensor=lambda tensor: False)
+    return replaced(module, "is_fake_tensor", lambda tensor: False)
 
 
 def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
@@ -86,8 +86,10 @@ def empty_parameters() -> Iterator[None]:
         return initialize
 
     names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
-    initializers = {name: skips_meta(getattr(nn.init, name)) for name in names}
-    with replaced(nn.Module, register_parameter=register_parameter), replaced(nn.init, **initializers):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.Module, "register_parameter", register_parameter))
+        for name in names:
+            stack.enter_context(replaced(nn.init, name, skips_meta(getattr(nn.init, name))))
         yield
 
 
@@ -185,7 +187,7 @@ def replaced_by_apply() -> AbstractContextManager[None]:
                 module._buffers[name] = fn(buffer)
         return module
 
-    return replaced(nn.Module, _apply=apply)
+    return replaced(nn.Module, "_apply", apply)
 
 
 class CopiedByClone(TorchFunctionMode):

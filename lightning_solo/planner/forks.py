@@ -26,8 +26,8 @@ def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> 
     """Return the results of all functions, in order; no process is left.
 
     Raises:
-        Exception: that of one of them, the first one's first.
-        PlanError: a process of the others died, or raised what can't be sent.
+        Exception: that of one of the functions, in their order.
+        PlanError: a forked process died, or raised an exception that can't be pickled.
     """
     with ExitStack() as forks:
         running = [forks.enter_context(_fork(function)) for function in others]
@@ -36,23 +36,23 @@ def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> 
 
 @contextmanager
 def _fork(function: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """Run a function in a fork, and give what waits for its result; at the end the fork is over."""
+    """Run a function in a fork, and yield a function that waits for its result; the fork ends with the context."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _answer_and_exit(function, writer)
+        _reply_and_exit(function, writer)
     os.close(writer)
     status: int | None = None
 
     def wait() -> Any:
         nonlocal status
-        answer = pipe.read()
+        reply = pipe.read()
         _, status = os.waitpid(pid, 0)
-        if not answer:
+        if not reply:
             raise PlanError(f"a process that traces ended with status {os.waitstatus_to_exitcode(status)}")
-        worked, result = pickle.loads(answer)
-        if not worked:
+        succeeded, result = pickle.loads(reply)
+        if not succeeded:
             raise result
         return result
 
@@ -65,19 +65,19 @@ def _fork(function: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
                 os.waitpid(pid, 0)
 
 
-def _answer_and_exit(function: Callable[[], object], writer: int) -> NoReturn:
+def _reply_and_exit(function: Callable[[], object], writer: int) -> NoReturn:
     import torch  # not at the top: the process that imports this first has no torch yet
 
     try:
         end_with_parent()
-        torch.set_num_threads(1)  # OpenMP's threads are not there after a fork, and would be waited for
+        torch.set_num_threads(1)  # OpenMP's threads don't exist after a fork, and would be waited for
         with os.fdopen(writer, "wb") as pipe:
-            pipe.write(_answer(function))
+            pipe.write(_reply(function))
     finally:
         os._exit(0)
 
 
-def _answer(function: Callable[[], object]) -> bytes:
+def _reply(function: Callable[[], object]) -> bytes:
     try:
         return pickle.dumps((True, function()))
     except Exception as error:

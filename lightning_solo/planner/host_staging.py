@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_solo.optim import adamw_update, host_slabs, split_weights, staging
-from lightning_solo.planner.patching import replaced
 from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
+from lightning_solo.seams.patches import replaced
 
 
 @contextmanager
@@ -27,9 +27,10 @@ def cuda_chunk_sizes() -> Iterator[None]:
             table["cpu"] = original
 
 
+@contextmanager
 def planned_host_memory(
     on_host: Callable[[], AbstractContextManager[None]], copied: Callable[[str, int, int], None]
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Mark allocations of host memory, which on a CPU look like those of the device.
 
     Tensors that pass through a staging buffer allocate it on the device, and aren't copied.
@@ -57,9 +58,6 @@ def planned_host_memory(
         yield dict(pieces)
         copied(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
 
-    @contextmanager
-    def both() -> Iterator[None]:
-        with replaced(host_slabs, host_tensors=host_tensors), replaced(staging.Staging, on_device=on_device):
-            yield
-
-    return both()
+    on_gpu = replaced(staging.Staging, "on_device", on_device)
+    with replaced(host_slabs, "host_tensors", host_tensors), on_gpu:
+        yield

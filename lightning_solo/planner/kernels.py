@@ -11,7 +11,7 @@ from lightning_solo.optim import adamw_update, kernels
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import OperatorKernels
-from lightning_solo.planner.patching import replaced
+from lightning_solo.seams.patches import replaced
 
 
 class PlannedKernels(TritonKernels):
@@ -51,4 +51,4 @@ def planned_kernels(launched: Callable[[int], None], *, cuda: bool) -> AbstractC
             return PlannedKernels(launched, fused=fused is not False)
         return OperatorKernels(device, fused=False)
 
-    return replaced(kernels, kernels_on=kernels_on)
+    return replaced(kernels, "kernels_on", kernels_on)

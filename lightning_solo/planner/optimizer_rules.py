@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_solo.planner.patching import replaced
+from lightning_solo.seams.patches import replaced
 
 
 def register_fused_steps(library: Any) -> None:
@@ -27,7 +27,7 @@ def capturable_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for key, module in list(sys.modules.items()):
             if key.startswith("torch.optim.") and (original := getattr(module, name, None)) is not None:
-                stack.enter_context(replaced(module, **{name: partial(_with_cpu, original)}))
+                stack.enter_context(replaced(module, name, partial(_with_cpu, original)))
         yield
 
 

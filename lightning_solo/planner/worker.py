@@ -1,37 +1,33 @@
-"""The process in which plans are made: an abort there is an error message here; it is fed by value, over pipes."""
+"""The process that makes plans, so that an abort there is an error here; requests and plans are sent over pipes."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
 import pickle
-import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 import cloudpickle
 
-from lightning_solo.errors import CapabilityError, PlanError
+from lightning_solo.errors import CapabilityError, PlanError, SoloError
 from lightning_solo.planner.device import CPU
 from lightning_solo.planner.forks import end_with_parent
 from lightning_solo.presets.conflicts import needs_cuda
 
-_HEAD = struct.Struct("<Q")
-
 
 @dataclass
 class Request:
-    """What is to be planned; as `planner.planner.Planner`, and the presets by name."""
+    """The arguments of a `Planner`, and the presets to plan, by name."""
 
     make: Callable[[], Any]
     batch: Any
@@ -48,54 +44,57 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: Any = None
-        self._lock = threading.Lock()  # one request at a time has the pipes
+        self._requests: Connection
+        self._replies: Connection
+        self._output: Any = None  # what the process prints
+        self._lock = threading.Lock()  # one request at a time uses the pipes
 
     def start(self) -> None:
-        """Let the process begin to import what it needs, before there is a request; it ends with this one."""
+        """Start the process, which imports what it needs before there is a request; it ends with this one."""
         with self._lock:
-            self._running()
+            self._ensure_running()
 
     def answers(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
-        """Yield (name, plan or exception) of each preset as it is done.
+        """Yield (name, plan or exception) of each preset when it is done.
 
-        A preset at which the process dies has that for its answer, and the others are asked for again.
+        A preset at which the process dies gets an exception, and the others are requested again.
 
         Raises:
-            PlanError: it took longer.
+            PlanError: the time is over.
         """
-        left = dict(request.presets)
+        remaining = dict(request.presets)
         with self._lock:
-            while left:
-                for name, found in self._some(replace(request, presets=left), timeout_s):
-                    left = {other: config for other, config in left.items() if other != name} if name else {}
-                    yield name, found
+            while remaining:
+                for name, answer in self._answers_until_death(replace(request, presets=remaining), timeout_s):
+                    remaining = {other: config for other, config in remaining.items() if name not in ("", other)}
+                    yield name, answer
 
-    def _some(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
-        """Yield answers until all are there, or one is that the process died of."""
+    def _answers_until_death(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
         payload = cloudpickle.dumps(request)
-        waiting = list(request.presets)
-        process = self._running()
+        pending = list(request.presets)
+        self._ensure_running()
         deadline = time.monotonic() + timeout_s
         try:
-            assert process.stdin is not None
-            self._said.truncate(0)
-            unsent = memoryview(_HEAD.pack(len(payload)) + payload)
-            while unsent:
-                unsent = unsent[process.stdin.write(unsent) :]
+            self._output.truncate(0)
+            self._requests.send_bytes(payload)
             while True:
-                kind, *rest = self._read(process, deadline, timeout_s)
+                if not self._replies.poll(max(deadline - time.monotonic(), 0)):
+                    raise PlanError(
+                        f"no plan after {timeout_s:g} s; is there a loop in training_step that waits for a number?"
+                    )
+                kind, *reply = self._reply()
                 if kind == "done":
                     return
                 if kind == "died":
-                    said = f"the process that plans died of {_death(rest[0])}; it last said:\n{self._tail()}"
-                    yield waiting[0], PlanError(said)
+                    message = f"the process that plans died of {_death(reply[0])}; it last said:\n{self._tail()}"
+                    yield pending[0], PlanError(message)
                     return
-                if rest[0] in waiting:
-                    waiting.remove(rest[0])
-                yield rest[0], rest[1]
+                name, answer = reply
+                if name in pending:
+                    pending.remove(name)
+                yield name, answer
         except BaseException:
-            self.close()  # whatever it still has to say is about a request that nobody waits for
+            self.close()  # its other replies would be read as those to the next request
             raise
 
     def close(self) -> None:
@@ -104,61 +103,62 @@ class Worker:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout, self._said):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
+            for pipe in (self._requests, self._replies, self._output):
+                pipe.close()
             self._process = None
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-            # the folders first: this package may be found by one of them
-            code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.worker import serve; serve()"
+    def _ensure_running(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        # the folders first: this package may be found by one of them
+        code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.worker import serve; serve()"
+        stdin, self._requests = Pipe(duplex=False)
+        self._replies, stdout = Pipe(duplex=False)
+        with stdin, stdout:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,
+                stdin=stdin.fileno(),
+                stdout=stdout.fileno(),
+                stderr=self._output,
                 start_new_session=True,
-                bufsize=0,  # what is in a buffer select() doesn't see
             )
-            atexit.register(self.close)
-        return self._process
+        atexit.register(self.close)
 
-    def _read(self, process: subprocess.Popen[bytes], deadline: float, timeout_s: float) -> Any:
-        assert process.stdout is not None
-        left = deadline - time.monotonic()
-        if not select.select([process.stdout], [], [], max(left, 0))[0]:
-            raise PlanError(f"no plan after {timeout_s:g} s; is there a loop in training_step that waits for a number?")
-        reply = _frame(process.stdout)
-        if reply is None:
-            raise PlanError(f"the process that plans ended; it last said:\n{self._tail()}")
+    def _reply(self) -> Any:
+        try:
+            reply = self._replies.recv_bytes()
+        except (EOFError, OSError):
+            raise PlanError(f"the process that plans ended; it last said:\n{self._tail()}") from None
         return pickle.loads(reply)
 
     def _tail(self) -> str:
-        self._said.seek(0)
-        text: str = self._said.read().decode(errors="replace")
+        self._output.seek(0)
+        text: str = self._output.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-5:])
 
 
 def serve() -> None:
-    """Answer requests until the pipe is closed, each in a process of its own."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    """Answer requests until the pipe is closed, each in a forked process."""
+    requests, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what a module prints is not an answer
+    os.dup2(2, 1)  # what a module prints is no reply
     end_with_parent()
-    gc.disable()  # of what imports make nothing is garbage, and looking for it takes a third of their time
+    gc.disable()  # imports leave no garbage, and a third of their time would be spent looking for it
     import torch
 
     import lightning_solo.planner.planner  # noqa: F401 - torch and Lightning, once
 
-    gc.freeze()  # nor is it looked at later
+    gc.freeze()  # later collections skip what was imported
     gc.enable()
-    torch.set_num_threads(1)  # OpenMP's threads would not be there after a fork
+    torch.set_num_threads(1)  # OpenMP's threads would not exist after a fork
 
-    while (payload := _frame(requests)) is not None:
+    while True:
+        try:
+            payload = requests.recv_bytes()
+        except (EOFError, OSError):
+            return
         pid = os.fork()
         if pid == 0:
             end_with_parent()
@@ -170,64 +170,37 @@ def serve() -> None:
                 os._exit(status)
         _, status = os.waitpid(pid, 0)
         if status:
-            _write(replies, ("died", status))
+            _send(replies, "died", status)
 
 
-def _answer(payload: bytes, replies: BinaryIO) -> None:
+def _answer(payload: bytes, replies: Connection) -> None:
     from lightning_solo.planner.planner import Planner
 
+    names: Iterable[str] = ("",)  # until the request can be read
     try:
         request: Request = cloudpickle.loads(payload)
-        planner = Planner(
-            request.make,
-            request.batch,
-            request.trainer,
-            request.device,
-            request.budget,
-            request.micro_batch,
-            request.allow,
-        )
+        names = request.presets
+        planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})
         for name, config in request.presets.items():
             try:
                 if request.device.name == CPU and (reason := needs_cuda(config)):
                     raise CapabilityError(reason)
-                found: Any = planner.plan(name, config)
+                answer: Any = planner.plan(name, config)
             except Exception as error:
-                found = error
-            _write(replies, ("plan", name, _sendable(found)))
+                answer = _sendable(error)
+            _send(replies, "plan", name, answer)
     except Exception as error:
-        for name in request.presets if "request" in locals() else ("",):
-            _write(replies, ("plan", name, _sendable(error)))
-    _write(replies, ("done",))
+        for name in names:
+            _send(replies, "plan", name, _sendable(error))
+    _send(replies, "done")
 
 
-def _sendable(found: Any) -> Any:
-    from lightning_solo.errors import SoloError
-
-    if isinstance(found, Exception) and not isinstance(found, SoloError):
-        return PlanError(f"{type(found).__name__}: {found}")
-    return found
+def _sendable(error: Exception) -> SoloError:
+    return error if isinstance(error, SoloError) else PlanError(f"{type(error).__name__}: {error}")
 
 
-def _frame(pipe: Any) -> bytes | None:
-    head = _exactly(pipe, _HEAD.size)
-    return None if head is None else _exactly(pipe, _HEAD.unpack(head)[0])
-
-
-def _exactly(pipe: Any, size: int) -> bytes | None:
-    parts = b""
-    while len(parts) < size:
-        part = pipe.read(size - len(parts))
-        if not part:
-            return None
-        parts += part
-    return parts
-
-
-def _write(pipe: BinaryIO, message: Any) -> None:
-    body = pickle.dumps(message)
-    pipe.write(_HEAD.pack(len(body)) + body)
-    pipe.flush()
+def _send(pipe: Connection, *message: Any) -> None:
+    pipe.send_bytes(pickle.dumps(message))
 
 
 def _death(status: int) -> str:
