@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator without a GPU: what it would reserve, and the smallest memory in which a log survives.
+"""A simulation of PyTorch's caching allocator: reserved bytes, and the smallest memory in which a run survives.
 
 The default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), one stream, without expandable segments.
 """
@@ -32,7 +32,7 @@ def rounded(size: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Return the bytes that are asked of the driver for a block that no cached segment holds.
+    """Return the bytes requested from the driver for a block that fits into no cached segment.
 
     >>> [segment_size(mib * MiB) // MiB for mib in (1, 2, 9, 10, 11)]
     [2, 20, 20, 10, 12]
@@ -53,10 +53,10 @@ class _Block:
 
 
 class CachingAllocator:
-    """Segments cut into blocks; best fit, neighbours joined when freed, unused segments given back before an OOM.
+    """Segments split into blocks: best fit, free neighbours are merged, unused segments are released before an OOM.
 
     Args:
-        capacity: bytes that the driver has; None for as many as wanted.
+        capacity: bytes of the device; None for no limit.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -70,7 +70,7 @@ class CachingAllocator:
         """Return a handle for a block.
 
         Raises:
-            DoesNotFitError: there is no room, unused segments given back.
+            DoesNotFitError: no room, even after unused segments are released.
         """
         size = rounded(size)
         small = size <= SMALL
@@ -82,7 +82,7 @@ class CachingAllocator:
         return block.number
 
     def release(self, handle: int) -> None:
-        """Give a block back; it is joined with free neighbours."""
+        """Free a block, and merge it with free neighbours."""
         block = self._blocks[handle]
         block.free = True
         for other in (block.before, block.after):
@@ -97,16 +97,16 @@ class CachingAllocator:
         return self._blocks[pool.pop(index)[1]] if index < len(pool) else None
 
     def _new_segment(self, size: int, *, small: bool) -> _Block:
-        wanted = segment_size(size)
-        if self.capacity is not None and self.reserved + wanted > self.capacity:
-            self._give_back()
-            if self.reserved + wanted > self.capacity:
+        segment = segment_size(size)
+        if self.capacity is not None and self.reserved + segment > self.capacity:
+            self._release_segments()
+            if self.reserved + segment > self.capacity:
                 raise DoesNotFitError
-        self.reserved += wanted
+        self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return self._block(wanted, wanted, small=small)
+        return self._block(segment, segment, small=small)
 
-    def _give_back(self) -> None:
+    def _release_segments(self) -> None:
         for pool in self._free.values():
             whole = [(size, number) for size, number in pool if self._blocks[number].segment == size]
             for size, number in whole:
@@ -145,12 +145,12 @@ def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> Ca
     """Return the allocator after a log.
 
     Args:
-        log: what lived before, and what came and went.
-        capacity: bytes of the driver.
-        workspace: bytes that a library takes from the allocator and keeps, such as cuBLAS.
+        log: of allocations and frees.
+        capacity: bytes of the device.
+        workspace: bytes that a library, such as cuBLAS, allocates and keeps.
 
     Raises:
-        DoesNotFitError: it does not survive.
+        DoesNotFitError: the capacity does not suffice.
     """
     allocator = CachingAllocator(capacity)
     handles: dict[int, int] = {}
@@ -173,7 +173,7 @@ def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> Ca
 
 
 def peak_allocated(log: EventLog, workspace: int = 0) -> int:
-    """Return the most bytes in blocks at once, as ``torch.cuda.max_memory_allocated`` counts them."""
+    """Return the peak of bytes in blocks, as ``torch.cuda.max_memory_allocated`` counts them."""
     sizes = dict(log.held)
     now = peak = (rounded(workspace) if workspace else 0) + sum(rounded(size) for size in sizes.values() if size)
     for storage, change in log.events:
@@ -185,7 +185,7 @@ def peak_allocated(log: EventLog, workspace: int = 0) -> int:
 
 
 def survives(log: EventLog, capacity: int, workspace: int = 0) -> bool:
-    """Tell whether a log survives in so many bytes."""
+    """Return whether a log fits into a capacity in bytes."""
     try:
         replay(log, capacity, workspace)
     except DoesNotFitError:
@@ -194,7 +194,7 @@ def survives(log: EventLog, capacity: int, workspace: int = 0) -> bool:
 
 
 def smallest_capacity(log: EventLog, workspace: int = 0, step: int = LARGE_ROUND) -> int:
-    """Return the least bytes, to a ``step``, in which a log survives: between peak allocated and reserved."""
+    """Return the least capacity, a multiple of ``step``, that a log fits into: between peak allocated and reserved."""
     low, high = peak_allocated(log, workspace) // step, -(-replay(log, None, workspace).peak_reserved // step)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""One micro-batch: where it comes from, how many examples it has, and the same with another number of them."""
+"""One micro-batch: the first of a loader, its number of examples, and the same with another number."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_solo.planner.fake_modules import empty_parameters
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a batch with another tensor in the place of each; looks where Lightning does when it moves one.
+    """Return a batch with ``function`` applied to its tensors, which are found as Lightning does when it moves a batch.
 
-    That is into sequences, mappings (a tokenizer's `BatchEncoding` among them), named tuples and dataclasses.
+    It looks into sequences, mappings (a tokenizer's `BatchEncoding` among them), named tuples and dataclasses.
     """
     return apply_to_collection(batch, Tensor, function)
 
 
 def first_batch(make: Callable[[], Any]) -> Any:
-    """Return the first batch of a module's own ``train_dataloader``; of several loaders, one of each as in a run.
+    """Return the first batch of a module's own ``train_dataloader``; from several loaders combined, as in a run.
 
     Raises:
-        PresetError: it has none.
+        PresetError: there is none.
     """
     with empty_parameters():
         module = make()
@@ -34,7 +34,7 @@ def first_batch(make: Callable[[], Any]) -> Any:
         module.prepare_data()
         module.setup("fit")
         loaders = module.train_dataloader()
-        if type(loaders).__name__ != "CombinedLoader":  # of either of Lightning's homes
+        if type(loaders).__name__ != "CombinedLoader":  # of either package of Lightning
             loaders = CombinedLoader(loaders, "max_size_cycle")
         batch, _, _ = next(iter(loaders))
         return batch
@@ -47,10 +47,10 @@ def first_batch(make: Callable[[], Any]) -> Any:
 
 
 def examples(batch: Any) -> int:
-    """Return how many examples a batch has: the length that most of its tensors begin with.
+    """Return the number of examples in a batch: the most frequent first dimension of its tensors.
 
     Raises:
-        PresetError: there is no tensor in it.
+        PresetError: it has no tensor.
     """
     lengths: list[int] = []
     mapped(batch, lambda tensor: lengths.append(int(tensor.shape[0])) if tensor.dim() else None)
@@ -64,7 +64,7 @@ def examples(batch: Any) -> int:
 
 
 def sized(batch: Any, examples: int, size: int) -> Any:
-    """Return the batch with another number of examples: the same ones again and again."""
+    """Return the batch with ``size`` examples: its own, repeated."""
 
     def resize(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != examples:

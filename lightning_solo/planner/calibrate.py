@@ -1,7 +1,7 @@
-"""Measures the device that is here: what CUDA takes for itself, and the speeds that a copy and a product reach.
+"""Calibration of this machine's device: memory of the CUDA context and workspace, speeds of a copy and a product.
 
-A process of its own measures, so that this one's context and tensors are in no reading: it trains a small module for
-a few steps, waits until its memory has been looked at from here, then times.
+A child process measures, so that readings exclude this process's context and tensors: it trains a small module for
+a few steps, waits until its memory has been read from here, then measures speeds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TRIES, SLOW_S = 5, 2.0
 
 
 def calibrate() -> tuple[Device, Readings, Path]:
-    """Measure the GPU that is here, else the CPU; return it as `this_device` will, what was read, and the file of that.
+    """Measure this machine's GPU, else its CPU; return the calibrated device, the readings, and their file.
 
     Raises:
-        CapabilityError: another program has the GPU's memory; the readings can't be kept.
+        CapabilityError: another program uses the GPU's memory; the file can't be written.
     """
     device = this_device()
     readings = _measured_apart(device)
@@ -49,43 +49,43 @@ def calibrate() -> tuple[Device, Readings, Path]:
 
 
 def _measured_apart(device: Device) -> Readings:
-    """Return what another process measures; the context is what the device has less while that process is there.
+    """Return readings of a child process; the context is device memory that is less while that process runs.
 
     Raises:
-        CapabilityError: that process failed; its last line says why.
+        CapabilityError: the process failed; its last line says why.
     """
     cuda = device.name != CPU
     # the folders first: this package may be found by one of them
     code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.calibrate import answer; answer()"
-    free = torch.cuda.mem_get_info()[0] if cuda else 0  # makes this process's own context, before and after alike
+    free = torch.cuda.mem_get_info()[0] if cuda else 0  # creates this process's own context, before and after alike
     with (
-        tempfile.TemporaryFile("w+") as said,
+        tempfile.TemporaryFile("w+") as output,
         subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
         ) as process,
     ):
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            held = _line(process.stdout, device, said)
+            held = _line(process.stdout, device, output)
             context = context_of(free, torch.cuda.mem_get_info()[0], held["reserved"]) if cuda else 0
-            process.stdin.close()  # it may go on
-            speeds = _line(process.stdout, device, said)
+            process.stdin.close()  # the process may continue
+            speeds = _line(process.stdout, device, output)
         finally:
             process.kill()
     return Readings(time.strftime("%Y-%m-%d"), context_bytes=context, workspace_bytes=held["workspace"], **speeds)
 
 
-def _line(answers: IO[str], device: Device, said: IO[str]) -> dict[str, Any]:
-    """Return the process's next answer.
+def _line(replies: IO[str], device: Device, output: IO[str]) -> dict[str, Any]:
+    """Return the process's next reply.
 
     Raises:
-        CapabilityError: it ended without one.
+        CapabilityError: the process ended without a reply.
     """
-    if text := answers.readline():
+    if text := replies.readline():
         return dict(json.loads(text))
-    said.seek(0)
-    last = ([line for line in said.read().splitlines() if line.strip()] or ["the process said nothing"])[-1]
+    output.seek(0)
+    last = ([line for line in output.read().splitlines() if line.strip()] or ["the process said nothing"])[-1]
     raise CapabilityError(
         f"{device.label} could not be measured: {last}; end what else runs on it, and write again:"
         " lightning-solo plan --calibrate"
@@ -93,7 +93,7 @@ def _line(answers: IO[str], device: Device, said: IO[str]) -> dict[str, Any]:
 
 
 def answer() -> None:
-    """Measure in this process: print what is held after training, wait for the end of standard input, print speeds."""
+    """Measure in this process: print bytes held after training, wait for the end of standard input, print speeds."""
     device = this_device()
     on = torch.device("cpu" if device.name == CPU else "cuda")
     print(json.dumps(held_after_training(device, on)), flush=True)
@@ -102,7 +102,7 @@ def answer() -> None:
 
 
 def held_after_training(device: Device, on: torch.device) -> dict[str, int]:
-    """Return the bytes that are left in torch's allocator, and that it has reserved, when all tensors are gone."""
+    """Return the bytes that torch's allocator holds, and has reserved, when all tensors are freed."""
     train_a_little(on, torch.bfloat16 if device.flops["bf16"] else torch.float16)
     gc.collect()
     if on.type != "cuda":
@@ -112,7 +112,7 @@ def held_after_training(device: Device, on: torch.device) -> dict[str, int]:
 
 
 def train_a_little(on: torch.device, dtype: torch.dtype, steps: int = 3) -> list[float]:
-    """Train a small transformer for a few steps, which loads the kernels that a step has, and return its losses."""
+    """Train a small transformer for a few steps, which loads a step's kernels, and return its losses."""
     width, classes = 256, 512
     block = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
     module = nn.Sequential(nn.TransformerEncoder(block, 2, enable_nested_tensor=False), nn.Linear(width, classes)).to(
@@ -136,27 +136,27 @@ def speeds(device: Device, on: torch.device, width: int | None = None, copied: i
     """Return FLOP/s of a matrix product by kind, and bytes per second of a copy on the device and from the host.
 
     Args:
-        device: its kinds of arithmetic are tried.
-        on: the same in torch's words.
+        device: with the kinds of arithmetic to measure.
+        on: the same device for torch.
         width: of the matrices.
         copied: bytes.
     """
     width = width or WIDTHS[on.type]
-    tried = [kind for kind in DTYPES if device.flops[kind] is not None]
-    there, target = torch.zeros(copied, dtype=torch.uint8, device=on), torch.empty(copied, dtype=torch.uint8, device=on)
-    bandwidth = 2 * copied / fastest(lambda: target.copy_(there), on)  # read and written
+    kinds = [kind for kind in DTYPES if device.flops[kind] is not None]
+    source, target = (torch.zeros(copied, dtype=torch.uint8, device=on) for _ in range(2))
+    bandwidth = 2 * copied / fastest(lambda: target.copy_(source), on)  # read and written
     from_host = bandwidth
     if on.type == "cuda":
         pinned = torch.zeros(copied, dtype=torch.uint8, pin_memory=True)
         from_host = copied / fastest(lambda: target.copy_(pinned, non_blocking=True), on)
-    flops = {kind: 2 * width**3 / product_seconds(kind, width, on) for kind in tried}
+    flops = {kind: 2 * width**3 / product_seconds(kind, width, on) for kind in kinds}
     return {"flops": flops, "bandwidth": bandwidth, "host_bandwidth": from_host}
 
 
 def product_seconds(kind: str, width: int, on: torch.device) -> float:
     """Return the seconds of a product of two square matrices."""
     with _matmul_precision("high" if kind == "tf32" else "highest"):
-        a = torch.randn(width, width, device=on).to(DTYPES[kind])  # not zeros, which cost less power: a higher clock
+        a = torch.randn(width, width, device=on).to(DTYPES[kind])  # zeros need less power, and raise the clock
         return fastest(lambda: a @ a, on)
 
 
@@ -171,18 +171,14 @@ def _matmul_precision(name: str) -> Iterator[None]:
 
 
 def fastest(work: Callable[[], object], on: torch.device) -> float:
-    """Return the seconds of the fastest of a few calls, after one that warms up; of fewer where they are slow."""
-    wait = torch.cuda.synchronize if on.type == "cuda" else _nothing
+    """Return the seconds of the fastest of a few calls after a warm-up; of fewer calls where they are slow."""
+    wait: Callable[[], object] = torch.cuda.synchronize if on.type == "cuda" else lambda: None
     work()
-    taken: list[float] = []
-    while len(taken) < TRIES and sum(taken) < SLOW_S:
+    durations: list[float] = []
+    while len(durations) < TRIES and sum(durations) < SLOW_S:
         wait()
         started = time.perf_counter()
         work()
         wait()
-        taken.append(time.perf_counter() - started)
-    return min(taken)
-
-
-def _nothing() -> None:
-    pass
+        durations.append(time.perf_counter() - started)
+    return min(durations)

@@ -1,4 +1,4 @@
-"""What was measured on a device: put in the place of a table's shares and constants, and kept for the next plan."""
+"""Readings of a device: applied in place of the table's shares and constants, and kept in a file for later plans."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_solo.machine import nvidia_driver, processor, user_cache
 from lightning_solo.presets.devices import CPU, KINDS, Device, file_name
 from lightning_solo.units import GiB, MiB, format_bytes
 
-CONTEXTS = (16 * MiB, 4 * GiB)  # bytes between which a CUDA context is believed
+CONTEXTS = (16 * MiB, 4 * GiB)  # bytes: the least and the most of a credible CUDA context
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What was measured.
+    """Measured figures of a device.
 
     Attributes:
-        date: of the day, ``2026-11-22``.
-        flops: floating-point operations per second that a matrix product reached, by kind; None of those not tried.
-        bandwidth: bytes per second that a copy read and wrote.
+        date: such as ``2026-11-22``.
+        flops: floating-point operations per second of a matrix product, by kind; None where not measured.
+        bandwidth: bytes per second that a copy on the device reads and writes.
         host_bandwidth: bytes per second from pinned host memory to the device.
-        context_bytes: that the process held outside torch's allocator after a few training steps.
-        workspace_bytes: that torch's allocator still held when their tensors were gone.
+        context_bytes: held outside torch's allocator after a few training steps.
+        workspace_bytes: held by torch's allocator after all tensors are freed.
     """
 
     date: str
@@ -48,9 +48,9 @@ class Readings:
 
 
 def calibrated(device: Device, readings: Readings) -> Device:
-    """Return the device with what was measured on it; its peaks stay those of the table.
+    """Return the device with readings applied; its peaks stay those of the table.
 
-    A kind of arithmetic that was not tried keeps its share of the peak.
+    A kind of arithmetic that was not measured keeps its share of the peak.
     """
     reached = dict(device.flops_reached)
     for kind in KINDS:
@@ -73,12 +73,12 @@ def context_of(free_before: int, free_after: int, reserved: int) -> int:
     """Return the bytes of a process's CUDA context.
 
     Args:
-        free_before: bytes of the device that were free before the process came.
-        free_after: bytes that are free now.
-        reserved: bytes that the process's torch allocator has.
+        free_before: free bytes of the device before the process started.
+        free_after: free bytes now.
+        reserved: bytes reserved by the process's torch allocator.
 
     Raises:
-        CapabilityError: it is no size of a context: others took or gave memory meanwhile.
+        CapabilityError: the size isn't credible: other programs allocated or freed memory meanwhile.
     """
     context = free_before - free_after - reserved
     if not CONTEXTS[0] <= context <= CONTEXTS[1]:
@@ -108,7 +108,7 @@ def keep(device: Device, readings: Readings) -> Path:
     """Write a device's readings and return the file.
 
     Raises:
-        CapabilityError: there is no folder for it, or it can't be written.
+        CapabilityError: there is no folder for the file, or it can't be written.
     """
     path = place(device)
     if path is None:
@@ -126,13 +126,13 @@ def keep(device: Device, readings: Readings) -> Path:
 
 
 def kept(device: Device) -> Readings | None:
-    """Return the readings of a device, or None where there are none; warns of a file that can't be read."""
+    """Return the readings of a device, or None without a file; warns of a file that can't be read."""
     path = place(device)
     if path is None or not path.is_file():
         return None
     try:
-        given: dict[str, Any] = json.loads(path.read_text())
-        return Readings(**{field.name: given[field.name] for field in fields(Readings)})
+        values: dict[str, Any] = json.loads(path.read_text())
+        return Readings(**{field.name: values[field.name] for field in fields(Readings)})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(
             f"{path} can't be read ({type(error).__name__}: {error}), so the table's figures are used; write again:"

@@ -1,4 +1,4 @@
-"""The device that is here, by torch and by what was measured on it; and what a plan takes for granted of a device."""
+"""The device of this machine, by torch and by calibration; and the assumptions of a plan about a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_solo.presets.devices import devices as devices
 from lightning_solo.presets.devices import file_name, find
 from lightning_solo.units import format_bytes
 
-CAPABILITIES = {  # of our own files; what a device that isn't in the table resembles
+CAPABILITIES = {  # of the devices in the table, to find the nearest one to a device that isn't there
     "t4": (7, 5),
     "a100_40gb": (8, 0),
     "a100_80gb": (8, 0),
@@ -28,60 +28,63 @@ CAPABILITIES = {  # of our own files; what a device that isn't in the table rese
 
 
 def this_device() -> Device:
-    """Return the CUDA device here with its memory by the driver, or ``cpu`` where there is none; as calibrated.
+    """Return this machine's CUDA device with its memory by the driver, or ``cpu``; as calibrated.
 
-    One that is not in the table has the speeds of the nearest that is: of the highest compute capability that isn't
-    above its own, the one closest in memory; ``source`` says so.
+    A device that is not in the table has the speeds of the nearest there: the closest in memory among those of the
+    highest compute capability that isn't above its own; ``source`` says so.
 
     Raises:
-        PresetError: a file of a device can't be read, or lacks a field.
+        PresetError: a device's file can't be read, or lacks a field.
     """
-    on = _by_the_table()
-    measured = kept(on)
-    return on if measured is None else calibrated(on, measured)
+    uncalibrated = _from_table()
+    readings = kept(uncalibrated)
+    return uncalibrated if readings is None else calibrated(uncalibrated, readings)
 
 
-def _by_the_table() -> Device:
+def _from_table() -> Device:
     import torch
 
     if not torch.cuda.is_available():
         return device(CPU)
-    here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if (found := find(here.name)) is not None:
-        return replace(found, memory_bytes=here.total_memory)
-    near = _nearest_by_capability((here.major, here.minor), here.total_memory)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (known := find(properties.name)) is not None:
+        return replace(known, memory_bytes=properties.total_memory)
+    name = file_name(properties.name)
+    major, minor = properties.major, properties.minor
+    nearest = _nearest_by_capability((major, minor), properties.total_memory)
     return replace(
-        near,
-        name=file_name(here.name),
-        label=here.name,
-        memory_bytes=here.total_memory,
-        source=f"not in the table: memory from the driver, everything else as of {near.label}, the nearest to compute "
-        f"capability {here.major}.{here.minor}; conf/solo/device/{file_name(here.name)}.yaml would be used instead",
+        nearest,
+        name=name,
+        label=properties.name,
+        memory_bytes=properties.total_memory,
+        source=f"not in the table: memory from the driver, everything else as of {nearest.label}, the nearest to"
+        f" compute capability {major}.{minor}; conf/solo/device/{name}.yaml would be used instead",
     )
 
 
 def _nearest_by_capability(capability: tuple[int, int], memory_bytes: int) -> Device:
-    known = sorted(set(CAPABILITIES.values()))
-    best = max([it for it in known if it <= capability], default=known[0])
-    alike = [device(name) for name, its in CAPABILITIES.items() if its == best]
-    return min(alike, key=lambda it: abs(it.memory_bytes - memory_bytes))
+    known = set(CAPABILITIES.values())
+    best = max((each for each in known if each <= capability), default=min(known))
+    similar = [device(name) for name, each in CAPABILITIES.items() if each == best]
+    return min(similar, key=lambda each: abs(each.memory_bytes - memory_bytes))
 
 
-def assumed(on: Device, precision: str) -> list[str]:
-    """Return what a plan takes for granted of a device, in words.
+def assumed(device: Device, precision: str) -> list[str]:
+    """Return the assumptions of a plan about a device, in words.
 
     Args:
-        on: the device.
+        device: that is planned for.
         precision: of the run, by Lightning's name.
     """
-    said = ["on a CPU kernels' own buffers and the allocator's gaps are not counted"]
-    if on.name != CPU:
-        said = [f"{format_bytes(on.context_bytes)} of CUDA context; cuDNN's workspaces not known"]
-    if on.calibrated is not None:
-        constants = "speeds" if on.name == CPU else "speeds, CUDA context and workspace"
-        said.append(f"{constants} of this {on.label}, calibrated on {on.calibrated}")
-    if precision.startswith("bf16") and on.flops["bf16"] is None:
-        said.append(
-            f"{on.label} has no bf16 arithmetic: emulated, slow, and a run is refused there; fp16 it has (preset fp16)"
+    assumptions = ["on a CPU kernels' own buffers and the allocator's gaps are not counted"]
+    if device.name != CPU:
+        assumptions = [f"{format_bytes(device.context_bytes)} of CUDA context; cuDNN's workspaces not known"]
+    if device.calibrated is not None:
+        constants = "speeds" if device.name == CPU else "speeds, CUDA context and workspace"
+        assumptions.append(f"{constants} of this {device.label}, calibrated on {device.calibrated}")
+    if precision.startswith("bf16") and device.flops["bf16"] is None:
+        assumptions.append(
+            f"{device.label} has no bf16 arithmetic: emulated, slow, and a run is refused there; fp16 it has (preset"
+            " fp16)"
         )
-    return said
+    return assumptions

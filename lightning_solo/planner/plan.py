@@ -9,7 +9,7 @@ from typing import Any
 from lightning_solo.planner.timeline import Span
 from lightning_solo.units import format_bytes
 
-TIGHT = 0.05  # of the need: libraries that take memory unseen (cuDNN, sorting), and the context, are estimates
+TIGHT = 0.05  # of the need: memory of libraries (cuDNN, sorting) isn't known, and the CUDA context is an estimate
 HOST_NOT_JUDGED = (
     "the host has the memory that is kept there; --host-memory 64GiB (in Python host_memory=) would judge it"
 )
@@ -18,29 +18,29 @@ VERDICTS = ("fits", "tight", "does not fit")
 
 @dataclass(frozen=True)
 class Plan:
-    """What one preset would take.
+    """The predicted memory and time of one preset.
 
     Attributes:
-        preset: its name.
+        preset: name of the preset.
         device: name of the device.
         micro_batch: examples per forward.
         accumulation: micro-batches per optimizer step.
-        host_memory_bytes: what the host has for it; None where that isn't known, or nothing is held there.
-        peak_bytes: allocated on the device, at most, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
+        host_memory_bytes: available on the host; None where that isn't known, or nothing is kept there.
+        peak_bytes: peak of allocated bytes, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
         breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
         phases: the peak of each phase: forward, backward, optimizer_step, between.
-        needed_bytes: of the whole device: the least in which the caching allocator survives, and the CUDA context.
-        budget_bytes: what the device has, or what was allowed.
+        needed_bytes: of the device: the least in which the caching allocator survives, and the CUDA context.
+        budget_bytes: memory of the device, or the part of it that is allowed.
         verdict: ``fits``, ``tight`` (less than 5 % left, here or on the host), or ``does not fit``.
-        host_bytes: held on the host by the technique.
-        seconds_per_step: an optimizer step, estimated; the order of presets is what it is for.
+        host_bytes: kept on the host by the technique.
+        seconds_per_step: estimate for an optimizer step, made to rank presets.
         flops: floating-point operations of an optimizer step.
-        bytes_moved: that operators read and write in an optimizer step.
-        largest_micro_batch: the most examples per forward that fit; 0 if none does, None if that could not be priced.
-        assumptions: what the plan took for granted, in words.
-        traced: how: ``fake tensors``, or ``real steps on the CPU``.
-        timeline: of a preset that copies while it computes: when the device's streams are at work in an optimizer step
-            of at most two micro-batches, joined to what a picture can show; empty for other presets.
+        bytes_moved: read and written by operators in an optimizer step.
+        largest_micro_batch: the most examples per forward that fit; 0 if none does, None if that isn't known.
+        assumptions: where a run may differ, in words.
+        traced: ``fake tensors``, or ``real steps on the CPU``.
+        timeline: when the device's streams are busy in an optimizer step of at most two micro-batches, condensed for a
+            picture; empty for presets that don't copy while they compute.
     """
 
     preset: str
@@ -80,59 +80,59 @@ class Plan:
 
     @property
     def host_needed_bytes(self) -> int:
-        """What is needed of the host's memory; planned for the CPU, what is "on the device" is there too."""
+        """The host memory needed; in a plan for the CPU that includes the device's."""
         return self.host_bytes + (self.needed_bytes if self.device == "cpu" else 0)
 
     @property
     def host_shortage(self) -> str:
-        """Why the host's memory does not suffice, or only just, in words; empty where it does, or isn't known."""
+        """Why host memory does not suffice, or only just; empty where it suffices, or isn't known."""
         if self.host_memory_bytes is None or verdict_of(self.host_needed_bytes, self.host_memory_bytes) == "fits":
             return ""
         return f"{format_bytes(self.host_needed_bytes)} on the host, which has {format_bytes(self.host_memory_bytes)}"
 
     @property
     def missing_bytes(self) -> int:
-        """What is missing, on the device and on the host."""
+        """The bytes that are missing, on the device and on the host."""
         on_host = 0 if self.host_memory_bytes is None else self.host_needed_bytes - self.host_memory_bytes
         return max(-self.margin_bytes, 0) + max(on_host, 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it in plain containers."""
-        told = {"fits": self.fits, "margin_bytes": self.margin_bytes, "host_shortage": self.host_shortage}
-        return {**asdict(self), **told}
+        """Return all fields, and what follows from them, in plain containers."""
+        derived = {"fits": self.fits, "margin_bytes": self.margin_bytes, "host_shortage": self.host_shortage}
+        return {**asdict(self), **derived}
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, plain: Mapping[str, Any]) -> Plan:
         """Return the plan that `as_dict` wrote."""
-        known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        known = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
         timeline = tuple(Span(*span) for span in known.get("timeline", ()))
         return cls(**{**known, "assumptions": tuple(known.get("assumptions", ())), "timeline": timeline})
 
 
-def verdict_of(needed: int, there: int) -> str:
-    """Return whether bytes that are needed are there.
+def verdict_of(needed: int, available: int) -> str:
+    """Return the verdict on a need of bytes.
 
     >>> verdict_of(90, 100), verdict_of(99, 100), verdict_of(101, 100)
     ('fits', 'tight', 'does not fit')
     """
-    if needed > there:
+    if needed > available:
         return "does not fit"
-    return "tight" if needed * (1 + TIGHT) > there else "fits"
+    return "tight" if needed * (1 + TIGHT) > available else "fits"
 
 
 def with_host_memory(plan: Plan, host_memory: int | None) -> Plan:
-    """Return the plan with its verdict for the host's memory too; None is that of a machine that isn't here."""
+    """Return the plan with host memory in its verdict; None for a host whose memory isn't known."""
     if not plan.host_bytes:
         return plan
     if host_memory is None:
         return replace(plan, assumptions=(*plan.assumptions, HOST_NOT_JUDGED))
-    there = verdict_of(plan.host_needed_bytes, host_memory)
-    judged = replace(plan, host_memory_bytes=host_memory, verdict=max(plan.verdict, there, key=VERDICTS.index))
-    return judged if there != "does not fit" else replace(judged, largest_micro_batch=0)
+    on_host = verdict_of(plan.host_needed_bytes, host_memory)
+    judged = replace(plan, host_memory_bytes=host_memory, verdict=max(plan.verdict, on_host, key=VERDICTS.index))
+    return judged if on_host != "does not fit" else replace(judged, largest_micro_batch=0)
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans in the order in which one would try them: those that fit by time, the others by what is missing."""
+    """Return plans in the order in which to try them: those that fit by time, the others by missing bytes."""
     return sorted(
         plans,
         key=lambda p: (

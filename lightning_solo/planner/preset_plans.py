@@ -39,41 +39,42 @@ def plan(
     timeout_s: float = 600.0,
     tell: Callable[[str, Plan | SoloError], None] | None = None,
 ) -> Plan | list[Plan]:
-    """Return what training would take, without training: on tensors without data, which take no memory.
+    """Predict memory and time of training, without training.
 
-    The real ``Trainer.fit`` runs for two optimizer steps in a process of its own, on tensors without data, with the
-    preset's techniques attached. The module is left as it is.
+    The real ``Trainer.fit`` runs for two optimizer steps in another process, with the preset's techniques attached, on
+    fake tensors, which have no data and take no memory. The module isn't changed.
 
     Args:
-        module: a LightningModule, or a function without arguments that returns one: of that the weights never exist.
-        batch: one micro-batch, as ``training_step`` takes it, or a function that returns one; without it the first of
-            the module's own ``train_dataloader``.
-        preset: the name of one preset, or its fields; the answer is then one `Plan`.
-        presets: several names, or ``"all"``; the answer is then a list of plans, the one to try first in front.
-        overrides: Hydra overrides of the preset or of each one: ``["precision=32-true"]``.
+        module: a LightningModule, or a function without arguments that returns one, whose weights are then never made.
+        batch: one micro-batch, as ``training_step`` receives it, or a function that returns one; by default the first
+            of the module's own ``train_dataloader``.
+        preset: the name of one preset, or its fields; the result is then one `Plan`.
+        presets: several names, or ``"all"``; the result is then a list of plans, the one to try first in front.
+        overrides: Hydra overrides of each preset: ``["precision=32-true"]``.
         device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
-            the GPU that is here, else the CPU.
-        budget: of the device's memory that may be taken: ``"16GiB"``, or bytes; by default all of it.
-        host_memory: that the host has for what is kept there, likewise; by default what is available on this one,
-            where the plan is for the device that is here, or for the CPU: else it isn't judged.
+            this machine's GPU, else its CPU.
+        budget: the device memory that may be used: ``"16GiB"``, or bytes; by default all of it.
+        host_memory: memory of the host, likewise; by default what this machine has available, in plans for its own
+            device or for a CPU; in other plans host memory isn't judged.
         micro_batch: examples per forward; by default as many as in ``batch``.
         trainer: your own arguments of the Trainer: ``{"gradient_clip_val": 1.0}``.
         allow: prefixes of ``_target_`` that you trust.
         timeout_s: seconds after which the process is ended.
-        tell: called with the name and the plan, or the error, of each preset as it is done.
+        tell: called with the name and the plan, or the error, of each preset when it is done.
 
     Raises:
-        PresetError: an unknown preset or device, a budget that is none or more than the device has, a batch without
-            tensors, no module.
-        PlanError: the module can't be planned; of several presets, none can.
+        PresetError: an unknown preset or device, a budget that isn't one or exceeds the device's memory, a batch
+            without tensors, no module.
+        PlanError: the module can't be planned, under any of the presets.
     """
     if isinstance(preset, str):
         configs: dict[str, Any] = {preset: compose(preset, overrides, allow=allow)}
     elif preset is not None:
         configs = {"given": compose(preset, overrides, allow=allow)}
     else:
-        every = [name for name in preset_files() if name != "auto"]
-        names = every if presets == "all" else [presets] if isinstance(presets, str) else list(presets)
+        if presets == "all":
+            presets = [name for name in preset_files() if name != "auto"]
+        names = [presets] if isinstance(presets, str) else presets
         configs = {name: compose(name, overrides, allow=allow) for name in names}
     plans = plan_configs(
         module,
@@ -105,7 +106,7 @@ def plan_configs(
     timeout_s: float = 600.0,
     tell: Callable[[str, Plan | SoloError], None] | None = None,
 ) -> list[Plan]:
-    """Return the plans of checked presets by name, the one to try first in front; arguments as `plan`.
+    """Plan checked presets by name, and return the one to try first in front; arguments as `plan`.
 
     Raises:
         PresetError, PlanError: as `plan`.
@@ -119,15 +120,15 @@ def plan_configs(
         examples(batch)
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise PresetError(f"micro_batch={micro_batch!r}: write a whole number of at least 1")
-    on = this_device() if device is None else device if isinstance(device, Device) else device_of(device)
-    if host_memory is None and (device is None or on.name == CPU):
+    target = this_device() if device is None else device if isinstance(device, Device) else device_of(device)
+    if host_memory is None and (device is None or target.name == CPU):
         host_memory = memory_here()[1]
     request = Request(
         make=_factory(module),
         batch=batch,
         trainer=dict(trainer or {}),
-        device=on,
-        budget=budget_on(on, parse_budget(budget), f"budget={budget!r}"),
+        device=target,
+        budget=budget_on(target, parse_budget(budget), f"budget={budget!r}"),
         micro_batch=micro_batch,
         allow=tuple(allow),
         presets=configs,
@@ -135,20 +136,20 @@ def plan_configs(
     plans: list[Plan] = []
     errors: list[SoloError] = []
     for name, answer in WORKER.answers(request, timeout_s):
-        found = with_host_memory(answer, host_memory) if isinstance(answer, Plan) else answer
+        result = with_host_memory(answer, host_memory) if isinstance(answer, Plan) else answer
         if tell is not None:
-            tell(name, found)
-        if isinstance(found, Plan):
-            plans.append(found)
+            tell(name, result)
+        if isinstance(result, Plan):
+            plans.append(result)
         else:
-            errors.append(found)
+            errors.append(result)
     if not plans:
         raise errors[0]
     return ranked(plans)
 
 
 def _factory(module: Any) -> Callable[[], Any]:
-    if isinstance(module, L.LightningModule) or _is_other_home(module):
+    if isinstance(module, L.LightningModule) or _is_from_pytorch_lightning(module):
         return functools.partial(copy.deepcopy, stripped(module))
     if callable(module):
         return module  # type: ignore[no-any-return]
@@ -158,7 +159,7 @@ def _factory(module: Any) -> Callable[[], Any]:
     )
 
 
-def _is_other_home(module: Any) -> bool:
+def _is_from_pytorch_lightning(module: Any) -> bool:
     return any(
         cls.__module__.startswith("pytorch_lightning") and cls.__name__ == "LightningModule"
         for cls in type(module).__mro__

@@ -10,13 +10,9 @@ from lightning_solo.planner.device import Device
 from lightning_solo.planner.timeline import COMPUTE, TO_DEVICE, Operation, Span, length, schedule
 from lightning_solo.planner.tracer import Cost
 
-KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; what Python takes to launch one
+KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; a launch from Python
 
-KINDS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-}
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] = ()) -> list[Span]:
@@ -25,31 +21,31 @@ def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] =
     Args:
         costs: in order.
         device: that runs them.
-        phases: of each operator, which name the spans; empty for none.
+        phases: of each operator, as names of the spans; empty for none.
     """
     return schedule(operations(costs, device, phases), LAUNCH_S)
 
 
 def step_seconds(costs: Sequence[Cost], device: Device) -> float:
-    """Return the seconds from one step to the next, when steps follow one another.
+    """Return the seconds from the start of one step to that of the next.
 
-    What a step leaves under way, such as copies to the host, overlaps with the next one.
+    Copies to the host that a step leaves unfinished overlap with the next one.
     """
     once, twice = (schedule(operations([*costs] * times, device), LAUNCH_S) for times in (1, 2))
     return length(twice) - length(once)
 
 
 def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()) -> list[Operation]:
-    """Return operators and copies with what each waits for.
+    """Return operators and copies with the operations that each waits for.
 
     An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth in one
-    direction. Speed and bandwidth are the device's peaks times the shares of them that are reached: 0.70 and 0.80,
-    where those were not measured. As in `staging.Staging`, a copy to the device waits until its buffer has been
-    emptied, what is computed next waits for that copy, and a copy to the host for what was computed before.
+    direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70 and 0.80. As in
+    `staging.Staging`, a copy to the device waits until its buffer is empty, the next operator waits for that copy,
+    and a copy to the host waits for the operator before it.
     """
     bandwidth = device.bandwidth_reached * device.memory_bandwidth
-    made: list[Operation] = []
-    arrived = computed = -1  # the last copy to the device that nothing waits for yet; the last operator
+    result: list[Operation] = []
+    arrived = computed = -1  # the last copy to the device, until an operator waits for it; the last operator
     emptied: dict[int, int] = {}  # slot -> the last copy from it
     for number, cost in enumerate(costs):
         name = phases[number] if phases else ""
@@ -64,14 +60,14 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
                 arrived = number
             else:
                 emptied[cost.slot] = number
-        made.append(Operation(cost.stream, seconds, () if waits < 0 else (waits,), name))
-    return made
+        result.append(Operation(cost.stream, seconds, () if waits < 0 else (waits,), name))
+    return result
 
 
 def _speed(device: Device, dtype: torch.dtype) -> float:
     kind = KINDS.get(dtype, "fp32")
     if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
         kind = "tf32"
-    # without tensor cores for a type, its arithmetic is that of fp32
+    # without arithmetic of its own, a type runs at the speed of fp32
     kind = kind if device.flops.get(kind) else "fp32"
     return (device.flops[kind] or 1.0) * device.flops_reached[kind]

@@ -18,13 +18,13 @@ def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
     """Return a row per preset, with a star behind the chosen one; times are per example, against the fastest."""
     times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
     fastest = min(times)
-    # collapsed and folded, eighty columns hold it
-    made = Table(box=None, pad_edge=False, collapse_padding=True)
-    made.add_column("preset", overflow="fold")
+    # collapsed and folded, it fits into eighty columns
+    rows = Table(box=None, pad_edge=False, collapse_padding=True)
+    rows.add_column("preset", overflow="fold")
     for name in HEADINGS:
-        made.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", no_wrap=True)
+        rows.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", no_wrap=True)
     for plan in plans:
-        made.add_row(
+        rows.add_row(
             f"{plan.preset} *" if plan is chosen else plan.preset,
             Text(plan.verdict, style=COLOURS[plan.verdict]),
             format_bytes(plan.peak_bytes),
@@ -34,4 +34,4 @@ def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
             "?" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
             max(plan.phases, key=lambda phase: plan.phases[phase], default="").replace("_", " "),
         )
-    return made
+    return rows

@@ -1,7 +1,7 @@
-"""A schedule of operations on a device's streams: which overlap, which wait, and how long all of them take.
+"""The schedule of operations on a device's streams.
 
-A GPU has a stream for kernels and a copy engine for each direction of the bus. The host gives them work in order, and
-each does its own in that order; an operation that waits for one of another stream starts behind it.
+A GPU has a stream for kernels and a copy engine for each direction of the bus. Each runs its operations in the order in
+which the host launches them; an operation that waits for one of another stream starts after it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ COMPUTE, TO_DEVICE, TO_HOST = STREAMS = ("compute", "to device", "to host")
 
 
 class Operation(NamedTuple):
-    """What a stream does.
+    """One operation of a stream.
 
     Args:
         stream: one of ``STREAMS``.
-        seconds: it takes.
-        after: positions of operations, of other streams, that must have ended.
-        name: what a picture calls it.
+        seconds: its duration.
+        after: positions of the operations that must have ended before it.
+        name: in a picture.
     """
 
     stream: str
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a stream is at work, in seconds from the start of the schedule; and for which share of that time."""
+    """A time in which a stream is busy, in seconds from the start of the schedule, and the share of it that is used."""
 
     stream: str
     start_s: float
@@ -44,7 +44,7 @@ def schedule(operations: Iterable[Operation], launch_s: float = 0.0) -> list[Spa
 
     Args:
         operations: in the order in which the host launches them.
-        launch_s: seconds that the host takes to launch one. It runs ahead of the device, and never waits.
+        launch_s: seconds of a launch on the host, which runs ahead of the device and never waits.
 
     >>> [span.start_s for span in schedule([Operation("to device", 2.0), Operation("compute", 3.0, after=(0,))])]
     [0.0, 2.0]
@@ -61,21 +61,21 @@ def schedule(operations: Iterable[Operation], launch_s: float = 0.0) -> list[Spa
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return the seconds until the last stream is done."""
+    """Return the seconds until the last stream ends."""
     return max((span.end_s for span in spans), default=0.0)
 
 
 def busy(spans: Iterable[Span], stream: str) -> float:
-    """Return the seconds for which a stream is at work."""
+    """Return the seconds in which a stream is busy."""
     return sum((span.end_s - span.start_s) * span.share for span in spans if span.stream == stream)
 
 
 def condensed(spans: Sequence[Span], parts: int = 200) -> list[Span]:
-    """Return a schedule as a picture shows it: parts of equal length, each with the share for which it is busy.
+    """Return a schedule for a picture: spans of equal length, each with the share of it that is used.
 
     Args:
         spans: of a schedule.
-        parts: into which its length is divided. Those next to each other of one name and share are joined.
+        parts: number of spans, before equal neighbours are joined.
     """
     part = length(spans) / parts
     work: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -84,12 +84,12 @@ def condensed(spans: Sequence[Span], parts: int = 200) -> list[Span]:
         for index in range(first, last + 1):
             inside = min(span.end_s, (index + 1) * part) - max(span.start_s, index * part)
             work[span.stream, index][span.name] += inside * span.share
-    made: list[Span] = []
+    condensed_spans: list[Span] = []
     for (stream, index), names in sorted(work.items()):
         name, share = max(names, key=lambda name: names[name]), min(round(sum(names.values()) / part, 2), 1.0)
-        before = made[-1] if made else None
+        before = condensed_spans[-1] if condensed_spans else None
         if before is not None and before[3:] == (name, share) and before[0] == stream and before.end_s == index * part:
-            made[-1] = before._replace(end_s=(index + 1) * part)
+            condensed_spans[-1] = before._replace(end_s=(index + 1) * part)
         elif share:
-            made.append(Span(stream, index * part, (index + 1) * part, name, share))
-    return made
+            condensed_spans.append(Span(stream, index * part, (index + 1) * part, name, share))
+    return condensed_spans

@@ -1,4 +1,4 @@
-"""ZeRO-Offload planned by its layout: model states as DeepSpeed's engine holds them, activations as traced."""
+"""Plans of ZeRO-Offload: model states by the layout of DeepSpeed's engine, activations as traced."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_solo.planner.device import Device
 from lightning_solo.zero.layout import ZeroLayout, zero_layout
 
 STATES = ("weights", "gradients", "optimizer_states")
-# Which category each part of the layout is; the rest are gradients on their way.
+# The category of each part of the layout; all others are gradients in transit.
 PARTS = {"weights": "weights", "live_weights": "weights", "buffers": "weights"}
-HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, measured by no one
+HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, not measured
 DISK_BANDWIDTH = 3e9  # bytes/s of an SSD, each way; assumed
 UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master and states written, all fp32
 
@@ -29,7 +29,7 @@ def layout_for(node: Mapping[str, Any], precision: str, accumulation: int, trace
 
 
 def with_layout(trace: Trace, layout: ZeroLayout) -> Trace:
-    """Return the trace with the engine's buffers for the model states, and without the step."""
+    """Return the trace with the engine's buffers as model states, and without allocations of the optimizer step."""
     labels = list(trace.log.labels)
     firsts = [first for first, _, _ in trace.phases]
     dropped = {number for number, label in enumerate(labels) if label in STATES}
@@ -54,13 +54,13 @@ def offload_seconds(
 ) -> tuple[float, float]:
     """Return (seconds of transfers that may overlap with the micro-batches, seconds of the update after them).
 
-    Gradients go down at each micro-batch, weights come up after each step; with ``offload_parameters`` they come up
-    twice a micro-batch as well, for forward and for backward.
+    Gradients go to the host at each micro-batch, weights to the device after each step; with ``offload_parameters``
+    weights go to the device twice a micro-batch too, for forward and backward.
     """
     trained = sum(trace.sizes.trainable)
     weight = max(layout.device.get("gradients", 0) // max(*trace.sizes.trainable, 1), 2)
     fetched = 2 * micro_batches if node.get("offload_parameters") else 1
     moved = min(weight, 4) * trained * (micro_batches + fetched)
-    # on disk what else would be in host memory is read and written at each step
+    # model states on disk are read and written at each step
     swapped = UPDATE_BYTES * trained / DISK_BANDWIDTH if node.get("nvme_path") else 0.0
     return moved / device.host_bandwidth, max(UPDATE_BYTES * trained / HOST_BANDWIDTH, swapped)

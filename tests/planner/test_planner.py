@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.fitting import zero_settings
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.planner import planner as planning
+from lightning_solo.planner import traces
 from lightning_solo.planner.device import Device, device
 from lightning_solo.planner.plan import TIGHT, Plan
 from lightning_solo.planner.planner import Planner
@@ -315,13 +315,13 @@ def test_an_operator_without_a_rule_is_planned_by_real_steps() -> None:
 
 def test_a_module_too_large_for_real_steps_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = sum(p.numel() for p in custom().parameters())
-    monkeypatch.setattr(planning, "host_memory", lambda: (GiB, 16 * parameters))
+    monkeypatch.setattr(traces, "host_memory", lambda: (GiB, 16 * parameters))
     with pytest.raises(PlanError) as caught:
         planned(custom, vectors())
     assert "planned" in str(caught.value), "the first way's reason, with the operator's name"
     assert "doubled" in str(caught.value)
     # weight, gradient and two states of fp32
-    assert f"with AdamW, take {planning.format_bytes(16 * parameters)}" in str(caught.value)
+    assert f"with AdamW, take {traces.format_bytes(16 * parameters)}" in str(caught.value)
 
 
 def test_sparse_gradients() -> None:

@@ -1,0 +1,145 @@
+"""Traces of a module for every micro-batch: by fake tensors, or by real steps on the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.errors import PlanError, SoloError
+from lightning_solo.machine import host_memory
+from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace
+from lightning_solo.planner.capture import Trace
+from lightning_solo.planner.fake_modules import empty_parameters
+from lightning_solo.planner.forks import run_in_forks
+from lightning_solo.units import format_bytes
+
+SMALL = (2, 3, 4)  # micro-batches that are traced besides the given one; 1 has special cases in torch
+UNLIKE = "two micro-batches did not do the same: only the one given is planned"
+
+
+@dataclass
+class ScalableTrace:
+    """A trace of one micro-batch, and of all others where they scale.
+
+    Attributes:
+        size: examples of the micro-batch that was traced.
+        trace: of it.
+        affine: traces of other micro-batches, or None if none can be derived.
+        how: the kind of tensors, in words.
+    """
+
+    size: int
+    trace: Trace
+    affine: AffineTrace | None
+    how: str
+
+    def at(self, size: int) -> Trace:
+        """Return the trace of a micro-batch of ``size`` examples."""
+        return self.trace if self.affine is None or size == self.size else self.affine.at(size)
+
+
+def scalable_trace(
+    capture: Callable[..., Trace], make: Callable[[], Any], size: int, weight_bytes: int
+) -> ScalableTrace:
+    """Trace by the first way that works: fake tensors, those with math attention, real steps on the CPU.
+
+    Args:
+        capture: returns the trace of ``(size, fake=..., attention=...)``, which are as in `capture.capture`.
+        make: returns the module.
+        size: examples per micro-batch.
+        weight_bytes: per element of a weight, for the error's estimate.
+
+    Raises:
+        PlanError: none works; says why, and what the model states alone take.
+    """
+    first: Exception | None = None
+    for fake, attention in ((True, "fused"), (True, "math"), (False, "math")):
+        try:
+            if not fake:
+                _check_host_memory(make)
+            one = partial(capture, fake=fake, attention=attention)
+            scalable = (_on_fake_tensors if fake else _by_real_steps)(one, size)
+        except Exception as error:
+            first = first or error
+            continue
+        if attention == "math" and fake:
+            scalable.trace.assumptions.append("attention keeps all scores: the fused kernels could not be planned")
+        return scalable
+    assert first is not None
+    raise PlanError(f"{_reason(first)}; {_least(make, weight_bytes)}") from first
+
+
+def _on_fake_tensors(capture: Callable[[int], Trace], given: int) -> ScalableTrace:
+    """Return the trace of the given micro-batch, and all others if two small ones predict a third."""
+    small = [size for size in SMALL if size != given]
+    sizes = [given, *small[:2]] if given > 1 else [given, *small]  # 1 has special cases, which predict nothing
+    traces = dict(zip(sizes, run_in_forks(*(partial(capture, size) for size in sizes)), strict=True))
+    first, second, third = sizes[-3:]
+    low, high = sorted((first, second))
+    affine = affine_trace(low, traces[low], high, traces[high])
+    trace = traces[given]
+    if affine is None:
+        trace.assumptions.append(UNLIKE)
+    elif not affine.predicts(third, traces[third]):  # scores of each example against each, say
+        trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
+        affine = None
+    return ScalableTrace(given, trace, affine, "fake tensors")
+
+
+def _by_real_steps(capture: Callable[[int], Trace], given: int) -> ScalableTrace:
+    """Return all micro-batches from two small ones, as real steps take time and memory; else the given one."""
+    how = "real steps on the CPU"
+    low, high, _ = SMALL
+    trace = capture(low)
+    if (affine := affine_trace(low, trace, high, capture(high))) is not None:
+        return ScalableTrace(low, trace, affine, how)
+    trace = capture(given)
+    trace.assumptions.append(UNLIKE)
+    return ScalableTrace(given, trace, None, how)
+
+
+def _check_host_memory(make: Callable[[], Any]) -> None:
+    needed = 2 * _state_bytes(make)
+    if needed > host_memory()[1]:
+        raise PlanError(f"real steps on the CPU need {format_bytes(needed)} of host memory and more")
+
+
+def _state_bytes(make: Callable[[], Any]) -> int:
+    """Return the bytes of the model states with AdamW in fp32."""
+    try:
+        with empty_parameters():
+            module = make()
+    except Exception:  # a constructor that computes with its weights
+        module = make()
+    # fp32 weight 4 + gradient 4 + two states of AdamW 8
+    return sum(16 * p.numel() if p.requires_grad else 4 * p.numel() for p in module.parameters())
+
+
+def _least(make: Callable[[], Any], weight_bytes: int) -> str:
+    try:
+        states = _state_bytes(make)
+    except Exception as error:
+        return f"and the module can't be built without data either: {_reason(error)}"
+    return f"its model states alone, with AdamW, take {format_bytes(states * weight_bytes // 4)}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's first line, and the last line of the user's code that it came from."""
+    if isinstance(error, SoloError):
+        return str(error)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_libraries())]
+    place = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}{place}"
+
+
+def _libraries() -> tuple[str, ...]:
+    """Return the folders of the libraries by path, since a folder of the user may have a library's name."""
+    names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+    files = [sys.modules[name].__file__ for name in (*names, "lightning_solo.memory") if name in sys.modules]
+    return tuple(f"{Path(file).parent}{os.sep}" for file in (*files, __file__) if file is not None)
