@@ -128,15 +128,8 @@ def capture(
             raise PlanError(f"{type(module).__name__} made no optimizer step in {watch.batches} batches")
         if "gradients" not in tracer.log.labels:  # a step without any would be planned as one that needs nothing
             raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
-        return Trace(
-            tracer.log,
-            tracer.phases,
-            tracer.costs,
-            tracer.steps,
-            list(tracer.assumptions),
-            tracer.host_peak_bytes,
-            sizes_of(module),
-        )
+        assumptions, sizes = list(tracer.assumptions), sizes_of(module)
+        return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, tracer.host_peak_bytes, sizes)
 
 
 def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:

@@ -183,13 +183,5 @@ def arrays_of_zeros(assume: Assume) -> Iterator[None]:
         yield
 
 
-_NUMPY: dict[torch.dtype, Any] = {
-    torch.float64: np.float64,
-    torch.float16: np.float16,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.int16: np.int16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-}
+_EXACT = ("float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_NUMPY = {getattr(torch, name): np.dtype(name) for name in _EXACT}

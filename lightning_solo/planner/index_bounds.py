@@ -64,17 +64,11 @@ def _index(tensor: Tensor, indices: Any, *rest: Any) -> Iterator[Bounds]:
             yield index, -tensor.shape[dim], tensor.shape[dim], NONE
 
 
+SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value)
+ADDING_SCATTERS = (aten.scatter_add.default, aten.scatter_add_.default)
 BOUNDS: dict[Any, Callable[..., Iterator[Bounds]]] = {
     aten.embedding.default: _embedding,
-    aten.nll_loss_forward.default: _nll_loss,
-    aten.nll_loss2d_forward.default: _nll_loss,
-    aten.gather.default: _along,
-    aten.scatter.src: _along,
-    aten.scatter.value: _along,
-    aten.scatter_.src: _along,
-    aten.scatter_.value: _along,
-    aten.scatter_add.default: _along,
-    aten.scatter_add_.default: _along,
-    aten.index_select.default: _along,
     aten.index.Tensor: _index,
+    **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
+    **dict.fromkeys((aten.gather.default, aten.index_select.default, *SCATTERS, *ADDING_SCATTERS), _along),
 }

@@ -75,33 +75,33 @@ def scalable_trace(
     raise PlanError(f"{_reason(first)}; {_least(make, weight_bytes)}") from first
 
 
-def _on_fake_tensors(capture: Callable[[int], Trace], given: int) -> ScalableTrace:
-    """Return the trace of the given micro-batch, and all others if two small ones predict a third."""
-    small = [size for size in SMALL if size != given]
-    sizes = [given, *small[:2]] if given > 1 else [given, *small]  # 1 has special cases, which predict nothing
-    traces = dict(zip(sizes, run_in_forks(*(partial(capture, size) for size in sizes)), strict=True))
+def _on_fake_tensors(capture: Callable[[int], Trace], size: int) -> ScalableTrace:
+    """Return the trace of a micro-batch, and of all others if two small ones predict a third."""
+    small = [other for other in SMALL if other != size]
+    sizes = [size, *small[:2]] if size > 1 else [size, *small]  # 1 has special cases, which predict nothing
+    traces = dict(zip(sizes, run_in_forks(*(partial(capture, each) for each in sizes)), strict=True))
     first, second, third = sizes[-3:]
     low, high = sorted((first, second))
     affine = affine_trace(low, traces[low], high, traces[high])
-    trace = traces[given]
+    trace = traces[size]
     if affine is None:
         trace.assumptions.append(UNLIKE)
     elif not affine.predicts(third, traces[third]):  # scores of each example against each, say
         trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
         affine = None
-    return ScalableTrace(given, trace, affine, "fake tensors")
+    return ScalableTrace(size, trace, affine, "fake tensors")
 
 
-def _by_real_steps(capture: Callable[[int], Trace], given: int) -> ScalableTrace:
-    """Return all micro-batches from two small ones, as real steps take time and memory; else the given one."""
+def _by_real_steps(capture: Callable[[int], Trace], size: int) -> ScalableTrace:
+    """Return traces from two small micro-batches, as real steps take time and memory; else of the size alone."""
     how = "real steps on the CPU"
     low, high, _ = SMALL
     trace = capture(low)
     if (affine := affine_trace(low, trace, high, capture(high))) is not None:
         return ScalableTrace(low, trace, affine, how)
-    trace = capture(given)
+    trace = capture(size)
     trace.assumptions.append(UNLIKE)
-    return ScalableTrace(given, trace, None, how)
+    return ScalableTrace(size, trace, None, how)
 
 
 def _check_host_memory(make: Callable[[], Any]) -> None:
