@@ -222,17 +222,6 @@ def test_extremes(master: str, moment_bits: int):
     assert_steps_alike([extremes(master, moment_bits)], control_of())
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_backward_that_needs_a_weight_knows_that_it_has_changed(count: int):
-    weights = [torch.randn(256).requires_grad_() for _ in range(count)]
-    losses = [(weight * weight).sum() for weight in weights]
-    pieces = [Piece(tensors_of("fp32", 8, 256) | {"weight": weight.detach()}, SCALARS) for weight in weights]
-    TritonKernels(CPU, Never()).step(pieces, control_of())
-    for loss in losses:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 # --- what decides on the device, and what is found there ---
 
 

@@ -137,3 +137,19 @@ def test_a_gradient_that_is_not_finite_is_refused(choices: dict[str, Any], monke
             release.step()
 
     trained(train, True, monkeypatch)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_backward_that_needs_a_weight_knows_that_it_has_changed(
+    count: int, launches: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    chosen = TritonKernels(CPU, OperatorKernels(CPU, fused=False))
+    monkeypatch.setattr(kernels, "kernels_on", lambda *args, **kwargs: chosen)
+    weights = [nn.Parameter(torch.randn(64, 128)) for _ in range(count)]
+    optimizer = CompactAdamW(weights, master_bits=32)
+    losses = [(weight * weight).sum() for weight in weights]
+    optimizer.step_many([(weight, torch.ones_like(weight)) for weight in weights], optimizer.control())
+    assert launches == ["step_one" if count == 1 else "step_many"]
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
