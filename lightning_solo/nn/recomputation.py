@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lightning_solo.errors import ConflictError
 
 _WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared by
+_GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass
@@ -62,6 +64,21 @@ def restore_blocks(blocks: Iterable[nn.Module]) -> None:
                 block.forward = wrap.own_forward
 
 
+@contextmanager
+def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
+    """Say of a module, for a while, that its weights are there only while a part that uses them runs.
+
+    Its blocks recompute as ever, and are not verified: the end of a whole second forward would release weights that
+    backward is about to use.
+    """
+    parts = list(module.modules())
+    _GATHERED_ON_USE.update(parts)
+    try:
+        yield
+    finally:
+        _GATHERED_ON_USE.difference_update(parts)
+
+
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
     """Return whether any of the blocks, since it was wrapped, ran again in a backward."""
     return any(block.__dict__[_WRAP].recomputed for block in blocks)
@@ -95,9 +112,7 @@ class _Call:
 
     def __init__(self, block: nn.Module, wrap: _Wrap, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.block, self.wrap, self.original = block, wrap, original
-        # Under ZeRO's stage 3 the end of a whole second forward would let go of weights that backward is about to use.
-        partitioned = any(hasattr(parameter, "ds_id") for parameter in block.parameters())
-        self.verify, wrap.verify = wrap.verify and not partitioned, False
+        self.verify, wrap.verify = wrap.verify and block not in _GATHERED_ON_USE, False
         self.inputs: tuple[Any, Any] | None = (args, kwargs)
         leaves, self.spec = tree_flatten(self.inputs)
         # The empty tensor names the block's device where the arguments hold no tensor that torch could see.

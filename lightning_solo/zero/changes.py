@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.zero.deepspeed_internals import is_partitioned
 from lightning_solo.zero.engine import gathered
 from lightning_solo.zero.states import ParameterStates, read, write
 
@@ -38,7 +39,7 @@ class OutsideChanges:
         changed = {p: p._version for p, version in self._versions.items() if p._version != version}
         if not changed:
             return
-        partitioned = {p: gathered(p) for p in changed if hasattr(p, "ds_id")}
+        partitioned = {p: gathered(p) for p in changed if is_partitioned(p)}
         self._say_if_lost(zero, kept, partitioned)
         values = {p: partitioned.get(p, p.detach()).cpu().float() for p in changed}
         write(zero, {p: ParameterStates(value) for p, value in values.items() if p.requires_grad})

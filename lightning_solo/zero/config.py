@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.zero.deepspeed_internals import zero_section_type
 
 # What belongs to the Trainer or to the module: key of the configuration -> what to write instead
 ELSEWHERE = {
@@ -170,9 +171,8 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
         ConflictError: what DeepSpeed takes, and then steps wrong or not at all.
     """
     pydantic = importlib.import_module("pydantic")
-    read: Any = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
     try:
-        read(**copy.deepcopy(config["zero_optimization"]))
+        zero_section_type()(**copy.deepcopy(config["zero_optimization"]))
     except pydantic.ValidationError as error:
         found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, {e['input']!r}" for e in error.errors())
         raise PresetError(

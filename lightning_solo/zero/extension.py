@@ -34,7 +34,8 @@ from lightning_solo.machine import (
     tool_path,
 )
 from lightning_solo.zero.build_cache import alone, cache_folder, shown
-from lightning_solo.zero.process import check_deepspeed
+from lightning_solo.zero.deepspeed_internals import is_compiled_in, loaded_extensions
+from lightning_solo.zero.process import INSTALL, check_deepspeed
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -118,18 +119,14 @@ def _builder(name: str) -> Any:
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise CapabilityError(
-            f"this version of DeepSpeed has no {name} for {get_accelerator()._name!r}; write: pip install -U deepspeed"
+            f"this version of DeepSpeed has no {name} for {get_accelerator().device_name()!r}; write: {INSTALL} -U"
         )
     return builder
 
 
 def _is_ready(builder: Any) -> bool:
-    """Return whether an extension is loaded, or was compiled when DeepSpeed was installed (DS_BUILD_OPS=1)."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import accelerator_name, installed_ops
-
-    compiled = installed_ops.get(builder.name, False) and accelerator_name == get_accelerator()._name
-    return compiled or builder.name in builder._loaded_ops
+    """Return whether an extension is loaded, or was compiled when DeepSpeed was installed."""
+    return is_compiled_in(builder) or builder.name in loaded_extensions(builder)
 
 
 def _load(builder: Any) -> ModuleType:
@@ -212,7 +209,7 @@ def _adopt(builder: Any, folder: Path) -> ModuleType | None:
         spec.loader.exec_module(module)
     except ImportError:  # a torch of the same version was compiled anew
         return None
-    builder._loaded_ops[builder.name] = module
+    loaded_extensions(builder)[builder.name] = module
     return _load(builder)
 
 

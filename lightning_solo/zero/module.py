@@ -7,24 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Plain values that DeepSpeed leaves on parameters and modules, and the method of Lightning's redirection
-LEFT_BEHIND = frozenset(
-    {
-        "_dp_group",
-        "_external_params",
-        "_hp_mapping",
-        "_in_forward",
-        "_index_in_param_group",
-        "_original_parameters",
-        "_z3_optimizer",
-        "applied_pre_backward_ref_cnt",
-        "forward",
-        "grad_accum",
-        "is_external_param",
-        "nvme_swapper",
-        "param_idx_in_group",
-    }
-)
+from lightning_solo.zero.deepspeed_internals import is_deepspeeds, is_left_behind
+
 MODULE_HOOKS = (
     "_backward_hooks",
     "_forward_hooks",
@@ -88,14 +72,5 @@ class ModuleAsFound:
                 tensor.data = value.detach().to("cpu", dtype, copy=True)
         for part, names in self.attributes.items():
             for name in set(vars(part)) - names:
-                if name in LEFT_BEHIND or name.startswith("ds_") or is_deepspeeds(vars(part)[name]):
+                if is_left_behind(name, vars(part)[name]):
                     delattr(part, name)
-
-
-def is_deepspeeds(value: Any) -> bool:
-    """Return whether a function or an object was made by DeepSpeed."""
-    owner = getattr(value, "__self__", value)
-    return any(
-        (getattr(thing, "__module__", None) or "").partition(".")[0] == "deepspeed"
-        for thing in (value, type(owner), getattr(value, "__func__", None))
-    )

@@ -12,14 +12,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from torch._C._distributed_c10d import HashStore
 
 from lightning_solo.errors import CapabilityError
 from lightning_solo.machine import is_installed
+from lightning_solo.zero.deepspeed_internals import forget_process_group
+from lightning_solo.zero.deepspeed_patches import nothing_compiled_for_communication
 
-# The first release in which the caller may say when a window of gradient accumulation ends, offloading included.
-OLDEST = "0.19.8"
+# pyproject.toml's bounds. In 0.19.8 the caller may first say when a window of gradient accumulation ends, offloading
+# included (https://github.com/deepspeedai/DeepSpeed/pull/8225); in the next minor private names may be others.
+SUPPORTED = ">=0.19.8,<0.20"
+INSTALL = f"DS_BUILD_OPS=0 pip install 'deepspeed{SUPPORTED}'"
 # What DeepSpeed's engine asks the environment for; a launcher's values would make it wait for other processes.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 # By DeepSpeed's import; it changes how torch looks for CUDA in child processes
@@ -64,17 +68,18 @@ def without_deprecations() -> Iterator[None]:
 
 
 def check_deepspeed() -> None:
-    """Refuse a machine without DeepSpeed, or with one too old; nothing is imported.
+    """Refuse a machine without DeepSpeed, or with one that is too old or untested; nothing is imported.
 
     Raises:
         CapabilityError: names the command.
     """
-    remedy = f"write: DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST}'"
     if not is_installed("deepspeed"):
-        raise CapabilityError(f"zero_offload needs the package deepspeed, which is not installed here; {remedy}")
-    found = importlib.metadata.version("deepspeed")
-    if Version(found) < Version(OLDEST):
-        raise CapabilityError(f"zero_offload needs deepspeed {OLDEST} or newer, and {found} is installed; {remedy}")
+        raise CapabilityError(
+            f"zero_offload needs the package deepspeed, which is not installed here; write: {INSTALL}"
+        )
+    version = importlib.metadata.version("deepspeed")
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        raise CapabilityError(f"zero_offload needs deepspeed {SUPPORTED}, and {version} is installed; write: {INSTALL}")
 
 
 def require_deepspeed() -> None:
@@ -110,29 +115,14 @@ def open_process_group(backend: str) -> bool:
             f"zero_offload runs in one process, but a group of {torch.distributed.get_world_size()} is open;"
             " start it without a launcher such as torchrun"
         )
-    # On the CPU, DeepSpeed compiles an operator for sums across the processes of one machine: here there is one.
-    # (The attribute deepspeed.comm.torch is torch itself, so the module goes by name.)
-    operators: Any = importlib.import_module("deepspeed.comm.torch")
-    build_shm_op = operators.build_shm_op
     try:
-        operators.build_shm_op = lambda: None
-        with environment(ONE_PROCESS):
+        with environment(ONE_PROCESS), nothing_compiled_for_communication():
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     except BaseException:
         if opened:
             close_process_group()
         raise
-    finally:
-        operators.build_shm_op = build_shm_op
     return opened
-
-
-def leave_process_group() -> None:
-    """Let DeepSpeed forget a process group that stays: its owner may close it, and the next fit open its own."""
-    import deepspeed
-
-    importlib.import_module("deepspeed.utils.groups")._release_process_group_references(group=None)
-    deepspeed.comm.comm.cdb = None
 
 
 def close_process_group() -> None:
@@ -144,7 +134,7 @@ def close_process_group() -> None:
             deepspeed.comm.destroy_process_group()
         else:
             torch.distributed.destroy_process_group()
-    leave_process_group()  # otherwise the next init_distributed believes that it is done
+    forget_process_group()
 
 
 def one_process(environment_class: type) -> Any:

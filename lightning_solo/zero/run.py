@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.nn.recomputation import weights_gathered_on_use
 from lightning_solo.zero.changes import OutsideChanges
 from lightning_solo.zero.checkpoint import (
     Group,
@@ -27,16 +28,17 @@ from lightning_solo.zero.checkpoint import (
     set_counters,
 )
 from lightning_solo.zero.config import is_super_offload, zenflow_of
-from lightning_solo.zero.disk import release_step_buffers
-from lightning_solo.zero.engine import (
-    destroy,
+from lightning_solo.zero.deepspeed_internals import destroy, leave_forward, release_step_buffers, uses_disk
+from lightning_solo.zero.deepspeed_patches import (
     fetched_for_the_outermost_call,
-    leave_forward,
+    into_zenflow,
     linear_saves_the_parameter,
-    make_engine,
+    share_options,
     statistics_in_fp32,
-    weights_of,
+    weights_as_stored,
+    worker_run_by,
 )
+from lightning_solo.zero.engine import make_engine, weights_of
 from lightning_solo.zero.host_optimizer import HostOptimizer
 from lightning_solo.zero.module import ModuleAsFound
 from lightning_solo.zero.refusals import refuse_accumulation
@@ -44,12 +46,12 @@ from lightning_solo.zero.states import ParameterStates, read, write
 from lightning_solo.zero.super_offload import (
     Worker,
     cores_as_found,
-    loading_our_extension,
+    prepare_and_run_worker,
     require_cpu_adamw,
     require_unscaled,
 )
 from lightning_solo.zero.window import GradientWindow
-from lightning_solo.zero.zenflow import into_zenflow, mend_weights, require_matrices, share_options, with_optimizer
+from lightning_solo.zero.zenflow import SHARED, require_matrices, with_optimizer
 
 
 class EngineRun:
@@ -104,12 +106,12 @@ class EngineRun:
             require_cpu_adamw(host.optimizer)
             require_unscaled(self.dtype)
             self._stack.enter_context(cores_as_found())
-            self._stack.enter_context(loading_our_extension())
+            self._stack.enter_context(worker_run_by(prepare_and_run_worker))
         self.host, self._groups = host, groups
         self.engine = self._make_engine(config, host.optimizer)
         if zenflow is not None:
-            share_options(self.zero)
-            mend_weights(self.zero)
+            share_options(self.zero, SHARED)
+            weights_as_stored(self.zero)
         if is_super_offload(config):
             self._worker = Worker(self.zero, {p: name for name, p in self.module.named_parameters()})
             # In the step it would be too late: the worker has stepped the masters then.
@@ -133,6 +135,7 @@ class EngineRun:
         self._stack.enter_context(statistics_in_fp32())
         if stage_3:
             self._stack.enter_context(linear_saves_the_parameter())
+            self._stack.enter_context(weights_gathered_on_use(self.module))
         engine = make_engine(self.module, config, optimizer, self.dtype, self.device)
         if stage_3:
             self._stack.enter_context(fetched_for_the_outermost_call(self.module))
@@ -189,7 +192,7 @@ class EngineRun:
 
         The files go with it; what they hold stays until the tensors that are mapped to it are gone.
         """
-        if not getattr(self.zero, "swap_optimizer", False):
+        if not uses_disk(self.zero):
             yield None
             return
         place = self.engine.config["zero_optimization"]["offload_optimizer"]["nvme_path"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import CheckpointError
-
-# Where ZeRO's optimizers keep them, at stage 2 and 3
-FLAT_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+from lightning_solo.zero.deepspeed_internals import flat_tensors, in_memory
 
 
 @dataclass(frozen=True)
@@ -26,65 +23,6 @@ class ParameterStates:
     master: Tensor
     tensors: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter lies in a flat tensor."""
-
-    parameter: Tensor
-    start: int
-    shape: torch.Size
-    transposed: bool = False
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return the parameter's part of ``flat``, in the parameter's shape: a view."""
-        return as_shaped(flat.narrow(0, self.start, self.shape.numel()), self.shape, transposed=self.transposed)
-
-
-def as_shaped(part: Tensor, shape: torch.Size, *, transposed: bool) -> Tensor:
-    """Return a view of a part of a flat tensor, in which a matrix may lie column by column."""
-    if transposed and len(shape) == 2:
-        return part.view(shape[1], shape[0]).t()
-    return part.view(shape)
-
-
-def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
-    """Return each flat fp32 master of ZeRO's optimizer (stage 2 or 3, one process), and what lies in it."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
-        return [
-            (flat, [Place(p, zero.grad_position[zero.get_param_id(p)][1], p.ds_shape) for p in group])
-            for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
-        ]
-    transposed = bool(getattr(zero, "zenflow", False))
-    return [
-        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape, transposed) for p in group])
-        for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
-    ]
-
-
-@contextmanager
-def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]:
-    """Have the flat tensor ``index`` and its states in host memory; yield whether they came from the disk.
-
-    Args:
-        zero: ZeRO's optimizer.
-        index: position in :func:`flat_tensors`.
-        written: write them back afterwards.
-    """
-    from_disk = bool(getattr(zero, "swap_optimizer", False)) and zero._swappable_optimizer_subgroup(index)
-    if from_disk:
-        zero._optimizer_states_and_gradient_swap_in(index)
-    try:
-        yield from_disk
-    except BaseException:
-        if from_disk:  # what is half changed stays out of the files
-            zero._release_swap_buffers(index)
-        raise
-    if from_disk and written:
-        zero._writeback_swap_state(index, True, False)  # and the gradients that wait in memory are kept
-    elif from_disk:
-        zero._release_swap_buffers(index)
 
 
 def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -> dict[Tensor, ParameterStates]:

@@ -7,7 +7,6 @@ clipping it is all stepped after backward. It is told each group's options when 
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.zero.deepspeed_internals import close_worker, not_submitted
+from lightning_solo.zero.deepspeed_patches import run_worker
 from lightning_solo.zero.extension import load_extension
 from lightning_solo.zero.refusals import is_deepspeeds_adamw
 
-UTILS = "deepspeed.runtime.superoffload.superoffload_utils"
 FIXED = ("betas", "eps", "weight_decay")
 
 
@@ -74,25 +74,13 @@ def cores_as_found() -> Iterator[None]:
                     os.sched_setaffinity(int(thread.name), before)
 
 
-@contextmanager
-def loading_our_extension() -> Iterator[None]:
-    """Let a worker that is started meanwhile load CPUAdam as this process does: as it is kept, without a compiler."""
-    utils: Any = importlib.import_module(UTILS)
-    theirs = utils.superoffload_optimizer_worker
-    utils.superoffload_optimizer_worker = run_worker
-    try:
-        yield
-    finally:
-        utils.superoffload_optimizer_worker = theirs
-
-
-def run_worker(*arguments: Any) -> None:
-    """Be the worker; in a process of its own."""
+def prepare_and_run_worker(*arguments: Any) -> None:
+    """Run the worker, in a process of its own, with CPUAdam as it is kept: loaded without a compiler."""
     # Ctrl-C is sent to every process of a terminal; this one is ended by the other, between two steps.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_other, daemon=True).start()
     load_extension("cpu_adam")
-    importlib.import_module(UTILS).superoffload_optimizer_worker(*arguments)
+    run_worker(*arguments)
 
 
 def _end_with_the_other() -> None:
@@ -139,13 +127,7 @@ class Worker:
                 )
         if self.zero.clip_grad:
             return
-        waiting = [
-            p
-            for index, group in enumerate(self.zero.fp16_groups)
-            if index not in self.zero._submitted_cpu_sub_groups
-            for p in group
-        ]
-        if waiting:
+        if waiting := not_submitted(self.zero):
             left_out = set(unused)
             names = [self.names[p] for p in waiting if p in left_out]
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -169,10 +151,4 @@ class Worker:
 
     def close(self) -> None:
         """End the process, after the steps that it was given."""
-        worker = self.zero.superoffload_cpu_optimizer
-        try:
-            if worker.cpuadam_process.is_alive():
-                with suppress(RuntimeError):  # it failed in a step, which has said so
-                    self.zero._wait_for_async_operations()
-        finally:
-            worker.close()
+        close_worker(self.zero)

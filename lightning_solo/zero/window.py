@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_solo.zero.states import flat_tensors
+from lightning_solo.zero.deepspeed_internals import accumulated_gradient, zero_gradients
 
 
 class GradientWindow:
@@ -35,18 +34,14 @@ class GradientWindow:
         self.micro_batches += 1
         if self.micro_batches == 1:
             for parameter in self.unused():
-                accumulated = _accumulated(zero, parameter)
+                accumulated = accumulated_gradient(zero, parameter)
                 if accumulated is not None:
                     accumulated.zero_()
 
     def before_step(self, zero: Any) -> None:
         """Give a gradient of zero to the parameters that no micro-batch of the window used, and end the window."""
-        unused = set(self.unused())
-        if unused:
-            for index, (flat, places) in enumerate(flat_tensors(zero)):
-                for place in places:
-                    if place.parameter in unused:
-                        _forget(zero, index, flat, place.start, place.shape.numel())
+        if unused := set(self.unused()):
+            zero_gradients(zero, unused)
         self._used.clear()
         self.micro_batches = 0
 
@@ -58,20 +53,3 @@ class GradientWindow:
     def unused(self) -> list[Tensor]:
         """Return the parameters that no micro-batch of the window has used so far."""
         return [p for p in self.parameters if p not in self._used]
-
-
-def _accumulated(zero: Any, parameter: Tensor) -> Tensor | None:
-    """Return the host buffer in which ZeRO accumulates a parameter's gradients, if it has one."""
-    if hasattr(zero, "accumulated_grads_in_cpu"):  # stage 2
-        found: Tensor | None = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
-        return found
-    partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-    return partitions.get(parameter.ds_id)  # type: ignore[attr-defined,no-any-return]
-
-
-def _forget(zero: Any, index: int, flat: Tensor, start: int, numel: int) -> None:
-    if getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(index):
-        zeros = torch.zeros(numel, dtype=zero.master_weights_and_grads_dtype)
-        zero.optimizer_swapper.swap_out_gradients(parameter=flat, gradient_offsets=[start], gradient_tensors=[zeros])
-    elif flat.grad is not None:
-        flat.grad.narrow(0, start, numel).zero_()

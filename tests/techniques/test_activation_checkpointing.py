@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn import recomputation
-from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
+from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks, weights_gathered_on_use
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing, choose_blocks
 from tests.modules import Block, Stack, loader, regression
 
@@ -134,6 +134,14 @@ def test_backward_runs_the_blocks_again_and_stops_early():
     # the forward that is verified runs to its end: 3 x 2
     assert matmuls_in_backward(wrap(plain, verify=True)) == 15 + 3 * 2
     assert matmuls_in_backward(plain) == 15 + 3 * 1
+
+
+def test_blocks_whose_weights_are_gathered_on_use_are_not_run_to_their_end():
+    model = nn.Sequential(nn.Linear(8, 8), Trunk(), nn.Linear(8, 1))
+    with weights_gathered_on_use(model):
+        assert matmuls_in_backward(wrap(model, verify=True)) == 15 + 3 * 1
+    restore_blocks(model.modules())
+    assert matmuls_in_backward(wrap(model, verify=True)) == 15 + 3 * 2
 
 
 @pytest.mark.parametrize(("every_k", "again"), [(1, 3), (2, 2), (3, 1), (4, 1)])

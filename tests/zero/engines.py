@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.zero.config import zero_config
-from lightning_solo.zero.engine import destroy, make_engine
+from lightning_solo.zero.deepspeed_internals import destroy
+from lightning_solo.zero.engine import make_engine
 from lightning_solo.zero.extension import load_extension, what_is_missing
 from lightning_solo.zero.process import (
     ONE_PROCESS,

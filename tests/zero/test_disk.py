@@ -20,7 +20,8 @@ from torch import nn
 from lightning_solo.errors import CapabilityError, SoloError
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
-from lightning_solo.zero.disk import PREFIX, align_gradients, run_folder
+from lightning_solo.zero.deepspeed_patches import align_gradients
+from lightning_solo.zero.disk import PREFIX, run_folder
 from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment
 from lightning_solo.zero.states import read
 from tests.modules import loader, regression

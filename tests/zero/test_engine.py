@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
-from lightning_solo.zero.disk import split_aligned
+from lightning_solo.zero.deepspeed_patches import split_aligned
 from lightning_solo.zero.run import EngineRun
 from tests.modules import Stack, loader, regression
 

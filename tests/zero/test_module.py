@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.config import zero_config
-from lightning_solo.zero.engine import leave_forward, make_engine, weights_of
-from lightning_solo.zero.module import ModuleAsFound, is_deepspeeds
+from lightning_solo.zero.deepspeed_internals import is_deepspeeds, leave_forward
+from lightning_solo.zero.engine import make_engine, weights_of
+from lightning_solo.zero.module import ModuleAsFound
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from lightning_solo.errors import CapabilityError
 from lightning_solo.seams.homes import fabric_part, for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
+from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.process import (
-    OLDEST,
     ONE_PROCESS,
     SET_BY_IMPORTS,
+    SUPPORTED,
     close_process_group,
     environment,
-    leave_process_group,
     one_process,
     open_process_group,
     require_deepspeed,
@@ -115,12 +119,12 @@ def test_a_group_that_stays_is_forgotten() -> None:
     for _ in range(2):
         open_ones_own()
         assert not open_process_group("gloo")
-        leave_process_group()
+        forget_process_group()
         assert torch.distributed.is_initialized()
         assert importlib.import_module("deepspeed.comm.comm").cdb is None
         assert not open_process_group("gloo")
         assert sums_over_one_process()
-        leave_process_group()
+        forget_process_group()
         torch.distributed.destroy_process_group()
     assert open_process_group("gloo")
     assert sums_over_one_process()
@@ -284,19 +288,33 @@ def test_a_launchers_variables_change_nothing(home: ModuleType, monkeypatch: pyt
 # --- DeepSpeed ---
 
 
-@pytest.mark.parametrize("found", ["0.19.7", "0.16.9", "0.2", "0.19.8.dev1", "0.19.8rc2"])
-def test_an_old_one_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+@pytest.mark.parametrize(
+    "found",
+    ["0.19.7", "0.16.9", "0.2", "0.19.8.dev1", "0.19.8rc2", "0.20.0", "0.20.0.dev1", "0.20.0rc1", "1.0"],
+)
+def test_one_that_is_too_old_or_untested_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: found)
     with pytest.raises(CapabilityError) as raised:
         require_deepspeed()
     assert str(raised.value) == (
-        f"zero_offload needs deepspeed {OLDEST} or newer, and {found} is installed;"
-        f" write: DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST}'"
+        f"zero_offload needs deepspeed >=0.19.8,<0.20, and {found} is installed;"
+        " write: DS_BUILD_OPS=0 pip install 'deepspeed>=0.19.8,<0.20'"
     )
 
 
-@pytest.mark.parametrize("found", [OLDEST, "0.19.10", "0.20.0", "1.0", "0.19.8+abc123", "0.19.9.dev1"])
-def test_a_newer_one_is_accepted(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+def test_the_versions_are_those_of_the_package() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"deepspeed{SUPPORTED}; platform_system' in project
+    tested = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    (version,) = re.findall(r"^deepspeed==(.+)$", tested, re.MULTILINE)
+    assert version in SpecifierSet(SUPPORTED)
+    assert Version(version).minor + 1 == Version(SUPPORTED.partition("<")[2]).minor
+
+
+@pytest.mark.parametrize("found", ["0.19.8", "0.19.10", "0.19.99", "0.19.8+abc123", "0.19.9.dev1"])
+def test_a_newer_one_of_the_same_minor_is_accepted(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: found)
     before = dict(os.environ)
     require_deepspeed()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.zero.states import ParameterStates, flat_tensors, in_memory, is_elementwise, read, write
+from lightning_solo.zero.deepspeed_internals import flat_tensors, in_memory
+from lightning_solo.zero.states import ParameterStates, is_elementwise, read, write
 from tests.zero.engines import PLACES, arguments, engine_of, net, step_engine, step_plain, trained
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")

@@ -162,9 +162,10 @@ def test_the_worker_of_a_killed_run_ends(on_cpu: None) -> None:
     code = """
 import os, torch
 from deepspeed.runtime.superoffload.superoffload_utils import SuperOffloadCPUOptimizer
-from lightning_solo.zero.super_offload import loading_our_extension
+from lightning_solo.zero.deepspeed_patches import worker_run_by
+from lightning_solo.zero.super_offload import prepare_and_run_worker
 group = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 0.0, "weight_decay": 0.0, "amsgrad": False}
-with loading_our_extension():
+with worker_run_by(prepare_and_run_worker):
     worker = SuperOffloadCPUOptimizer(group, cpuadam_cores_perc=0.5, max_grad_numel=4, pin_memory=False)
 worker.async_step(0, 0, torch.ones(4), torch.ones(4))
 print(worker.result_queue.get()["updated_param"].round(decimals=3).tolist(), flush=True)

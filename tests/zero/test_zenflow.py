@@ -13,10 +13,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_solo.errors import ConflictError
 from lightning_solo.zero.checkpoint import groups_of
 from lightning_solo.zero.config import merge, zero_config
+from lightning_solo.zero.deepspeed_patches import into_zenflow, share_options
 from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import HostOptimizer, host_optimizer
 from lightning_solo.zero.run import EngineRun
-from lightning_solo.zero.zenflow import SHARED, into_zenflow, require_matrices, share_options, with_optimizer
+from lightning_solo.zero.zenflow import SHARED, require_matrices, with_optimizer
 from tests.zero.engines import batch, engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -159,7 +160,7 @@ def test_each_group_has_its_own_options() -> None:
     with engine_of(module, optimizer, bf16=True, more=config) as engine:
         zero = engine.optimizer
         assert shared(zero.selective_optimizer) == [FIRST, FIRST]  # what DeepSpeed gives
-        share_options(zero)
+        share_options(zero, SHARED)
         assert shared(zero.selective_optimizer) == shared(zero.optimizer) == [FIRST, SECOND]
         before = [p.detach().clone() for p in module.parameters()]
         for seed in range(4):
@@ -179,7 +180,7 @@ def test_a_schedule_sees_that_it_stepped() -> None:
     config = with_optimizer(merge(zero_config(), {"zero_optimization": {"zenflow": SECTION}}), optimizer)
     into_zenflow(optimizer, overlap_step=False)
     with engine_of(module, optimizer, bf16=True, more=config) as engine:
-        share_options(engine.optimizer)
+        share_options(engine.optimizer, SHARED)
         for seed in range(2):
             engine.backward(engine(batch(seed).bfloat16()).float().square().mean())
             engine.step()

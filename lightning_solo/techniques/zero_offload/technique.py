@@ -44,6 +44,7 @@ from lightning_solo.zero.budget import (
 )
 from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
 from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zero_config
+from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.disk import parameter_buffers, run_folder
 from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings
@@ -51,7 +52,6 @@ from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
     environment,
-    leave_process_group,
     one_process,
     open_process_group,
     require_deepspeed,
@@ -254,7 +254,7 @@ class ZeroOffloadStrategy(Base):
                 if opened:
                     close_process_group()
                 elif opened is False:
-                    leave_process_group()
+                    forget_process_group()
             finally:
                 self._stack.close()
 

@@ -1,0 +1,274 @@
+"""The private names of DeepSpeed that this package reads or sets, each behind a function.
+
+Read from DeepSpeed 0.19.8, for one process, in which a partition is the whole. Code of DeepSpeed is replaced in
+`deepspeed_patches` only. ``zero`` is ZeRO's optimizer (stage 2 or 3), around the one that steps on the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Plain values that DeepSpeed leaves on parameters and modules, and the method of Lightning's redirection
+LEFT_BEHIND = frozenset(
+    {
+        "_dp_group",
+        "_external_params",
+        "_hp_mapping",
+        "_in_forward",
+        "_index_in_param_group",
+        "_original_parameters",
+        "_z3_optimizer",
+        "applied_pre_backward_ref_cnt",
+        "forward",
+        "grad_accum",
+        "is_external_param",
+        "nvme_swapper",
+        "param_idx_in_group",
+    }
+)
+
+
+def is_deepspeeds(value: Any) -> bool:
+    """Return whether a function or an object was made by DeepSpeed."""
+    owner = getattr(value, "__self__", value)
+    return any(
+        (getattr(thing, "__module__", None) or "").partition(".")[0] == "deepspeed"
+        for thing in (value, type(owner), getattr(value, "__func__", None))
+    )
+
+
+def is_left_behind(name: str, value: Any) -> bool:
+    """Return whether an attribute of a module or a parameter is one that DeepSpeed sets and doesn't remove."""
+    return name in LEFT_BEHIND or name.startswith("ds_") or is_deepspeeds(value)
+
+
+# --- parameters and flat tensors ---
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is stored in a flat tensor."""
+
+    parameter: Tensor
+    start: int
+    shape: torch.Size
+    transposed: bool = False
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of ``flat``, in the parameter's shape: a view."""
+        return as_shaped(flat.narrow(0, self.start, self.shape.numel()), self.shape, transposed=self.transposed)
+
+
+def as_shaped(part: Tensor, shape: torch.Size, *, transposed: bool) -> Tensor:
+    """Return a view of a part of a flat tensor, in which a matrix may be stored column by column."""
+    if transposed and len(shape) == 2:
+        return part.view(shape[1], shape[0]).t()
+    return part.view(shape)
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether stage 3 has taken a parameter, which is then empty outside of its module's passes."""
+    return hasattr(parameter, "ds_id")
+
+
+def has_masters(zero: Any) -> bool:
+    """Return whether this is ZeRO's optimizer: an engine that only runs forward has another, or none."""
+    return hasattr(zero, "single_partition_of_fp32_groups") or hasattr(zero, "fp32_partitioned_groups_flat")
+
+
+def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
+    """Return each flat fp32 master, and where each parameter is stored in it."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        return [
+            (flat, [Place(p, zero.grad_position[zero.get_param_id(p)][1], p.ds_shape) for p in group])
+            for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        ]
+    transposed = bool(getattr(zero, "zenflow", False))
+    return [
+        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape, transposed) for p in group])
+        for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+    ]
+
+
+# --- masters and states on disk ---
+
+
+def uses_disk(zero: Any) -> bool:
+    """Return whether masters, gradients and states of large sub-groups are stored on disk."""
+    return bool(getattr(zero, "swap_optimizer", False))
+
+
+def is_on_disk(zero: Any, index: int) -> bool:
+    """Return whether the flat tensor ``index`` (of `flat_tensors`), its gradient and its states are stored on disk."""
+    return uses_disk(zero) and bool(zero._swappable_optimizer_subgroup(index))
+
+
+@contextmanager
+def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]:
+    """Keep the flat tensor ``index`` and its states in host memory; yield whether they came from the disk.
+
+    Args:
+        zero: ZeRO's optimizer.
+        index: position in `flat_tensors`.
+        written: write them back afterwards.
+    """
+    from_disk = is_on_disk(zero, index)
+    if from_disk:
+        zero._optimizer_states_and_gradient_swap_in(index)
+    try:
+        yield from_disk
+    except BaseException:
+        if from_disk:  # what is half changed stays out of the files
+            zero._release_swap_buffers(index)
+        raise
+    if from_disk and written:
+        zero._writeback_swap_state(index, True, False)  # and the gradients that wait in memory are kept
+    elif from_disk:
+        zero._release_swap_buffers(index)
+
+
+def release_step_buffers(zero: Any) -> None:
+    """Release the buffers of a step that was broken off; what is on disk is from before it."""
+    for index in range(len(zero.fp32_partitioned_groups_flat) if uses_disk(zero) else 0):
+        if is_on_disk(zero, index):
+            zero._release_swap_buffers(index)
+
+
+# --- weights on disk ---
+
+
+def weight_swapper(engine: Any) -> Any:
+    """Return what reads the weights of an engine from disk, or None where they are in memory."""
+    return next((s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None), None)
+
+
+def release_weight_buffers(engine: Any, *_: Any) -> None:
+    """Release the buffers of weights that were prefetched, or kept for a use that didn't come; between two passes."""
+    swapper = weight_swapper(engine)
+    if swapper is None or not swapper.param_id_to_buffer_id:
+        return
+    swapper.synchronize_reads()
+    _partition_all(engine)
+    held = [p for p in engine.module.parameters() if p.ds_id in swapper.param_id_to_buffer_id]
+    swapper.remove_partition_and_release_buffers(held)
+
+
+def _partition_all(engine: Any) -> None:
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    if hasattr(offload, "partition_all_parameters"):
+        offload.partition_all_parameters()
+
+
+# --- gradients of a window ---
+
+
+def accumulated_gradient(zero: Any, parameter: Tensor) -> Tensor | None:
+    """Return the host buffer in which a parameter's gradients accumulate, if it has one."""
+    if hasattr(zero, "accumulated_grads_in_cpu"):  # stage 2
+        buffer: Tensor | None = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
+        return buffer
+    partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    return partitions.get(parameter.ds_id)  # type: ignore[attr-defined,no-any-return]
+
+
+def zero_gradients(zero: Any, parameters: set[Tensor]) -> None:
+    """Set the gradients that the next step will use for these parameters to zero, in memory or on disk."""
+    for index, (flat, places) in enumerate(flat_tensors(zero)):
+        for place in places:
+            if place.parameter not in parameters:
+                continue
+            start, numel = place.start, place.shape.numel()
+            if is_on_disk(zero, index):
+                zeros = torch.zeros(numel, dtype=zero.master_weights_and_grads_dtype)
+                zero.optimizer_swapper.swap_out_gradients(
+                    parameter=flat, gradient_offsets=[start], gradient_tensors=[zeros]
+                )
+            elif flat.grad is not None:
+                flat.grad.narrow(0, start, numel).zero_()
+
+
+# --- the end of a pass, of an engine, of a process group ---
+
+
+def leave_forward(engine: Any) -> None:
+    """Let stage 3 forget a forward pass that an exception ended: otherwise it takes its weights to be in use."""
+    for part in engine.module.modules():
+        if hasattr(parameters := vars(part)["_parameters"], "_in_forward"):
+            parameters._in_forward = False
+    _partition_all(engine)
+
+
+def destroy(engine: Any, module: nn.Module) -> None:
+    """End an engine: its hooks, its buffers, its gradients, and the references to the module in DeepSpeed's globals.
+
+    ``engine.destroy()`` leaves states and buffers (https://github.com/deepspeedai/DeepSpeed/issues/7204), on top of
+    which the module's own weights would come.
+    """
+    zero = engine.optimizer
+    trains = has_masters(zero)
+    for flat, _ in flat_tensors(zero) if trains else ():
+        flat.grad = None
+    engine.destroy()
+    if trains:
+        zero.optimizer.state.clear()
+        for name in ("offload_gradient_dict", "param_buffer_of_bit16_for_cpu_offload_groups"):
+            if hasattr(zero, name):
+                getattr(zero, name).clear()
+    stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    stack[:] = [other for other in stack if other is not module]
+
+
+def forget_process_group() -> None:
+    """Let DeepSpeed forget a process group; otherwise the next ``init_distributed`` returns at once."""
+    importlib.import_module("deepspeed.utils.groups")._release_process_group_references(group=None)
+    communication: Any = importlib.import_module("deepspeed.comm.comm")
+    communication.cdb = None
+
+
+# --- SuperOffload's worker ---
+
+
+def not_submitted(zero: Any) -> list[Tensor]:
+    """Return the parameters whose sub-groups the worker has not been given in this step."""
+    return [p for i, group in enumerate(zero.fp16_groups) if i not in zero._submitted_cpu_sub_groups for p in group]
+
+
+def close_worker(zero: Any) -> None:
+    """End the worker's process, after the steps that it was given."""
+    worker = zero.superoffload_cpu_optimizer
+    try:
+        if worker.cpuadam_process.is_alive():
+            with suppress(RuntimeError):  # it failed in a step, and has reported it
+                zero._wait_for_async_operations()
+    finally:
+        worker.close()
+
+
+# --- configuration and extensions ---
+
+
+def zero_section_type() -> Any:
+    """Return the pydantic model of the section ``zero_optimization``."""
+    return importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+
+
+def loaded_extensions(builder: Any) -> MutableMapping[str, Any]:
+    """Return DeepSpeed's own mapping of extension -> loaded module, in which every builder looks first."""
+    modules: MutableMapping[str, Any] = builder._loaded_ops
+    return modules
+
+
+def is_compiled_in(builder: Any) -> bool:
+    """Return whether an extension was compiled when DeepSpeed was installed (``DS_BUILD_OPS=1``)."""
+    information = importlib.import_module("deepspeed.git_version_info")
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    return bool(
+        information.installed_ops.get(builder.name, False) and information.accelerator_name == accelerator.device_name()
+    )

@@ -1,0 +1,272 @@
+"""Every replacement of DeepSpeed's code, and of torch's on its account: an upgrade of DeepSpeed is checked here.
+
+Each function states the fault, the version in which it was seen and its report where one is known, how it is undone,
+and the test that fails without it. What is replaced on an engine or on its optimizer ends with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.optim.replacement import note_steps
+from lightning_solo.zero.deepspeed_internals import (
+    as_shaped,
+    is_deepspeeds,
+    release_weight_buffers,
+    weight_swapper,
+)
+
+SUPER_OFFLOAD = "deepspeed.runtime.superoffload.superoffload_utils"
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# --- the process ---
+
+
+def nothing_compiled_for_communication() -> AbstractContextManager[None]:
+    """Keep ``deepspeed.init_distributed`` from compiling an operator for sums across the processes of one machine.
+
+    Fault: On a CPU it is compiled even for one process, which has nothing to sum.
+    Seen: 0.19.8.
+    Undone: on leaving the context.
+    Test: tests/zero/test_process.py::test_nothing_is_compiled_for_it
+    """
+    # The attribute deepspeed.comm.torch is torch itself, so the module is imported by its name.
+    return _replaced(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
+
+
+# --- the forward pass ---
+
+
+def linear_saves_the_parameter() -> AbstractContextManager[None]:
+    """Let ``torch.nn.functional.linear`` save the weight itself for backward, in this process, while stage 3 runs.
+
+    Fault: torch's saves a transposed view, which keeps what stage 3 fetched in memory until the backward pass, of all
+        layers at once; on a CPU the view would have the buffer's next content. DeepSpeed's version saves the weight,
+        but is installed for good (``memory_efficient_linear``), and not for a module that is already built.
+    Seen: 0.19.8; https://github.com/deepspeedai/DeepSpeed/pull/8189
+    Undone: on leaving the context.
+    Test: tests/zero/test_engine.py::test_linear_saves_the_parameter_while_stage_3_runs
+    """
+    linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    return _replaced(torch.nn.functional, "linear", linear)
+
+
+def statistics_in_fp32() -> AbstractContextManager[None]:
+    """Let ``torch.nn.functional.batch_norm`` take 16-bit weights beside fp32 statistics, in this process.
+
+    Fault: DeepSpeed casts the weights and leaves the statistics. torch takes either all in 16 bit, where a running
+        mean soon stands still, or weights and statistics in fp32 beside a 16-bit input, as autocast and this give it.
+    Seen: 0.19.8.
+    Undone: on leaving the context.
+    Test: tests/zero/test_engine.py::test_batch_norms_keep_their_statistics_in_fp32
+    """
+    original: Any = torch.nn.functional.batch_norm
+
+    def batch_norm(
+        input: Tensor,
+        mean: Tensor | None,
+        var: Tensor | None,
+        weight: Any = None,
+        bias: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Tensor:
+        if mean is not None and weight is not None and weight.dtype != mean.dtype:
+            weight, bias = weight.to(mean.dtype), None if bias is None else bias.to(mean.dtype)
+        output: Tensor = original(input, mean, var, weight, bias, *rest, **more)
+        return output
+
+    return _replaced(torch.nn.functional, "batch_norm", batch_norm)
+
+
+@contextmanager
+def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
+    """Let stage 3 keep the own parameters of an engine's root module until the outermost of its calls ends.
+
+    Fault: Lightning's ``training_step`` runs inside a call of the module, and calls it again. DeepSpeed releases a
+        temperature, say, after ``self(x)``, and what the step does with it afterwards gets an empty tensor.
+    Seen: 0.19.8.
+    Undone: on leaving the context; the hooks it wraps are DeepSpeed's, and are removed with the engine.
+    Test: tests/zero/test_engine.py::test_a_modules_own_parameter_is_there_after_it_was_called_within_the_step
+    """
+    depth = 0
+
+    def begin(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def end(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    def outermost(hook: Any) -> Any:
+        @functools.wraps(hook)  # under its own name, by which it is found and removed
+        def hooked(*args: Any) -> Any:
+            return hook(*args) if depth == 1 else None
+
+        return hooked
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if is_deepspeeds(hook)]:
+            hooks[key] = outermost(hooks[key])
+    first = module.register_forward_pre_hook(begin, prepend=True)
+    last = module.register_forward_hook(end, always_call=True)
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
+
+
+# --- the disk ---
+
+
+def prefetch_once(engine: Any) -> None:
+    """Let an engine with weights on disk prefetch each one once, and release all buffers before a forward pass.
+
+    Fault: Weights are prefetched in the order of a training step, into a few buffers that are released after use. A
+        forward pass without a backward (validation) never uses what was prefetched for the latter, and the run ends
+        with "Not enough buffers". A weight that is used twice is prefetched twice: "already assigned".
+    Seen: 0.19.8; https://github.com/deepspeedai/DeepSpeed/issues/3062
+    Undone: with the engine.
+    Test: tests/zero/test_weights_on_disk.py::test_weights_in_files_train_and_validate_as_in_memory
+    """
+    swapper = weight_swapper(engine)
+    if swapper is None:
+        return
+    swap_in = swapper.swap_in
+
+    def once(params: Sequence[Tensor], async_op: bool = True, swap_in_buffers: Any = None) -> None:
+        swap_in(list(dict.fromkeys(params)) if swap_in_buffers is None else params, async_op, swap_in_buffers)
+
+    swapper.swap_in = once
+    engine.register_forward_pre_hook(release_weight_buffers)
+
+
+def align_gradients(swapper: Any) -> None:
+    """Let the optimizer swapper of an engine split gradients so that what is stored on disk is aligned.
+
+    Fault: A gradient is read from its file straight into its place in the flat gradient, past the page cache. Where
+        that place is no multiple of the disk's alignment (a bias before it is enough) the read fails in silence, and
+        the optimizer steps with what was in the buffer. DeepSpeed splits off unaligned lengths, not offsets.
+    Seen: 0.19.8.
+    Undone: with the engine.
+    Test: tests/zero/test_disk.py::test_a_bias_before_matrices_trains_as_plain
+    """
+
+    def split(tensors: Sequence[Tensor], offsets: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        parts, starts = [], []
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            for start, length in split_aligned(offset, tensor.numel(), swapper.numel_alignment):
+                parts.append(tensor.narrow(0, start - offset, length))
+                starts.append(start)
+        return parts, starts
+
+    swapper._adjust_for_misaligned_lengths = split
+
+
+def split_aligned(offset: int, numel: int, alignment: int) -> list[tuple[int, int]]:
+    """Return ``(start, length)`` of up to three parts of a fragment: the middle one aligned in both.
+
+    >>> split_aligned(offset=10, numel=30, alignment=8), split_aligned(16, 8, 8), split_aligned(10, 5, 8)
+    ([(10, 6), (16, 24)], [(16, 8)], [(10, 5)])
+    """
+    first = min(-(-offset // alignment) * alignment, offset + numel)
+    last = max((offset + numel) // alignment * alignment, first)
+    ends = (offset, first, last, offset + numel)
+    return [(start, end - start) for start, end in pairwise(ends) if end > start]
+
+
+# --- ZenFlow ---
+
+
+def weights_as_stored(zero: Any) -> None:
+    """Let ZenFlow read weights from the flat tensor as it has stored them.
+
+    Fault: It stores matrices transposed and reads them as if they were not, so that a module trains from scrambled
+        weights.
+    Seen: 0.19.8.
+    Undone: with the engine.
+    Test: tests/techniques/test_zero_offload_presets.py::test_zenflow_trains_the_weights_it_was_given
+    """
+
+    def update(group_index: int) -> None:
+        flat = zero.bit16_groups_flat[group_index]
+        places = (zero.round_robin_bit16_groups, zero.round_robin_bit16_meta, zero.round_robin_bit16_offsets)
+        for parameter, meta, offset in zip(*(place[group_index] for place in places), strict=True):
+            parameter.data = as_shaped(flat.narrow(0, offset, meta.numel()), meta.shape, transposed=True)
+
+    zero._update_model_bit16_weights = update
+    for index in range(len(zero.bit16_groups_flat)):
+        update(index)
+
+
+def share_options(zero: Any, names: Sequence[str]) -> None:
+    """Give each group of ZenFlow's optimizer on the device these options of the same group on the host.
+
+    Fault: DeepSpeed has one set of options for all groups.
+    Seen: 0.19.8.
+    Undone: with the engine.
+    Test: tests/zero/test_zenflow.py::test_each_group_has_its_own_options
+    """
+    for ours, theirs in zip(zero.selective_optimizer.param_groups, zero.optimizer.param_groups, strict=True):
+        ours.update({name: theirs[name] for name in names})
+
+
+def into_zenflow(optimizer: Any, *, overlap_step: bool) -> None:
+    """Make a DeepSpeedCPUAdam the version that ZenFlow steps, and let schedulers count the steps of both.
+
+    Fault: ZenFlow steps a class of its own, which is told the number of the step. DeepSpeed makes it from its
+        configuration only, never of a given optimizer; and the schedulers of one on the host, which steps now and then,
+        would warn that it has not stepped.
+    Seen: 0.19.8.
+    Undone: never; the optimizer is the run's own.
+    Test: tests/zero/test_zenflow.py::test_a_schedule_sees_that_it_stepped
+    """
+    tells_schedulers = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    optimizer.__class__ = importlib.import_module("deepspeed.ops.adam").ZenFlowCPUAdam
+    optimizer.overlap_step = overlap_step
+    if tells_schedulers:
+        note_steps(optimizer, None if overlap_step else type(optimizer)._sequential_step)
+        optimizer._opt_called = True  # in every step the one on the device steps, this one now and then
+    elif not overlap_step:
+        optimizer.step = optimizer._sequential_step
+
+
+# --- SuperOffload ---
+
+
+def worker_run_by(run: Callable[..., None]) -> AbstractContextManager[None]:
+    """Let a worker that is started meanwhile run this function, which ends in `run_worker`.
+
+    Fault: The worker's process loads CPUAdam by DeepSpeed's builder, which wants compiler and ninja; it is ended by
+        Ctrl-C on the terminal in the middle of a step, and never by the end of a killed run.
+    Seen: 0.19.8.
+    Undone: on leaving the context.
+    Test: tests/zero/test_super_offload.py::test_the_worker_of_a_killed_run_ends
+    """
+    return _replaced(importlib.import_module(SUPER_OFFLOAD), "superoffload_optimizer_worker", run)
+
+
+def run_worker(*arguments: Any) -> None:
+    """Run DeepSpeed's own worker until it is closed."""
+    importlib.import_module(SUPER_OFFLOAD).superoffload_optimizer_worker(*arguments)
