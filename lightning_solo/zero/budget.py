@@ -1,4 +1,4 @@
-"""Whether what ZeRO-Offload will need is there: an error with numbers before the engine starts, not a kill later."""
+"""Check that host, device and disk have what ZeRO-Offload will need: an error with numbers before the engine starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WEIGHT_SIZES = {
 }
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
-# fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and gives back: measured for
+# fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and releases: measured for
 # torch's on the host (examples/results/zero_host_cpu.json); the others as AdamW.
 STATES = {"SGD": (1, 1), "Adagrad": (1, 1), "RMSprop": (1, 1), "Lion": (1, 1), "DeepSpeedCPUAdagrad": (1, 0)}
 STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0), "ZenFlowCPUAdam": (2, 0)}
@@ -109,13 +109,13 @@ def check_host_budget(
 
     Args:
         layout: of `zero_layout`.
-        available: bytes that are free on the host, as `machine.host_memory` tells.
-        resident: bytes of the module that lie on the host now: they are counted in the layout or will be given back.
+        available: bytes that are free on the host, from `machine.host_memory`.
+        resident: bytes of the module that are on the host now: they are counted in the layout, or will be freed.
         one_memory: Whether the "device" is the host's memory too: DeepSpeed on the CPU.
         margin: share added to the need, for what is not counted.
 
     Raises:
-        BudgetError: says what is needed part by part, what there is, and how much is missing.
+        BudgetError: names what is needed part by part, what is available, and how much is missing.
     """
     peak = layout.one_memory_bytes if one_memory else layout.host_bytes
     parts = {**({f"device {k}": n for k, n in layout.device.items()} if one_memory else {}), **layout.host}
@@ -145,27 +145,27 @@ def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) ->
     """Return the bytes that are free for files below a folder, which need not exist yet.
 
     Raises:
-        CapabilityError: the folder can't be made or written, or lies in memory; says what to write.
+        CapabilityError: the folder can't be made or written, or is in memory; names what to write.
     """
     path = Path(folder).expanduser().absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
     remedy = "write strategy.nvme_path=<a folder on a local SSD that you may write>"
-    if not stat.S_ISDIR(there.stat().st_mode):
-        raise CapabilityError(f"nvme_path={str(folder)!r}: {there} is a file; {remedy}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise CapabilityError(f"nvme_path={str(folder)!r}: {there} is read-only for this user; {remedy}")
-    kind = _file_system(there.resolve(), mounts)
+    if not stat.S_ISDIR(existing.stat().st_mode):
+        raise CapabilityError(f"nvme_path={str(folder)!r}: {existing} is a file; {remedy}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CapabilityError(f"nvme_path={str(folder)!r}: {existing} is read-only for this user; {remedy}")
+    kind = _file_system(existing.resolve(), mounts)
     if kind in RAM_FILE_SYSTEMS:
         raise CapabilityError(
             f"nvme_path={str(folder)!r} is {kind}: files there take the host's memory, which is what they should"
             f" save; {remedy}"
         )
-    system = os.statvfs(there)
+    system = os.statvfs(existing)
     return system.f_bavail * system.f_frsize
 
 
 def _file_system(path: Path, mounts: Path) -> str:
-    """Return the type of the file system in which a path lies; empty where the system does not tell."""
+    """Return the type of the file system that holds a path; empty where the system does not report it."""
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:

@@ -1,7 +1,7 @@
-"""Weights that somebody else than the engine changes during a run: clamped, normalized, loaded, a teacher's average.
+"""Weights that are changed outside of the engine during a run: clamped, normalized, loaded, a teacher's average.
 
 DeepSpeed (0.19.8) steps fp32 masters and copies them over the weights, so such a change lasts until the next step. Here
-it is found by the count that torch keeps of changes in place, and taken over into the master.
+it is detected by the count that torch keeps of changes in place, and copied into the master.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_solo.zero.states import ParameterStates, read, write
 
 
 class OutsideChanges:
-    """What was changed in place, under ``torch.no_grad()``, since one last looked; ``p.data`` counts nothing.
+    """What was changed in place, under ``torch.no_grad()``, since the last call; changes of ``p.data`` are not counted.
 
     Args:
         module: of an engine that has been made.
@@ -27,10 +27,10 @@ class OutsideChanges:
     def __init__(self, module: nn.Module) -> None:
         self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._versions = {p: p._version for p in self._names}
-        self._looked_at: set[Tensor] = set()
+        self._checked: set[Tensor] = set()
 
     def take_over(self, zero: Any, kept: dict[Tensor, Tensor]) -> None:
-        """Let the masters be what the weights were changed to.
+        """Copy the values that the weights were changed to into the masters.
 
         Args:
             zero: ZeRO's optimizer.
@@ -40,16 +40,16 @@ class OutsideChanges:
         if not changed:
             return
         partitioned = {p: gathered(p) for p in changed if is_partitioned(p)}
-        self._say_if_lost(zero, kept, partitioned)
+        self._warn_if_lost(zero, kept, partitioned)
         values = {p: partitioned.get(p, p.detach()).cpu().float() for p in changed}
         write(zero, {p: ParameterStates(value) for p, value in values.items() if p.requires_grad})
         kept.update({p: value for p, value in values.items() if p in kept})
         self._versions |= changed
 
-    def _say_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:
+    def _warn_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:
         """Warn of weights whose first change left them as before: stage 3 empties them outside of the forward pass."""
-        first = {p: value for p, value in partitioned.items() if p not in self._looked_at}
-        self._looked_at |= set(first)
+        first = {p: value for p, value in partitioned.items() if p not in self._checked}
+        self._checked |= set(first)
         if not first:
             return
         before = {**kept, **{p: states.master for p, states in read(zero, masters_only=True).items()}}

@@ -27,7 +27,7 @@ class Group:
 
 
 def groups_of(optimizer: Optimizer) -> list[Group]:
-    """Return an optimizer's groups, to be asked before the engine takes it; the options stay the optimizer's own."""
+    """Return an optimizer's groups, to be taken before the engine takes it; the options stay the optimizer's own."""
     return [Group(group, list(group["params"])) for group in optimizer.param_groups]
 
 
@@ -71,9 +71,9 @@ def optimizer_state_dict(
         options = {key: value for key, value in group.options.items() if key not in foreign and key != "params"}
         saved["param_groups"].append({**options, "params": [numbers[p] for p in group.parameters]})
     for parameter, number in numbers.items():
-        found = states.get(parameter)
-        if found is not None and (found.tensors or found.scalars):
-            saved["state"][number] = to_original_state(host, {**found.scalars, **found.tensors})
+        state = states.get(parameter)
+        if state is not None and (state.tensors or state.scalars):
+            saved["state"][number] = to_original_state(host, {**state.scalars, **state.tensors})
     return saved
 
 
@@ -102,9 +102,9 @@ def load_optimizer(
             " configure_optimizers the groups of the run that saved it, or start from its weights alone"
         )
     states, without = {}, 0
-    for group, given in zip(groups, saved["param_groups"], strict=True):
-        group.options.update({key: value for key, value in given.items() if key != "params"})
-        for parameter, number in zip(group.parameters, given["params"], strict=True):
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        group.options.update({key: value for key, value in saved_group.items() if key != "params"})
+        for parameter, number in zip(group.parameters, saved_group["params"], strict=True):
             if parameter not in masters:  # frozen
                 continue
             state = from_original_state(host, saved["state"].get(number, {}))
@@ -135,7 +135,7 @@ def counters(engine: Any) -> dict[str, dict[str, Any]]:
 
 
 def set_counters(engine: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take over what :func:`counters` gave, where this engine has it too."""
+    """Take over what `counters` returned, where this engine has it too."""
     for owner, values in ((engine, "engine"), (engine.optimizer.loss_scaler, "loss_scaler")):
         for name, value in saved.get(values, {}).items():
             if hasattr(owner, name):

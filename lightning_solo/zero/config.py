@@ -88,15 +88,15 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
             raise PresetError(f"zero_offload.config: {key!r} is no name of a section; write strings, as in JSON")
         if key not in known and (close := difflib.get_close_matches(key, known, n=1, cutoff=0.8)):
             raise PresetError(f"zero_offload.config.{key}: DeepSpeed has no such section; did you mean {close[0]!r}?")
-        if key in ELSEWHERE and value != "auto" and not _says_nothing(value):
+        if key in ELSEWHERE and value != "auto" and not _is_empty(value):
             raise ConflictError(f"zero_offload.config.{key}={value!r}: write {ELSEWHERE[key]} instead")
         if key not in ELSEWHERE:
             _merge_into(merged, key, value, "zero_offload.config")
     return merged
 
 
-def _says_nothing(value: object) -> bool:
-    """Tell whether a section is null or switched off, or holds nothing but ``"auto"``."""
+def _is_empty(value: object) -> bool:
+    """Return whether a section is null or switched off, or holds nothing but ``"auto"``."""
     if value is None:
         return True
     if isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def _merge_into(merged: dict[str, Any], key: str, value: Any, option: str) -> No
 
 
 def _offloads_nothing(section: object) -> bool:
-    """Tell whether a section on offloading says that there is none."""
+    """Return whether a section on offloading switches it off."""
     return section is None or (
         isinstance(section, Mapping)
         and section.get("device") in (None, "none", "auto")
@@ -153,14 +153,14 @@ def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
             f"zero_offload.config={given!r}: is a {type(given).__name__}; write a mapping, or the path of a JSON file"
         )
     try:
-        found = json.loads(Path(given).read_text(encoding="utf-8"))
+        section = json.loads(Path(given).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PresetError(
             f"zero_offload.config={given!r}: {error}; write the path of a JSON file, or a mapping"
         ) from None
-    if not isinstance(found, Mapping):
-        raise PresetError(f"zero_offload.config={given!r}: holds a {type(found).__name__}, a mapping is needed")
-    return found
+    if not isinstance(section, Mapping):
+        raise PresetError(f"zero_offload.config={given!r}: holds a {type(section).__name__}, a mapping is needed")
+    return section
 
 
 def check_zero_section(config: Mapping[str, Any]) -> None:
@@ -174,9 +174,9 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
     try:
         zero_section_type()(**copy.deepcopy(config["zero_optimization"]))
     except pydantic.ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, {e['input']!r}" for e in error.errors())
+        refused = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}, {e['input']!r}" for e in error.errors())
         raise PresetError(
-            f"zero_offload.config.zero_optimization: DeepSpeed refuses {found}; its keys are listed at"
+            f"zero_offload.config.zero_optimization: DeepSpeed refuses {refused}; its keys are listed at"
             " https://www.deepspeed.ai/docs/config-json/"
         ) from None
     _refuse_offload(config["zero_optimization"])
@@ -192,19 +192,19 @@ def _refuse_offload(zero: Mapping[str, Any]) -> None:
             " schedules don't reach and whose states no checkpoint has; allowed is 1, all on the host: leave ratio out"
         )
     if offload.get("super_offload") and (zero["stage"] != 3 or offload["device"] == "nvme"):
-        given = f"stage={zero['stage']}" if zero["stage"] != 3 else "nvme_path"
+        other = f"stage={zero['stage']}" if zero["stage"] != 3 else "nvme_path"
         raise ConflictError(
-            f"{option}.super_offload=True and {given}: SuperOffload has masters in memory, at stage 3; write"
+            f"{option}.super_offload=True and {other}: SuperOffload has masters in memory, at stage 3; write"
             " strategy.stage=3 and strategy.nvme_path=null, or drop super_offload"
         )
 
 
 def is_super_offload(config: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration asks for SuperOffload."""
+    """Return whether a configuration switches SuperOffload on."""
     return bool(config["zero_optimization"]["offload_optimizer"].get("super_offload"))
 
 
 def zenflow_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the section of ZenFlow, if a configuration has one."""
-    found: Mapping[str, Any] | None = config["zero_optimization"].get("zenflow")
-    return found
+    section: Mapping[str, Any] | None = config["zero_optimization"].get("zenflow")
+    return section

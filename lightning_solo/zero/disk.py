@@ -23,7 +23,7 @@ PREFIX = "zero_offload-"
 
 @contextmanager
 def run_folder(parent: str | Path) -> Iterator[Path]:
-    """Make a folder of this run's own below ``parent``, and remove it, with those that killed runs have left there.
+    """Make a folder of this run's own below ``parent``, and remove it, with those that killed runs left below it.
 
     A run holds the lock of its folder while it lives; the kernel gives it back however the run ends.
 
@@ -31,7 +31,7 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
         CapabilityError: nothing can be written, or locked, there.
     """
     parent = Path(parent).expanduser().absolute()
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for left in parent.glob(f"{PREFIX}*"):
@@ -46,13 +46,13 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            for empty in made:
+            for empty in missing:
                 with suppress(OSError):  # another run is in it
                     empty.rmdir()
 
 
 def _locked_folder(parent: Path) -> tuple[Path, IO[str]]:
-    starting = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # not to be seen before it is locked
+    starting = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # hidden until it is locked
     with ExitStack() as undo:  # on a file system that has no locks
         undo.callback(shutil.rmtree, starting, ignore_errors=True)
         lock = undo.enter_context((starting / "lock").open("w"))

@@ -1,8 +1,8 @@
-"""DeepSpeed's C++ extensions, built so that it just works: checked beforehand, once, alone, and with a word about it.
+"""DeepSpeed's C++ extensions, built once, by one process at a time, after a check of what the build needs.
 
 DeepSpeed compiles its CPU optimizers at first use, in silence, and fails late: ninja of a virtual environment is not
 found without its folder on PATH, and torch waits for ever for the lock file that a killed build leaves. Here each build
-has a fresh folder, which becomes the kept one by a rename once it is whole.
+has a fresh folder, which is renamed to the kept one when it is complete.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +34,7 @@ from lightning_solo.machine import (
 )
 from lightning_solo.zero.build_cache import alone, cache_folder, shown
 from lightning_solo.zero.deepspeed_internals import is_compiled_in, loaded_extensions
-from lightning_solo.zero.process import INSTALL, check_deepspeed
+from lightning_solo.zero.process import INSTALL, check_deepspeed, environment
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -59,7 +58,7 @@ def what_is_missing(name: str) -> str | None:
         PresetError: There is no such extension.
     """
     try:
-        with _environment({}):
+        with environment({}, everything=True):
             builder = _builder(name)
             base = STANDS_ON.get(name)
             if base and (missing := what_is_missing(base)):
@@ -81,7 +80,7 @@ def load_extension(name: str) -> ModuleType:
         PresetError: There is no such extension.
         CapabilityError: This machine lacks something that the build needs, or the build failed.
     """
-    with _environment({}):
+    with environment({}, everything=True):
         builder = _builder(name)
         if name in STANDS_ON:
             load_extension(STANDS_ON[name])
@@ -94,19 +93,6 @@ def load_extension(name: str) -> ModuleType:
             # Whoever held the lock may have built it.
             module = _adopt(builder, folder)
             return _build(builder, folder) if module is None else module
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and leave all as they were: importing DeepSpeed sets some as well."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _builder(name: str) -> Any:
@@ -137,7 +123,7 @@ def _load(builder: Any) -> ModuleType:
         tail = "\n".join(f"  {line}" for line in str(error).splitlines()[-TAIL_LINES:])
         raise CapabilityError(
             f"DeepSpeed's {builder.name} could not be built or loaded, with the compiler {cxx_compiler()}; use"
-            f" another one (CXX=g++ before the command), or an optimizer of torch's. The end of what it said:\n{tail}"
+            f" another one (CXX=g++ before the command), or an optimizer of torch's. The end of its output:\n{tail}"
         ) from error
     return module
 
@@ -149,8 +135,8 @@ def _lacking(name: str, tools: list[str]) -> str:
 def _missing_tools(builder: Any) -> Iterator[str]:
     """Yield what the build of an extension lacks on this machine, each with its remedy."""
     if cxx_compiler() is None:
-        given = os.environ.get("CXX")
-        yield f"the C++ compiler that CXX names, {given!r} (unset CXX)" if given else "a C++ compiler (apt install g++)"
+        name = os.environ.get("CXX")
+        yield f"the C++ compiler that CXX names, {name!r} (unset CXX)" if name else "a C++ compiler (apt install g++)"
     elif not has_python_headers():
         yield "Python.h (apt install python3-dev)"
     elif builder.name == "async_io" and not links("io_submit", "aio"):
@@ -170,11 +156,13 @@ def _missing_toolkit(builder: Any) -> str | None:
     from torch.utils.cpp_extension import CUDA_HOME
 
     major = int(torch.version.cuda.split(".")[0])
-    found = nvcc_release(CUDA_HOME)
-    if found is None:
+    release = nvcc_release(CUDA_HOME)
+    if release is None:
         return f"nvcc of CUDA {major} (install the CUDA toolkit, and set CUDA_HOME to its folder)"
-    if found[0] != major and os.environ.get("DS_SKIP_CUDA_CHECK", "0") != "1":
-        return f"nvcc of CUDA {major}: {CUDA_HOME} holds {found[0]}.{found[1]} (set CUDA_HOME to one that fits torch)"
+    if release[0] != major and os.environ.get("DS_SKIP_CUDA_CHECK", "0") != "1":
+        return (
+            f"nvcc of CUDA {major}: {CUDA_HOME} holds {release[0]}.{release[1]} (set CUDA_HOME to one that fits torch)"
+        )
     return None
 
 
@@ -196,9 +184,9 @@ def _built(builder: Any, folder: Path) -> Path | None:
 
 
 def _adopt(builder: Any, folder: Path) -> ModuleType | None:
-    """Load an extension that is kept in the folder, and tell DeepSpeed; return None where there is none that loads.
+    """Load an extension that is kept in the folder, and register it with DeepSpeed; return None where none loads.
 
-    Neither compiler nor ninja is asked: torch would want both, only to see that there is nothing to do.
+    Neither compiler nor ninja is needed: torch would call both, only to find that nothing has changed.
     """
     file = _built(builder, folder)
     spec = importlib.util.spec_from_file_location(file.stem, file) if file else None
@@ -225,7 +213,7 @@ def _build(builder: Any, folder: Path) -> ModuleType:
     started = time.monotonic()
     try:
         text = f"building DeepSpeed's {name}, one to three minutes, once; into {folder}"
-        with _environment(variables), shown(text):
+        with environment(variables), shown(text):
             module = _load(builder)
         _keep(builder, module, attempt, folder)
     finally:

@@ -1,8 +1,8 @@
-"""Whether an optimizer computes the same on one flat tensor as on the parameters themselves, asked by trying.
+"""Check by a trial that an optimizer computes the same on one flat tensor as on the parameters themselves.
 
-ZeRO lays the parameters of a group end to end and gives the optimizer that one long tensor. What looks at each element
-alone (AdamW, SGD, Lion) never notices; what looks at a shape or at the norm of one parameter (Adafactor, Muon, LAMB)
-would train something else, without a word.
+ZeRO stores the parameters of a group end to end and gives the optimizer that one long tensor. An optimizer that treats
+each element alone (AdamW, SGD, Lion) isn't affected. One that uses a shape, or the norm of one parameter (Adafactor,
+Muon, LAMB), would train something else, in silence.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _require_equal_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> None
 
 
 def states_per_element(optimizer: Optimizer) -> int | None:
-    """Return how many tensors of a parameter's shape an optimizer keeps, of any group the most; None if it can't tell.
+    """Return how many tensors of a parameter's shape an optimizer keeps, the most of any group; None if a trial fails.
 
     A copy steps one small flat tensor for each group.
     """
@@ -122,7 +122,7 @@ def _values(elements: int) -> Tensor:
 
 
 def _gradients(elements: int, step: int) -> Tensor:
-    """Return gradients that are much larger in the first parameter: a norm per parameter then tells."""
+    """Return gradients that are much larger in the first parameter: a norm per parameter then shows."""
     index = torch.arange(elements, dtype=torch.float32)
     return torch.sin(1.7 * index + step + 1) * torch.where(index < 12, 3.0, 0.1)
 

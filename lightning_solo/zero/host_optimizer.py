@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, nearest
 from lightning_solo.optim.replacement import replace_optimizer
-from lightning_solo.zero.extension import load_extension, what_is_missing
+from lightning_solo.zero.extension import load_extension
 from lightning_solo.zero.flat import require_flat
 
 KINDS = ("auto", "deepspeed", "torch")
@@ -74,7 +74,7 @@ def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: s
     Raises:
         PresetError: There is no such kind.
         ConflictError: The optimizer can't work on flat partitions on the host, or there is no such version of it.
-        CapabilityError: DeepSpeed's version is asked for, or is the only one that runs, and can't be built here.
+        CapabilityError: DeepSpeed's version is requested, or is the only one that runs, and can't be built here.
     """
     if kind not in KINDS:
         raise PresetError(f"no kind of optimizer {kind!r}{nearest(kind, KINDS)}there are {', '.join(KINDS)}")
@@ -94,21 +94,19 @@ def to_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[str
     """Return one parameter's state of the engine's optimizer as the original keeps it; tensors are shared."""
     if host.optimizer is host.original:
         return dict(state)
-    found = {theirs: state[ours] for ours, theirs in host.names.items() if ours in state}
+    original = {theirs: state[ours] for ours, theirs in host.names.items() if ours in state}
     if "step" in state:
-        counts_in_tensors = not _is_deepspeeds(host.original, "FusedAdam", "FusedLion")
-        found["step"] = torch.tensor(float(state["step"]), dtype=torch.float32) if counts_in_tensors else state["step"]
-    return found
+        as_tensor = not _is_deepspeeds(host.original, "FusedAdam", "FusedLion")
+        original["step"] = torch.tensor(float(state["step"]), dtype=torch.float32) if as_tensor else state["step"]
+    return original
 
 
 def from_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return one parameter's state of the original as the engine's optimizer keeps it; tensors are shared."""
     if host.optimizer is host.original:
         return dict(state)
-    found = {ours: state[theirs] for ours, theirs in host.names.items() if theirs in state}
-    if "step" in state:
-        found["step"] = int(state["step"])
-    return found
+    step = {"step": int(state["step"])} if "step" in state else {}
+    return {ours: state[theirs] for ours, theirs in host.names.items() if theirs in state} | step
 
 
 def _is_deepspeeds(optimizer: Optimizer, *names: str) -> bool:
@@ -155,28 +153,27 @@ def _plain(value: Any) -> Any:
 
 def _deepspeeds_version(optimizer: Optimizer, kind: str) -> HostOptimizer | None:
     """Return an optimizer with its replacement over the same groups, or None where it stays itself."""
-    name, found = type(optimizer).__name__, counterpart(optimizer)
     if kind == "torch":
         return None
-    if isinstance(found, str):
+    version = counterpart(optimizer)
+    if isinstance(version, str):
         if kind == "auto":
             return None
+        name = type(optimizer).__name__
         raise ConflictError(
-            f"there is no version of DeepSpeed's that computes what this {name} does ({found}); write 'auto' or 'torch'"
-            " in place of 'deepspeed', or give torch.optim.AdamW"
+            f"there is no version of DeepSpeed's that computes what this {name} does ({version}); write 'auto' or"
+            " 'torch' in place of 'deepspeed', or give torch.optim.AdamW"
         )
     try:
-        if missing := what_is_missing(found.extension):
-            raise CapabilityError(missing)
-        load_extension(found.extension)
+        load_extension(version.extension)
     except CapabilityError as error:
         if kind == "deepspeed" or not isinstance(optimizer, torch.optim.Adam):  # the others can't stay themselves
             raise
         _fall_back(optimizer, error)
         return None
-    module, _, class_name = found.path.partition(":")
+    module, _, class_name = version.path.partition(":")
     deepspeeds = getattr(importlib.import_module(f"deepspeed.ops.{module}"), class_name)
-    return HostOptimizer(deepspeeds(optimizer.param_groups, **found.arguments), optimizer, found.names)
+    return HostOptimizer(deepspeeds(optimizer.param_groups, **version.arguments), optimizer, version.names)
 
 
 def _fall_back(optimizer: Optimizer, error: CapabilityError) -> None:

@@ -25,7 +25,7 @@ class ZeroSettings:
 
     Attributes:
         states: fp32 tensors that the optimizer keeps per parameter: AdamW 2, Lion, SGD with momentum and Adagrad 1.
-        step_temporaries: fp32 tensors as large as the parameters that one step takes and gives back. torch's AdamW
+        step_temporaries: fp32 tensors as large as the parameters that one step takes and releases. torch's AdamW
             on the host 2 (``exp_avg_sq.sqrt()`` and its quotient), Adagrad 1, SGD 0, ``fused=True`` and
             ``DeepSpeedCPUAdam`` 0.
         accumulates: Whether there is more than one micro-batch per optimizer step.
@@ -162,11 +162,10 @@ def zero_layout(
     trained = [list(group) for group in groups if sum(group)]
     if not trained:
         raise ValueError("no trainable parameters: there is nothing that ZeRO-Offload could offload")
-    lay = _stage_2 if settings.stage == 2 else _stage_3
-    layout = lay(trained, settings, frozen, buffer_bytes)
+    layout = (_stage_2 if settings.stage == 2 else _stage_3)(trained, settings, frozen, buffer_bytes)
     if settings.keeps_weights and settings.weight_bytes < FP32:
-        found = FP32 * (sum(map(sum, trained)) + sum(frozen))
-        start = {moment: (device, host + found) for moment, (device, host) in layout.start.items()}
+        originals = FP32 * (sum(map(sum, trained)) + sum(frozen))
+        start = {moment: (device, host + originals) for moment, (device, host) in layout.start.items()}
         return replace(layout, host={**layout.host, "frozen": FP32 * sum(frozen)}, start=start)
     return layout
 
@@ -244,15 +243,17 @@ def _host_3(
     groups: list[list[int]], sums: list[int], s: ZeroSettings, frozen: Sequence[int]
 ) -> tuple[dict[str, int], dict[str, int]]:
     w, total = s.weight_bytes, sum(sums)
-    swapped = sum(n for n in sums if s.nvme_optimizer and FP32 * n >= MIN_DISK_BYTES)  # _swappable_optimizer_subgroup
-    here = [n for n in sums if not (s.nvme_optimizer and FP32 * n >= MIN_DISK_BYTES)]
+    in_memory = [
+        n for n in sums if not (s.nvme_optimizer and FP32 * n >= MIN_DISK_BYTES)
+    ]  # _swappable_optimizer_subgroup
+    swapped = len(in_memory) < len(sums)
     weights, disk = _weights_3(groups, sums, s, frozen)
     host = {
         **weights,
-        "master": FP32 * sum(here),  # _create_fp32_partitions: .to().clone(), never pinned
-        "gradients": sum(s.pinned(FP32 * n) for n in here),  # initialize_optimizer_states, one per sub-group
+        "master": FP32 * sum(in_memory),  # _create_fp32_partitions: .to().clone(), never pinned
+        "gradients": sum(s.pinned(FP32 * n) for n in in_memory),  # initialize_optimizer_states, one per sub-group
         "accumulated": s.pinned(w * total),  # grad_partitions_flat_buffer, on the host also under NVMe
-        "states": FP32 * s.states * sum(here),
+        "states": FP32 * s.states * sum(in_memory),
         # SwapBufferManager: page-locked by DeepSpeed's own op, without rounding
         "swap_buffers": FP32 * s.optimizer_buffer_count * _aligned(max(sums), FP32) if swapped else 0,
         # The first step makes the states outside of the swap buffers.
@@ -316,27 +317,20 @@ def _start_3(
     kept = device["weights"] + device["buffers"]
     weights = host.get("weights", 0) + host.get("pinned_leftovers", 0) + host.get("swap_buffers_weights", 0)
     converted = FP32 * largest_sub if s.cuda or w < FP32 or not s.offload_parameters else 0
+    masters = weights + host["swap_buffers"] + host["master"]
+    gradients = masters + host["gradients"]
     return {
         # zero.Init(module=...): one parameter at a time on the device, then in its partition
         "to_device": (kept + w * max(*map(max, groups), *frozen, 0), weights),
         "weights": (kept, weights if s.offload_parameters or not s.cuda else w * total),  # defragment's cpu_buffer
-        "master": (kept, weights + host["swap_buffers"] + host["master"] + converted),
+        "master": (kept, masters + converted),
         "gradients": (
             kept,
-            weights
-            + host["swap_buffers"]
-            + host["master"]
-            + host["gradients"]
-            + FP32 * largest_sub * (2 if copies else 1),  # gradient_buffer, and what is pinned
-        ),
+            gradients + FP32 * largest_sub * (2 if copies else 1),
+        ),  # gradient_buffer, and its pinned copy
         "accumulated": (
             kept + (device["bucket"] if s.cuda else 0),
-            weights
-            + host["swap_buffers"]
-            + host["master"]
-            + host["gradients"]
-            + host["accumulated"]
-            + (w * total if copies else 0),
+            gradients + host["accumulated"] + (w * total if copies else 0),
         ),
     }
 

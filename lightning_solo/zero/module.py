@@ -1,4 +1,4 @@
-"""What DeepSpeed changes on a module, remembered before and undone after."""
+"""A module's hooks, attributes, dtypes and weights, recorded before DeepSpeed changes them and restored after."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HOOK_MARKS = {
 }
 
 
-class ModuleAsFound:
-    """A module as it was before the engine, and the way back.
+class OriginalModule:
+    """A module as it was before the engine, which can be restored.
 
     The engine casts the weights, moves them, registers hooks and leaves methods on each parameter, which pickling
     would follow into the engine; stage 3 empties the parameters and swaps the mapping that holds them.

@@ -24,33 +24,33 @@ from lightning_solo.zero.deepspeed_patches import nothing_compiled_for_communica
 # included (https://github.com/deepspeedai/DeepSpeed/pull/8225); in the next minor private names may be others.
 SUPPORTED = ">=0.19.8,<0.20"
 INSTALL = f"DS_BUILD_OPS=0 pip install 'deepspeed{SUPPORTED}'"
-# What DeepSpeed's engine asks the environment for; a launcher's values would make it wait for other processes.
+# What DeepSpeed's engine reads from the environment; a launcher's values would make it wait for other processes.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 # By DeepSpeed's import; it changes how torch looks for CUDA in child processes
 SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and leave them, and those that imports set, as they were."""
-    before = {name: os.environ.get(name) for name in (*variables, *SET_BY_IMPORTS)}
+def environment(variables: Mapping[str, str], *, everything: bool = False) -> Iterator[None]:
+    """Set environment variables, and restore them, and those that imports set, at the end; or ``everything``."""
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        for name in {*os.environ, *before} if everything else {*variables, *SET_BY_IMPORTS}:
+            if name in before:
+                os.environ[name] = before[name]
             else:
-                os.environ[name] = value
+                os.environ.pop(name, None)
 
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Keep quiet what nobody here can heed.
+    """Silence warnings that a user can do nothing about.
 
-    That are torch's word on two functions that DeepSpeed (0.19.8) calls in every step of stage 3, each time, and
-    Lightning's advice on logging from several processes.
+    They are torch's about two functions that DeepSpeed (0.19.8) calls in every step of stage 3, and Lightning's about
+    logging from several processes.
     """
     before = list(warnings.filters)
     for message, category in (
@@ -155,7 +155,7 @@ def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | No
     Args:
         device: with its index.
         allow_cpu: Whether the CPU will do.
-        cuda_only: what was asked for that has no CPU version, if anything.
+        cuda_only: the part of the configuration that has no CPU version, if any.
 
     Raises:
         CapabilityError: names the device and what to write.

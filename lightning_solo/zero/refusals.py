@@ -1,4 +1,4 @@
-"""What no run of ZeRO-Offload could have: refused with what to write instead, before the engine takes the module."""
+"""Refusals of what no run of ZeRO-Offload can have, with what to write instead, before the engine takes the module."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def is_deepspeeds_adamw(optimizer: Any) -> bool:
-    """Tell whether an optimizer is DeepSpeed's CPUAdam, and takes weight decay as AdamW does."""
+    """Return whether an optimizer is DeepSpeed's CPUAdam, and takes weight decay as AdamW does."""
     return type(optimizer).__name__ == "DeepSpeedCPUAdam" and bool(getattr(optimizer, "adam_w_mode", False))
 
 

@@ -40,7 +40,7 @@ from lightning_solo.zero.deepspeed_patches import (
 )
 from lightning_solo.zero.engine import make_engine, weights_of
 from lightning_solo.zero.host_optimizer import HostOptimizer
-from lightning_solo.zero.module import ModuleAsFound
+from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.refusals import refuse_accumulation
 from lightning_solo.zero.states import ParameterStates, read, write
 from lightning_solo.zero.super_offload import (
@@ -55,7 +55,7 @@ from lightning_solo.zero.zenflow import SHARED, require_matrices, with_optimizer
 
 
 class EngineRun:
-    """An engine around a module that lies on the host, from the first look at the module to the way back.
+    """An engine around a module that is stored on the host, from its making to the module as it was before.
 
     Args:
         module: on the host.
@@ -75,8 +75,8 @@ class EngineRun:
         self._changes: OutsideChanges | None = None
         self._clipping = 0.0
         self._stack = ExitStack()
-        self._found = ModuleAsFound(module)
-        self._found.keep_weights(dtype)
+        self._original = OriginalModule(module)
+        self._original.keep_weights(dtype)
 
     def train(
         self, config: Mapping[str, Any], host: HostOptimizer, groups: Sequence[Group], *, accumulates: bool
@@ -92,8 +92,8 @@ class EngineRun:
         Raises:
             ConflictError: ZenFlow or SuperOffload, and an optimizer, a module or an accumulation that it can't train.
         """
-        # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller says when a
-        # window ends. With one micro-batch per step its own way has a copy less.
+        # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller ends a window.
+        # With one micro-batch per step its own way has a copy less.
         config = {"gradient_clipping": 0.0, **config, "managed_gradient_accumulation": not accumulates}
         zenflow = zenflow_of(config)
         if zenflow is not None:
@@ -148,10 +148,10 @@ class EngineRun:
 
     def _start_from_fp32(self) -> None:
         """Let the masters be the weights as found, not their 16-bit roundings; of the trained ones, keep no copy."""
-        trained = {p: value for p, value in self._found.weights.items() if p.requires_grad}
+        trained = {p: value for p, value in self._original.weights.items() if p.requires_grad}
         write(self.zero, {p: ParameterStates(value.float()) for p, value in trained.items()})
         for parameter in trained:
-            del self._found.weights[parameter]
+            del self._original.weights[parameter]
 
     def after_backward(self) -> None:
         """Note which parameters the micro-batch used; to be called after each backward pass of the engine."""
@@ -188,9 +188,9 @@ class EngineRun:
 
     @contextmanager
     def _folder(self) -> Iterator[Path | None]:
-        """Have a folder below the run's own for copies of what lies on disk, which may not fit the host.
+        """Make a folder below the run's own for copies of what is stored on disk, which may not fit the host.
 
-        The files go with it; what they hold stays until the tensors that are mapped to it are gone.
+        The files are removed with it; what they hold stays until the tensors that are mapped to it are gone.
         """
         if not uses_disk(self.zero):
             yield None
@@ -201,13 +201,13 @@ class EngineRun:
 
     def _take_over_changes(self) -> None:
         if self._changes is not None:
-            self._changes.take_over(self.zero, self._found.weights)
+            self._changes.take_over(self.zero, self._original.weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with fp32 masters, as a plain run would have it; tensors are shared."""
         self._take_over_changes()
         with self._folder() as folder:
-            weights = weights_of(self.engine, self.module, self._found.weights, folder)
+            weights = weights_of(self.engine, self.module, self._original.weights, folder)
         return plain_state_dict(self.module, weights)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class EngineRun:
         return counters(self.engine) if self.host is not None else {}
 
     def set_counters(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`counters` gave."""
+        """Take over what `counters` returned."""
         set_counters(self.engine, saved)
 
     def end(self) -> None:
@@ -255,7 +255,7 @@ class EngineRun:
             self._end()
 
     def _end(self) -> None:
-        weights = dict(self._found.weights)
+        weights = dict(self._original.weights)
         try:
             if self._worker is not None:
                 self._worker.close()  # first: it writes into the masters
@@ -275,7 +275,7 @@ class EngineRun:
             finally:
                 for group in self._groups:  # the engine has put flat tensors in their place
                     group.options["params"] = list(group.parameters)
-                self._found.restore(weights)
+                self._original.restore(weights)
                 self.engine, self.host, self._groups = None, None, ()
                 self._window, self._worker, self._changes = None, None, None
                 del weights

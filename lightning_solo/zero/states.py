@@ -26,15 +26,15 @@ class ParameterStates:
 
 
 def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -> dict[Tensor, ParameterStates]:
-    """Return the states of every trainable parameter: views, or where they lie on disk, copies.
+    """Return the states of every trainable parameter: views, or where they are stored on disk, copies.
 
     Args:
         zero: ZeRO's optimizer.
-        folder: an empty folder for copies of what lies on disk: files that are mapped into memory, and may be removed
-            then. Without one, or where the disk is full, copies are in memory.
+        folder: an empty folder for copies of what is stored on disk: files that are mapped into memory, and may then be
+            removed. Without one, or where the disk is full, copies are in memory.
         masters_only: leave the optimizer's states out.
     """
-    found = {}
+    states = {}
     for index, (flat, places) in enumerate(flat_tensors(zero)):
         with in_memory(zero, index) as from_disk:
             state = zero.optimizer.state.get(flat, {})
@@ -50,12 +50,12 @@ def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -
                         for name, view in views.items()
                     }
                 # A copy of the plain values for each: one count of steps for many parameters would count too fast.
-                found[place.parameter] = ParameterStates(views.pop(""), views, copy.deepcopy(scalars))
-    return found
+                states[place.parameter] = ParameterStates(views.pop(""), views, copy.deepcopy(scalars))
+    return states
 
 
 def is_elementwise(value: object, flat: Tensor) -> bool:
-    """Tell whether a state has an element for each element of the flat tensor."""
+    """Return whether a state has an element for each element of the flat tensor."""
     return torch.is_tensor(value) and value.shape == flat.shape and value.dim() > 0
 
 
@@ -77,37 +77,37 @@ def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
     Raises:
         CheckpointError: parameters that share a flat tensor differ in a plain value, such as the count of steps.
     """
-    found = [
+    copies = [
         (index, flat, [(place, states[place.parameter]) for place in places if place.parameter in states])
         for index, (flat, places) in enumerate(flat_tensors(zero))
     ]
-    scalars = [_shared_scalars([value.scalars for _, value in given]) for *_, given in found]  # refused before a copy
-    for (index, flat, given), shared in zip(found, scalars, strict=True):
-        if not given:
+    scalars = [_shared_scalars([value.scalars for _, value in pairs]) for *_, pairs in copies]  # refused before a copy
+    for (index, flat, pairs), shared in zip(copies, scalars, strict=True):
+        if not pairs:
             continue
         with in_memory(zero, index, written=True):
-            for place, value in given:
+            for place, value in pairs:
                 place.of(flat.detach()).copy_(value.master)
-            for key in dict.fromkeys(key for _, value in given for key in value.tensors):
+            for key in dict.fromkeys(key for _, value in pairs for key in value.tensors):
                 state = zero.optimizer.state[flat]
                 if key not in state:  # a fresh engine has none: optimizers make them in their first step
                     state[key] = torch.zeros_like(flat, requires_grad=False)
-                for place, value in given:
+                for place, value in pairs:
                     if key in value.tensors:
                         place.of(state[key]).copy_(value.tensors[key])
-            if shared:  # an entry without any would count as states that are there
+            if shared:  # an empty entry would count as existing states
                 zero.optimizer.state[flat].update(shared)
 
 
-def _shared_scalars(given: list[dict[str, Any]]) -> dict[str, Any]:
-    keys = dict.fromkeys(key for scalars in given for key in scalars)
-    return {key: _shared(key, [scalars[key] for scalars in given if key in scalars]) for key in keys}
+def _shared_scalars(parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    keys = dict.fromkeys(key for scalars in parameters for key in scalars)
+    return {key: _shared(key, [scalars[key] for scalars in parameters if key in scalars]) for key in keys}
 
 
 def _shared(key: str, values: list[Any]) -> Any:
     if any(bool(value != values[0]) for value in values):
         raise CheckpointError(
             f"the checkpoint's optimizer counts {key!r} apart for each parameter, from {min(values)} to {max(values)};"
-            " ZeRO keeps one count for all, so it can't go on exactly: start from the weights, without the optimizer"
+            " ZeRO keeps one count for all, so it can't resume exactly: start from the weights, without the optimizer"
         )
     return values[0].clone() if torch.is_tensor(values[0]) else values[0]

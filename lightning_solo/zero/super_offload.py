@@ -1,4 +1,4 @@
-"""What SuperOffload can't train, and its worker: a process that steps sub-groups of the weights while backward runs.
+"""SuperOffload: what it can't train, and its worker, a process that steps sub-groups of the weights during backward.
 
 The worker (DeepSpeed 0.19.8) shares the masters and their gradients, and has the moments to itself. It steps a
 sub-group once the last of its gradients has come, so what is only known when backward has ended comes too late; with
@@ -134,17 +134,17 @@ class Worker:
             why = f"{', '.join(names[:5])}{more} got no gradient" if names else "gradients came in several passes"
             raise ConflictError(
                 f"SuperOffload would leave {len(waiting)} parameters as they are in this step: {why}, and it steps"
-                " parameters that lie together once each of them has its gradient; write requires_grad_(False) for"
+                " parameters of a sub-group together, once each has its gradient; write requires_grad_(False) for"
                 " what is never used, use_reentrant=False for activation checkpointing, Trainer(gradient_clip_val=...),"
                 " with which it steps after backward, or solo=zero_offload"
             )
 
     def warn_of_states(self) -> None:
-        """Say once what checkpoints don't have."""
+        """Warn once of what checkpoints don't have."""
         if not self._warned:
             warnings.warn(
                 "SuperOffload: checkpoints hold the exact fp32 weights, and neither give nor take the optimizer's"
-                " states, which lie in another process: a resumed run starts its moments anew",
+                " states, which are in another process: a resumed run starts its moments anew",
                 stacklevel=3,
             )
         self._warned = True

@@ -1,4 +1,4 @@
-"""Which parameters got a gradient in a window, so that none is updated with a gradient of an earlier one.
+"""The parameters that got a gradient in a window, so that none is updated with a gradient of an earlier one.
 
 DeepSpeed (0.19.8) keeps each parameter's gradient on the host and overwrites it when the next one comes. A parameter
 that a step didn't use gets none, and is updated once more with its last; in a later micro-batch of a window its new

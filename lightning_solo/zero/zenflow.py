@@ -1,4 +1,4 @@
-"""What ZenFlow wants beside its section of the configuration: a version of CPUAdam, and its options once more.
+"""What ZenFlow needs beside its section of the configuration, and what it can't train.
 
 It isn't AdamW: what it finds unimportant is applied late, and where it selects anew it rounds the fp32 masters to the
 device's bf16 weights and forgets the moments of what was selected.
@@ -19,7 +19,7 @@ SHARED = ("lr", "betas", "eps", "weight_decay")
 
 
 def with_optimizer(config: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the configuration with options for ZenFlow's second optimizer, the one on the device.
+    """Return the configuration with the options of ZenFlow's second optimizer, the one on the device.
 
     Raises:
         ConflictError: the optimizer is not AdamW.

@@ -29,7 +29,7 @@ from lightning_solo.zero.checkpoint import (
 from lightning_solo.zero.engine import weights_of
 from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import host_optimizer
-from lightning_solo.zero.module import ModuleAsFound
+from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.states import ParameterStates, read, write
 from tests.zero.engines import PLACES, arguments, batch, engine_of, net, step_engine, step_plain, trained
 
@@ -118,12 +118,12 @@ def test_the_state_dict_is_that_of_a_plain_run(place: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_of_bf16_it_has_the_masters_and_the_frozen_as_they_were(stage: int) -> None:
     module, untrained = Tied(), Tied()
-    found = ModuleAsFound(module)
-    found.keep_weights(torch.bfloat16)
+    original = OriginalModule(module)
+    original.keep_weights(torch.bfloat16)
     with engine_of(module, sgd(module), bf16=True, stage=stage) as engine:
         engine.backward(engine(batch(0).bfloat16()).float().square().mean())
         engine.step()
-        state = plain_state_dict(module, weights_of(engine, module, found.weights))
+        state = plain_state_dict(module, weights_of(engine, module, original.weights))
         assert {name: state[name].dtype for name in ("embed.weight", "out.renamed", "frozen")} == dict.fromkeys(
             ("embed.weight", "out.renamed", "frozen"), torch.float32
         )

@@ -71,7 +71,7 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
         assert first != second
         assert {first, second} == set(tmp_path.iterdir())
         assert first.name.startswith(PREFIX)
-        assert first.stat().st_mode & 0o077 == 0  # weights of a model lie there
+        assert first.stat().st_mode & 0o077 == 0  # it holds weights of a model
         (first / "optimizer").mkdir()
         (first / "optimizer" / "0.tensor.swp").write_bytes(b"state")
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.deepspeed_internals import is_deepspeeds, leave_forward
 from lightning_solo.zero.engine import make_engine, weights_of
-from lightning_solo.zero.module import ModuleAsFound
+from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
@@ -71,13 +71,13 @@ def step(engine: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> None
 @contextmanager
 def engine_around(module: nn.Module, *, bf16: bool = False, **place: Any) -> Iterator[Any]:
     """The engine, and afterwards the module as it was found but for its training."""
-    found = ModuleAsFound(module)
-    found.keep_weights(torch.bfloat16 if bf16 else torch.float32)
+    original = OriginalModule(module)
+    original.keep_weights(torch.bfloat16 if bf16 else torch.float32)
     with engine_of(module, sgd(module), bf16=bf16, **place) as engine:
         yield engine
         leave_forward(engine)
-        weights = weights_of(engine, module, found.weights)
-    found.restore(weights)
+        weights = weights_of(engine, module, original.weights)
+    original.restore(weights)
 
 
 def marks(module: nn.Module) -> dict[Any, Any]:
@@ -302,20 +302,20 @@ def test_they_outlive_the_engine_in_memory_of_their_own(place: dict[str, Any]) -
 def test_weights_of_the_engines_own_dtype_are_not_kept_twice() -> None:
     module = Net()
     module.first.bfloat16()
-    found = ModuleAsFound(module)
-    found.keep_weights(torch.bfloat16)
-    assert module.first.weight not in found.weights
-    assert found.weights.keys() == set(module.parameters()) - {module.first.weight}
-    found.keep_weights(torch.float32)
-    assert list(found.weights) == [module.first.weight]
+    original = OriginalModule(module)
+    original.keep_weights(torch.bfloat16)
+    assert module.first.weight not in original.weights
+    assert original.weights.keys() == set(module.parameters()) - {module.first.weight}
+    original.keep_weights(torch.float32)
+    assert list(original.weights) == [module.first.weight]
 
 
 def test_what_has_no_value_given_keeps_its_own() -> None:
     module, untouched = Net(), Net()
-    found = ModuleAsFound(module)
+    original = OriginalModule(module)
     for p in module.parameters():
         p.data = p.data.bfloat16()
-    found.restore({module.up.bias: torch.ones(520)})
+    original.restore({module.up.bias: torch.ones(520)})
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert torch.equal(module.up.bias, torch.ones(520))
     assert torch.equal(module.up.weight, untouched.up.weight.bfloat16().float())
@@ -326,12 +326,12 @@ def test_what_has_no_value_given_keeps_its_own() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_that_fails_while_it_is_made_leaves_the_weights(stage: int, bf16: bool) -> None:
-    """At stage 3 the parameters are empty by then: their values lie in DeepSpeed's partitions."""
+    """At stage 3 the parameters are empty by then: their values are in DeepSpeed's partitions."""
     module, untouched = Net(), Net()
     before = marks(module)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    found = ModuleAsFound(module)
-    found.keep_weights(dtype)
+    original = OriginalModule(module)
+    original.keep_weights(dtype)
     no_optimizer: Any = "refused by deepspeed.initialize, which comes after the partitioning"
     config = {**zero_config(stage), **({"bf16": {"enabled": True}} if bf16 else {})}
     with environment(ONE_PROCESS), without_deprecations():
@@ -340,7 +340,7 @@ def test_an_engine_that_fails_while_it_is_made_leaves_the_weights(stage: int, bf
             with pytest.raises(AssertionError, match="Optimizer"):
                 make_engine(module, config, no_optimizer, dtype, torch.device("cpu", 0))
             assert (module.up.weight.numel() == 0) == (stage == 3)
-            found.restore(weights_of(None, module, found.weights))
+            original.restore(weights_of(None, module, original.weights))
         finally:
             close_process_group()
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), untouched.parameters(), strict=True))

@@ -52,7 +52,7 @@ def open_ones_own(world_size: int = 1) -> None:
 
 
 def sums_over_one_process() -> bool:
-    """Tell whether torch's group and DeepSpeed's handle on it work."""
+    """Return whether torch's group and DeepSpeed's handle on it work."""
     from deepspeed import comm
 
     tensor = torch.tensor([3.0])

@@ -129,7 +129,7 @@ def test_of_the_disk_they_are_copies_in_files_where_a_folder_is_given(tmp_path: 
             assert all(torch.equal(value, without[p].tensors[name]) for name, value in states.tensors.items())
         found[module[3].weight].master.zero_()
         assert read(engine.optimizer)[module[3].weight].master.any()
-        # Neither lies in the buffers through which the next step swaps.
+        # Neither is in the buffers through which the next step swaps.
         second = [p for part in module[2:] for p in part.parameters()]
         before = {p: without[p].master.clone() for p in second}
         step_engine(engine, 1)
