@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
@@ -14,9 +15,11 @@ from torch import nn
 
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
+from lightning_solo.zero.deepspeed_internals import flat_tensors
 from lightning_solo.zero.deepspeed_patches import split_aligned
 from lightning_solo.zero.run import EngineRun
 from tests.modules import Stack, loader, regression
+from tests.zero.engines import engine_of, net, step_engine, trained
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
@@ -230,6 +233,20 @@ def test_an_optimizer_that_a_module_keeps_is_its_own_again(home: ModuleType, mak
             assert list(map(id, kept.param_groups[0]["params"])) == list(map(id, made.parameters()))
     assert same(plain, offloaded)
     assert trainer.strategy.lr_scheduler_configs == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_end_of_an_engine_leaves_no_state_and_no_reference_to_the_module(stage: int) -> None:
+    made = net()
+    stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    with engine_of(made, torch.optim.AdamW(trained(made)), stage=stage) as engine:
+        step_engine(engine, 0)
+        zero, flats = engine.optimizer, [flat for flat, _ in flat_tensors(engine.optimizer)]
+        assert zero.optimizer.state
+        assert [other is made for other in stack] == ([True] if stage == 3 else [])
+    assert not zero.optimizer.state
+    assert stack == []
+    assert [flat.grad for flat in flats] == [None] * len(flats)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
