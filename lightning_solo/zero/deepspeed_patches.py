@@ -61,7 +61,7 @@ def linear_saves_the_parameter() -> AbstractContextManager[None]:
 
     Fault: torch's saves a transposed view, which keeps what stage 3 fetched in memory until the backward pass, of all
         layers at once; on a CPU the view would have the buffer's next content. DeepSpeed's version saves the weight,
-        but is installed for good (``memory_efficient_linear``), and not for a module that is already built.
+        but is installed for good (``memory_efficient_linear``).
     Seen: 0.19.8; https://github.com/deepspeedai/DeepSpeed/pull/8189
     Undone: on leaving the context.
     Test: tests/zero/test_engine.py::test_linear_saves_the_parameter_while_stage_3_runs
