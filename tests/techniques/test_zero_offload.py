@@ -363,7 +363,7 @@ from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 import lightning.pytorch as home
 before = dict(os.environ)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
-trainer = home.Trainer(accelerator="cpu", devices=1, strategy=for_home(ZeroOffloadStrategy)(allow_cpu=True), **quiet)
+trainer = home.Trainer(accelerator="cpu", devices=1, strategy=ZeroOffloadStrategy(allow_cpu=True), **quiet)
 trainer.fit(regression(home), loader())
 after = {k: v for k, v in os.environ.items() if before.get(k) != v}
 print("steps", trainer.global_step, "environment", after, "modules", "mpi4py" in __import__("sys").modules)
