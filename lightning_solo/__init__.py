@@ -21,52 +21,21 @@ from typing import TYPE_CHECKING, Any
 import lightning_solo.callbacks as _room
 
 if TYPE_CHECKING:
-    from lightning_solo.attach import list_presets, show, trainer_kwargs
-    from lightning_solo.errors import (
-        BudgetError,
-        CapabilityError,
-        CheckpointError,
-        ConflictError,
-        NothingToDoError,
-        PlanError,
-        PresetError,
-        SoloError,
-    )
-    from lightning_solo.planner.plan import Plan
-    from lightning_solo.planner.preset_plans import plan
-    from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
-    from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
-    from lightning_solo.techniques.leak_finder.technique import LeakFinder
-    from lightning_solo.techniques.memory_logger.technique import MemoryLogger
-    from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
-    from lightning_solo.techniques.throughput.technique import Throughput
-    from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
+    from lightning_solo.attach import list_presets as list_presets
+    from lightning_solo.attach import show as show
+    from lightning_solo.attach import trainer_kwargs as trainer_kwargs
+    from lightning_solo.errors import BudgetError as BudgetError
+    from lightning_solo.errors import CapabilityError as CapabilityError
+    from lightning_solo.errors import CheckpointError as CheckpointError
+    from lightning_solo.errors import ConflictError as ConflictError
+    from lightning_solo.errors import NothingToDoError as NothingToDoError
+    from lightning_solo.errors import PlanError as PlanError
+    from lightning_solo.errors import PresetError as PresetError
+    from lightning_solo.errors import SoloError as SoloError
+    from lightning_solo.planner.plan import Plan as Plan
+    from lightning_solo.planner.preset_plans import plan as plan
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AccumulationSchedule",
-    "ActivationCheckpointing",
-    "BudgetError",
-    "CapabilityError",
-    "CheckpointError",
-    "ConflictError",
-    "LeakFinder",
-    "MemoryLogger",
-    "MemorySnapshot",
-    "NothingToDoError",
-    "Plan",
-    "PlanError",
-    "PresetError",
-    "SoloError",
-    "Throughput",
-    "ZeroOffloadStrategy",
-    "callbacks",
-    "list_presets",
-    "plan",
-    "show",
-    "trainer_kwargs",
-]
 
 _HOME = {
     "trainer_kwargs": "lightning_solo.attach",
@@ -74,31 +43,43 @@ _HOME = {
     "show": "lightning_solo.attach",
     "Plan": "lightning_solo.planner.plan",
     "plan": "lightning_solo.planner.preset_plans",
-    "AccumulationSchedule": "lightning_solo.callbacks",
-    "ActivationCheckpointing": "lightning_solo.callbacks",
-    "LeakFinder": "lightning_solo.callbacks",
-    "MemoryLogger": "lightning_solo.callbacks",
-    "MemorySnapshot": "lightning_solo.callbacks",
-    "Throughput": "lightning_solo.callbacks",
-    "ZeroOffloadStrategy": "lightning_solo.techniques.zero_offload.technique",
+    **dict.fromkeys(
+        (
+            *("BudgetError", "CapabilityError", "CheckpointError", "ConflictError", "NothingToDoError", "PlanError"),
+            *("PresetError", "SoloError"),
+        ),
+        "lightning_solo.errors",
+    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME.get(name, "lightning_solo.errors")), name)
+    """Return a public name: those above, and the class of each technique of this package."""
+    from lightning_solo.cards.catalogue import load_class, own_cards
+
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    classes = {card.class_name: card for card in own_cards().values()} if not name.startswith("_") else {}
+    if name == "__all__":
+        return sorted([*_HOME, "callbacks", *(card.class_name for card in own_cards().values())])
+    if name in classes:
+        return load_class(classes[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__getattr__("__all__")])
 
 
 class _Callbacks(ModuleType):
     """`lightning_solo.callbacks` is a room and a function: the word is right for both, so the module can be called."""
 
     def __call__(
-        self, preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
+        self,
+        preset: str | Sequence[str] | Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        allow: Sequence[str] = (),
     ) -> list[Any]:
         """See `lightning_solo.attach.callbacks`."""
         from lightning_solo import attach

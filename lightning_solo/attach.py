@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 
 from lightning_solo.build import check_machine, make_callbacks, trainer_arguments
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.compose import compose, compose_mapping
+from lightning_solo.presets.compose import Preset, compose, compose_mapping
 from lightning_solo.presets.files import describe, preset_files
 
 
 def trainer_kwargs(
-    preset: str | Mapping[str, Any],
+    preset: Preset,
     overrides: Sequence[str] = (),
     *,
     callbacks: Sequence[Any] = (),
@@ -32,7 +32,8 @@ def trainer_kwargs(
     them a second time, Python refuses; where a merged mapping replaces one, the run is refused at its start.
 
     Args:
-        preset: a name of `list_presets`, or the fields themselves (a Hydra application's ``cfg.solo``).
+        preset: a name of `list_presets`, several of them as ``["compact", "checkpointing"]``, or the fields themselves
+            (a Hydra application's ``cfg.solo``).
         overrides: Hydra overrides without a prefix: ``["precision=32-true", "+callback=throughput"]``.
         callbacks: your own, appended behind the preset's.
         allow: prefixes of the ``_target_`` entries that you trust, such as ``["my_project"]``.
@@ -64,7 +65,7 @@ def trainer_kwargs(
 
 
 def callbacks(
-    preset: str | Mapping[str, Any],
+    preset: Preset,
     overrides: Sequence[str] = (),
     *,
     allow: Sequence[str] = (),
@@ -101,15 +102,17 @@ def list_presets() -> list[str]:
     return sorted(preset_files())
 
 
-def show(preset: str, overrides: Sequence[str] = ()) -> str:
-    """Return a preset as composed, in YAML, under the line that says what it is for.
+def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
+    """Return a preset, or several combined, as composed, in YAML, under a line each that says what it is for.
 
     Raises:
         PresetError: unknown preset or override.
     """
     composed = {key: value for key, value in compose_mapping(preset, overrides).items() if value not in (None, {})}
-    return f"# {describe(preset_files()[preset])}\n{OmegaConf.to_yaml(OmegaConf.create(composed))}"
+    names = [preset] if isinstance(preset, str) else preset
+    heads = "".join(f"# {describe(preset_files()[name])}\n" for name in names)
+    return f"{heads}{OmegaConf.to_yaml(OmegaConf.create(composed))}"
 
 
-def _name(preset: str | Mapping[str, Any]) -> str:
-    return repr(preset) if isinstance(preset, str) else "given"
+def _name(preset: Preset) -> str:
+    return "given" if isinstance(preset, Mapping) else repr(preset)

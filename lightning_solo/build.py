@@ -11,11 +11,13 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.cards.card import Requirement as Need
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError
-from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.machine import cxx_compiler
 from lightning_solo.presets.registry import is_allowed, refuse_foreign_targets, target_of
-from lightning_solo.presets.schema import SoloConfig
-from lightning_solo.presets.signature import check_arguments, parameters_of_class
+from lightning_solo.presets.schema import SoloConfig, composition
+from lightning_solo.presets.signature import parameters_of_class
 
 HOMES = ("lightning.pytorch", "pytorch_lightning")
 _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # Hydra's words in a node
@@ -53,7 +55,7 @@ def trainer_arguments(
         arguments["precision"] = config.precision
     if config.accumulate_grad_batches is not None:
         arguments["accumulate_grad_batches"] = config.accumulate_grad_batches
-    if needs_cuda(config):
+    if composition(config).needs_cuda():
         arguments["accelerator"] = "cuda"
     if config.strategy is not None:
         arguments["strategy"] = make("strategy", config.strategy, allow=allow, lightning=lightning)
@@ -78,10 +80,10 @@ def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> N
         CapabilityError: a dependency too old or known as malicious, no CUDA device, no native bf16, no DeepSpeed.
     """
     check_versions(lightning)
-    reason = needs_cuda(config)
-    strategy = config.strategy or {}
-    if strategy.get("name") == "zero_offload":
-        _check_zero_offload(on_disk=strategy.get("nvme_path") is not None)
+    parts = composition(config)
+    for chosen, requirement in parts.unmet():
+        require(requirement, chosen.settings)
+    reason = parts.needs_cuda()
     import torch
 
     cuda = torch.cuda.is_available()
@@ -95,13 +97,31 @@ def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> N
         )
 
 
-def _check_zero_offload(*, on_disk: bool) -> None:
-    from lightning_solo.zero.extension import what_is_missing
-    from lightning_solo.zero.process import check_deepspeed
+def require(requirement: Need, settings: Any) -> None:
+    """Refuse what this machine lacks for a technique; for a CUDA device `check_machine` does.
 
-    check_deepspeed()
-    if on_disk and (missing := what_is_missing("async_io")):
-        raise CapabilityError(f"strategy.nvme_path needs DeepSpeed's async_io: {missing}")
+    Raises:
+        CapabilityError: names what is missing and the remedy.
+    """
+    words = requirement.words(settings)
+    if requirement.kind == "check":
+        module, _, name = requirement.name.partition(":")
+        missing = getattr(importlib.import_module(module), name)()
+        if missing:
+            raise CapabilityError(f"{words}: {missing}")
+    elif requirement.kind == "compiler" and cxx_compiler() is None:
+        raise CapabilityError(f"no C++ compiler on this machine: {words}")
+    elif requirement.kind == "package":
+        _require_package(Requirement(requirement.name), words)
+
+
+def _require_package(wanted: Requirement, words: str) -> None:
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        raise CapabilityError(f'{wanted.name} is not installed: {words}; write: pip install "{wanted}"') from None
+    if not wanted.specifier.contains(version, prereleases=True):
+        raise CapabilityError(f'{wanted.name} {version} is installed: {words}; write: pip install "{wanted}"')
 
 
 def check_versions(lightning: str = "lightning.pytorch") -> None:

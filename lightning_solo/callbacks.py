@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
-
-from lightning_solo.presets.registry import NAMES
-
-_MODULES = {target.partition(":")[2]: target.partition(":")[0] for target in NAMES["callback"].values()}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+    from lightning_solo.cards.catalogue import load_class, own_cards
+
+    for card in own_cards().values():
+        if card.class_name == name and card.group == "callback":
+            return load_class(card)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    from lightning_solo.cards.catalogue import own_cards
+
+    return sorted([*globals(), *(card.class_name for card in own_cards().values() if card.group == "callback")])

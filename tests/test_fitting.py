@@ -17,13 +17,15 @@ from torch import nn
 
 import lightning_solo as solo
 from lightning_solo import fitting
+from lightning_solo.cards.footprint import Request, Sizes, plain_footprint
 from lightning_solo.errors import BudgetError, CapabilityError
-from lightning_solo.fitting import Room, compact_bytes, free_room, presets_that_fit
+from lightning_solo.fitting import Room, free_room, presets_that_fit
 from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.compact.card import Settings, footprint
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of
@@ -106,10 +108,11 @@ def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
     ],
 )
 def test_what_other_libraries_keep_is_counted_by_their_own_sizes(back_end: str, precision: str, each: float) -> None:
-    node = {"back_end": back_end}
-    assert sum(compact_bytes(node, precision)) == each
     gradient = 2 if precision == "bf16-true" else 4
-    assert sum(compact_bytes({**node, "release_gradients": False}, precision)) == each + gradient
+    request = Request(Sizes((256_000,), (), 0), precision, 1, cuda=True)
+    for release, kept in ((True, 0), (False, gradient)):
+        settings = Settings(back_end=back_end, release_gradients=release)
+        assert footprint(settings, request, plain_footprint(request)).device == 256_000 * (each + kept)
 
 
 @pytest.mark.usefixtures("once")
@@ -159,7 +162,7 @@ def test_room_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, 10 * MiB))
     # The module's own bytes would be given back.
     assert free_room(module) == Room(0, 10 * MiB + 4 * 10**6)
-    assert set(named(presets_that_fit(module, every))) == {"bf16_true", *COMPACT}
+    assert set(named(presets_that_fit(module, every))) == {"bf16_true", "gradient_release", *COMPACT}
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, MiB))
     assert presets_that_fit(module, every).startswith("no preset would fit: the nearest, compact, needs 5.07 MiB")
 
@@ -179,7 +182,7 @@ def test_the_advice_counts_as_the_strategy_does(name: str) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)  # which keeps what DeepSpeed's does
     precision = str(config.precision)
     theirs = layout_of(module, groups_of(optimizer), optimizer, zero, precision=precision, accumulates=False, cuda=True)
-    sizes = fitting.Sizes(tuple(p.numel() for p in module.parameters()), (), 0)
+    sizes = Sizes(tuple(p.numel() for p in module.parameters()), (), 0)
     ours = fitting.model_states(config, sizes, cuda=True)
     assert ours is not None
     assert ours.host == pytest.approx(MARGIN * theirs.host_bytes, rel=1e-6)
@@ -240,8 +243,8 @@ def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, mak
     if preset:
         (advice,) = second
         assert advice.startswith("presets that would fit, before activations, with AdamW: ")
-        # 8 bytes per parameter are 4 MiB, 5.06 are 2.5; baseline's 16 are 8 MiB, of 7.
-        assert set(named(advice)) == {"bf16_true", *COMPACT}
+        # 8 bytes per parameter are 4 MiB, 5.06 are 2.5, 12 are 6; baseline's 16 are 8 MiB, of 7.
+        assert set(named(advice)) == {"bf16_true", "gradient_release", *COMPACT}
     else:
         assert second == []
 

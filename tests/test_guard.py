@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, PresetError
-from lightning_solo.fitting import Room, Sizes, model_states, presets_that_fit, zero_settings
+from lightning_solo.fitting import Room, model_states, presets_that_fit
 from lightning_solo.guard import PresetGuard
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
@@ -141,11 +142,3 @@ def test_model_states_on_a_gpu() -> None:
     # 64-true is no precision of DeepSpeed's, and a strategy of the user's is not known
     assert model_states(SoloConfig(precision="64-true", strategy={"name": "zero_offload"}), sizes, cuda=True) is None
     assert model_states(SoloConfig(strategy={"_target_": "mine.Strategy"}), sizes, cuda=True) is None
-
-
-def test_a_strategy_node_in_the_layouts_words() -> None:
-    node = {"stage": 3, "offload_parameters": True, "nvme_path": "/nvme", "pin_memory": False}
-    settings = zero_settings(node, "bf16-mixed", 4, 1000, cuda=True)
-    assert (settings.nvme_optimizer, settings.nvme_parameters, settings.accumulates) == (True, True, True)
-    plain = zero_settings({}, "32-true", 1, 1000, cuda=True)
-    assert (plain.stage, plain.nvme_optimizer, plain.offload_parameters, plain.pin_memory) == (2, False, False, True)

@@ -1,4 +1,4 @@
-"""Puts `conf/library` on every Hydra application's search path, so that the presets appear as the group `solo`."""
+"""Puts the presets, and those of other packages' techniques, on every Hydra application's search path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from lightning_solo.presets.compose import register_schema
-from lightning_solo.presets.files import conf_folder
+from lightning_solo.presets.files import library_folders
 
 
 class LightningSoloSearchPath(SearchPathPlugin):
@@ -15,4 +15,5 @@ class LightningSoloSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add our presets behind the application's own configurations, and the schema they inherit."""
         register_schema()
-        search_path.append(provider="lightning-solo", path=f"file://{conf_folder() / 'library'}")
+        for folder in library_folders():
+            search_path.append(provider="lightning-solo", path=f"file://{folder}")

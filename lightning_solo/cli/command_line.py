@@ -19,13 +19,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.cli.hydra_section import check_hydra
 from lightning_solo.errors import ConflictError, PresetError, nearest
-from lightning_solo.presets.compose import VERSION_BASE, compose, hydra_of_our_own, refuse_twice, to_plain
-from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.compose import (
+    VERSION_BASE,
+    check_combination,
+    compose,
+    hydra_of_our_own,
+    refuse_twice,
+    to_plain,
+)
 from lightning_solo.presets.files import conf_folder, preset_files, user_conf_folder
-from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, from_mapping
-from lightning_solo.presets.signature import check_arguments, parameters
+from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, composition, from_mapping
+from lightning_solo.presets.signature import parameters
 
 MOST_JOBS = 10_000
 RESUME = ("never", "auto", "override")
@@ -221,6 +228,9 @@ def _check_choice(group: str, choice: object) -> None:
     there = preset_files() if group == "solo" else [path.stem for f in folders for path in sorted(f.glob("*.yaml"))]
     if choice is None and group == "experiment":
         return
+    if group == "solo" and isinstance(choice, list):
+        check_combination(choice)
+        return
     if not isinstance(choice, str) or choice not in there:
         what = "preset" if group == "solo" else group
         raise PresetError(
@@ -303,7 +313,7 @@ def _refuse_set_twice(solo: SoloConfig, trainer: Mapping[str, Any]) -> None:
         "precision": solo.precision,
         "strategy": solo.strategy and solo.strategy.get("name"),
         "accumulate_grad_batches": solo.accumulate_grad_batches,
-        "accelerator": "cuda" if needs_cuda(solo) else None,
+        "accelerator": "cuda" if composition(solo).needs_cuda() else None,
     }
     if "callbacks" in trainer:
         raise ConflictError(

@@ -34,9 +34,8 @@ from lightning_solo.cli.command_line import (
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE
-from lightning_solo.presets.conflicts import has_callback
 from lightning_solo.presets.files import conf_folder
-from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.observer import figures
 from lightning_solo.sweeps.results import is_validation_loss
@@ -85,7 +84,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
         solo, plan_checks = chosen(checked, folder / AUTO_FILE, resumes=resumes)
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
-    watch = [] if has_callback(checked.solo, "throughput") else [{"name": "throughput", "every_n_steps": often}]
+    watch = [] if composition(checked.solo).has("throughput") else [{"name": "throughput", "every_n_steps": often}]
     callbacks = [*(make("callback", node) for node in watch), *plan_checks]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)

@@ -17,9 +17,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import PlanError
-from lightning_solo.fitting import Sizes, sizes_of
 from lightning_solo.memory.events import EventLog
+from lightning_solo.memory.sizes import sizes_of
 from lightning_solo.planner.batches import mapped
 from lightning_solo.planner.cuda_rules import CudaByHand, cpu_rules, cuda_rules
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros

@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_solo.fitting import TRUE_PRECISIONS
+from lightning_solo.cards.footprint import ELEMENT_BYTES
 from lightning_solo.planner.allocator import peak_allocated, smallest_capacity, survives
 from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
+from lightning_solo.planner.engine_states import with_buffers
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.rules import WINDOW, Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, Span, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
 from lightning_solo.planner.traces import ScalableTrace, scalable_trace
-from lightning_solo.planner.zero_offload import layout_for, offload_seconds, with_layout
 from lightning_solo.presets.schema import SoloConfig
 
 MOST = 2**20  # the largest micro-batch that is tried
@@ -72,10 +72,9 @@ class Planner:
 
         def at(size: int) -> Trace:
             trace = scalable.at(size)
-            if arranged.zero_offload is None:
+            if arranged.states is None:
                 return trace
-            layout = layout_for(arranged.zero_offload, arranged.precision, arranged.accumulation, trace)
-            return with_layout(trace, layout)
+            return with_buffers(trace, *arranged.states.buffers(trace.sizes, arranged.precision, arranged.accumulation))
 
         assert self.micro_batch is not None
         planned = at(self.micro_batch)
@@ -151,14 +150,14 @@ class Planner:
         windows = arranged.accumulation / min(arranged.accumulation, WINDOW)
         in_batches = [cost for cost, phase in zip(costs, phases, strict=True) if phase != "optimizer_step"]
         in_step = [cost for cost, phase in zip(costs, phases, strict=True) if phase == "optimizer_step"]
-        if arranged.zero_offload is None:
+        if arranged.states is None:
             seconds = step_seconds(costs, self.device)
             if windows > 1:
                 seconds += (windows - 1) * step_seconds(in_batches, self.device)
         else:
-            node = arranged.zero_offload
-            layout = layout_for(node, arranged.precision, arranged.accumulation, trace)
-            moved, update = offload_seconds(layout, node, trace, self.device, arranged.accumulation)
+            moved, update = arranged.states.seconds(
+                trace.sizes, arranged.precision, arranged.accumulation, self.device.host_bandwidth
+            )
             seconds, in_step = max(windows * step_seconds(in_batches, self.device), moved) + update, []
         flops = round(sum(cost.flops for cost in in_batches) * windows) + sum(cost.flops for cost in in_step)
         bytes_ = round(_moved(in_batches) * windows) + _moved(in_step)
@@ -169,7 +168,7 @@ class Planner:
         arguments = arranged.arguments()
         key = repr(arguments)
         if key not in self._traces:
-            weight_bytes = TRUE_PRECISIONS.get(str(arguments.get("precision")), 4)
+            weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
             def one(size: int, *, fake: bool, attention: str) -> Trace:
                 batch = sized(self.batch, self._examples, size)

@@ -27,7 +27,7 @@ def plan(
     module: Any,
     batch: Any = None,
     *,
-    preset: str | Mapping[str, Any] | None = None,
+    preset: str | Sequence[str] | Mapping[str, Any] | None = None,
     presets: Sequence[str] | str = "all",
     overrides: Sequence[str] = (),
     device: str | Device | None = None,
@@ -48,7 +48,7 @@ def plan(
         module: a LightningModule, or a function without arguments that returns one, whose weights are then never made.
         batch: one micro-batch, as ``training_step`` receives it, or a function that returns one; by default the first
             of the module's own ``train_dataloader``.
-        preset: the name of one preset, or its fields; the result is then one `Plan`.
+        preset: the name of one preset, names to combine, or its fields; the result is then one `Plan`.
         presets: several names, or ``"all"``; the result is then a list of plans, the one to try first in front.
         overrides: Hydra overrides of each preset: ``["precision=32-true"]``.
         device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
@@ -69,6 +69,8 @@ def plan(
     """
     if isinstance(preset, str):
         configs: dict[str, Any] = {preset: compose(preset, overrides, allow=allow)}
+    elif isinstance(preset, Sequence):
+        configs = {" + ".join(preset): compose(preset, overrides, allow=allow)}
     elif preset is not None:
         configs = {"given": compose(preset, overrides, allow=allow)}
     else:

@@ -1,18 +1,21 @@
-"""How each technique is planned: attached as it is, left out because it holds nothing, or by its own formula."""
+"""How a preset is traced: each technique as its card says, attached as it is, left out, or by its own function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from lightning_solo.build import make
+from lightning_solo.cards.tracing import EngineStates, Tracing
 from lightning_solo.errors import PlanError
-from lightning_solo.optim.back_end_facts import BACK_ENDS
-from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.schema import SoloConfig, composition
 
 # A window of two micro-batches holds what one of any length holds: the gradients, kept through a forward.
 WINDOW = 2
+KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
+"""Arguments of a Trainer that change what a step holds."""
 
 
 @dataclass
@@ -23,15 +26,15 @@ class Arrangement:
         arguments: of a Trainer on the CPU; made anew for each trace.
         precision: of the real run, by Lightning's name.
         accumulation: micro-batches per optimizer step in the real run.
-        zero_offload: the node of that strategy: model states are then counted by its layout, not traced.
+        states: how model states are counted where an engine stores them and they aren't traced.
         assumptions: where the trace differs from the run, in words.
     """
 
     arguments: Callable[[], dict[str, Any]]
     precision: str
     accumulation: int = 1
-    zero_offload: Mapping[str, Any] | None = None
-    assumptions: list[str] = field(default_factory=list)
+    states: EngineStates | None = None
+    assumptions: Sequence[str] = ()
 
 
 def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] = ()) -> Arrangement:
@@ -43,107 +46,49 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
         allow: prefixes of ``_target_`` that the user trusts.
 
     Raises:
-        PlanError: a strategy that no rule knows.
+        PlanError: a strategy of the user's own, or a technique that can't be planned with its settings.
     """
-    assumptions: list[str] = []
-    asked, strategy = config.precision or str(given.get("precision", "32-true")), config.strategy
-    precision = asked
-    if strategy is not None and strategy.get("name") not in STRATEGIES:
-        raise PlanError(f"strategy={strategy.get('name', strategy.get('_target_'))!r}: no rule says how to plan it")
-    if strategy is not None and (back_end := strategy.get("back_end", "own")) != "own":
-        raise PlanError(
-            f"strategy.back_end={back_end}: a library's own kernels can't be traced; plan strategy.back_end=own with"
-            f" {_nearest(back_end)}"
-        )
-    if strategy is not None:
-        precision = STRATEGIES[strategy["name"]](precision)
-    elif precision == "16-mixed":
-        precision = "bf16-mixed"
-        assumptions.append("16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped")
-    nodes, factors = [], [config.accumulate_grad_batches or int(given.get("accumulate_grad_batches", 1))]
-    for key, node in config.callback.items():
-        planned = CALLBACKS.get(node.get("name", ""), _attached)(node)
-        if planned is None:
-            continue
-        if "factor" in planned:
-            factors.append(planned["factor"])
-        else:
-            nodes.append((key, planned))
-    accumulation = max(factors)
-    by_layout = strategy if strategy is not None and strategy["name"] == "zero_offload" else None
-    attached = strategy if by_layout is None else None
+    if config.strategy is not None and "name" not in config.strategy:
+        raise PlanError(f"strategy={config.strategy['_target_']!r}: no card says how to plan it")
+    precision = config.precision or str(given.get("precision", "32-true"))
+    accumulation = config.accumulate_grad_batches or int(given.get("accumulate_grad_batches", 1))
+    tracing = Tracing(precision, accumulation)
+    planned = {chosen.option: chosen for chosen in composition(config).techniques}
+    nodes = {} if config.strategy is None else {"strategy": config.strategy}
+    nodes |= {f"callback.{key}": node for key, node in config.callback.items()}
+    attached: dict[str, Mapping[str, Any]] = {}
+    for option, node in nodes.items():
+        tracing = replace(tracing, node=node)
+        if option in planned:
+            tracing = _planned(planned[option].card.planned, planned[option].settings, tracing)
+        if tracing.node is not None:
+            attached[option] = tracing.node
+    if tracing.precision == "16-mixed":
+        assumption = "16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped"
+        tracing = replace(tracing, precision="bf16-mixed", assumptions=(*tracing.assumptions, assumption))
 
     def arguments() -> dict[str, Any]:
-        callbacks = [make("callback", node, allow=allow, option=f"callback.{key}") for key, node in nodes]
-        own = {} if attached is None else {"strategy": make("strategy", attached, allow=allow)}
+        made = {
+            option: make(option.split(".")[0], node, allow=allow, option=option) for option, node in attached.items()
+        }
+        own = {"strategy": made.pop("strategy")} if "strategy" in made else {}
         return {
             **{key: value for key, value in given.items() if key in KEPT},
             **own,
-            "precision": precision,
-            "accumulate_grad_batches": min(accumulation, WINDOW),
-            "callbacks": callbacks,
+            "precision": tracing.precision,
+            "accumulate_grad_batches": min(tracing.accumulation, WINDOW),
+            "callbacks": list(made.values()),
         }
 
-    if attached is not None:
-        assumptions.append("the step of compact is planned as a Triton kernel that reads and writes each tensor once")
-        if attached.get("state_budget") == "auto":
-            attached = {**attached, "state_budget": 0}
-            assumptions.append(
-                "all of compact's states are planned on the host: in a run, what fits stays on the device"
-            )
-    return Arrangement(arguments, asked, accumulation, by_layout, assumptions)
+    return Arrangement(arguments, precision, tracing.accumulation, tracing.states, tracing.assumptions)
 
 
-def _nearest(back_end: str) -> str:
-    """Return the bits of our own whose states take the most like a back end's, and what those take."""
-    library = BACK_ENDS[back_end]
-    bits = "24" if library.correction_bytes else "16-stochastic"
-    bits = bits if library.bf16_weights else "32 precision=32-true"
-    own = f"strategy.master_bits={bits} strategy.moment_bits={library.moment_bits}"
-    return f"{own}, whose states take about as much as its {library.state_bytes:.2f} bytes per parameter"
-
-
-KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
-"""Arguments of a Trainer that change what a step holds."""
-
-
-def _attached(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return node
-
-
-def _observer(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return None
-
-
-def _checkpointing(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return {**node, "verify_recomputation": False}  # compares numbers, in the first step only
-
-
-def _schedule(node: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return {"factor": max((int(factor) for _, factor in node.get("milestones") or [(0, 1)]), default=1)}
-
-
-CALLBACKS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any] | None]] = {
-    "accumulation_schedule": _schedule,
-    "activation_checkpointing": _checkpointing,
-    "compact_states": _attached,
-    "gradient_release": _attached,
-    "leak_finder": _observer,
-    "memory_logger": _observer,
-    "memory_snapshot": _observer,
-    "throughput": _observer,
-}
-"""Name of a callback -> what is attached in its stead: the same, another one, or nothing."""
-
-
-def _by_layout(precision: str) -> str:
-    """DeepSpeed's weights are in the low precision throughout, without autocast."""
-    return {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(precision, precision)
-
-
-def _as_given(precision: str) -> str:
-    return precision
-
-
-STRATEGIES: dict[str, Callable[[str], str]] = {"compact": _as_given, "zero_offload": _by_layout}
-"""Name of a strategy -> the precision in which forward and backward are traced."""
+def _planned(way: str, settings: Any, tracing: Tracing) -> Tracing:
+    """Return the tracing after a technique, by its card's ``planned``."""
+    if way == "attached":
+        return tracing
+    if way == "left out":
+        return replace(tracing, node=None)
+    module, _, function = way.partition(":")
+    changed: Tracing = getattr(import_module(module), function)(settings, tracing)
+    return changed

@@ -22,7 +22,7 @@ import cloudpickle
 from lightning_solo.errors import CapabilityError, PlanError, SoloError
 from lightning_solo.planner.device import CPU
 from lightning_solo.planner.forks import end_with_parent
-from lightning_solo.presets.conflicts import needs_cuda
+from lightning_solo.presets.schema import composition
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _answer(payload: bytes, replies: Connection) -> None:
         planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})
         for name, config in request.presets.items():
             try:
-                if request.device.name == CPU and (reason := needs_cuda(config)):
+                if request.device.name == CPU and (reason := composition(config).needs_cuda()):
                     raise CapabilityError(reason)
                 answer: Any = planner.plan(name, config)
             except Exception as error:

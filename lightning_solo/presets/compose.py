@@ -7,6 +7,7 @@ An override is Hydra's, with field names as Lightning's and without a prefix: `p
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,14 +25,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_solo.errors import PresetError, nearest
-from lightning_solo.presets.conflicts import check_conflicts
+from lightning_solo.errors import ConflictError, PresetError, nearest
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
-from lightning_solo.presets.schema import FIELDS, SoloConfig, from_mapping
+from lightning_solo.presets.schema import FIELDS, PresetSchema, SoloConfig, composition, from_mapping
 
 GROUPS = ("callback", "strategy")
 # Hydra 1.3 warns without it, 1.4 with it
 VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
+UNSET = ("precision", "accumulate_grad_batches")  # fields that are missing, in Hydra's sense, until a preset sets them
 _GIVEN = "_given_"
 
 
@@ -39,14 +40,19 @@ def register_schema() -> None:
     """Let presets inherit the typed schema: `- /solo/schema@_here_: solo` in their defaults list."""
     store = ConfigStore.instance()
     if "schema" not in store.repo.get("solo", {}):  # each compose comes by; Hydra 1.5 refuses the second time
-        store.store(group="solo/schema", name="solo", node=SoloConfig, provider="lightning-solo")
+        store.store(group="solo/schema", name="solo", node=PresetSchema, provider="lightning-solo")
 
 
-def compose(preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> SoloConfig:
+Preset = str | Sequence[str] | Mapping[str, Any]
+"""A name, several names to combine, or the fields themselves (a Hydra application's ``cfg.solo``)."""
+
+
+def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> SoloConfig:
     """Return the checked configuration of a preset.
 
     Args:
-        preset: a name, or the fields themselves (a user's ``cfg.solo``).
+        preset: a name, the fields themselves (a user's ``cfg.solo``), or several names: of a field that two of them set
+            the later one counts, with a warning.
         overrides: Hydra overrides without a prefix, such as ``"precision=32-true"``.
         allow: prefixes of ``_target_`` that the user trusts.
 
@@ -60,27 +66,32 @@ def compose(preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, a
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=['my_project']")
     given = compose_mapping(preset, overrides, allow=allow)
     config = from_mapping(given, allow)
-    check_conflicts(config)
+    composition(config).check()
     return config
 
 
-def compose_mapping(
-    preset: str | Mapping[str, Any], overrides: Sequence[str] = (), *, allow: Sequence[str] = ()
-) -> dict[str, Any]:
+def compose_mapping(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> dict[str, Any]:
     """Return what Hydra makes of a preset and overrides as plain containers, not yet checked field by field.
 
     Raises:
         PresetError: unknown preset, ill-formed file, override that does not apply.
     """
     parsed = _parse(overrides)
+    if not isinstance(preset, str) and isinstance(preset, Sequence):
+        check_combination(preset, [override.key_or_group for override in parsed])
     with _preset_in_store(preset, allow) as name:
         groups = [_with_prefix(o) for o in parsed if o.key_or_group in GROUPS]
         values = [_with_prefix(o) for o in parsed if o.key_or_group not in GROUPS]
         try:
-            return _run_hydra([f"+solo={name}", *groups, *values])
+            composed = _run_hydra([f"+solo={name}", *groups, *values])
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             _explain(name, groups, [o for o in parsed if o.key_or_group not in GROUPS], allow)
             raise PresetError(_in_our_words(error, preset)) from error
+    for name in [preset] if isinstance(preset, str) else () if isinstance(preset, Mapping) else preset:
+        node = check_file(name)
+        for field in (field for field in UNSET if OmegaConf.is_missing(node, field) and field not in composed):
+            raise PresetError(f"preset {name!r}: {field} is mandatory; write the override {field}=...")
+    return composed
 
 
 def _run_hydra(overrides: Sequence[str]) -> dict[str, Any]:
@@ -112,33 +123,43 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
-        plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        plain = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
         raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}") from error
     if not isinstance(plain, dict):
         raise PresetError(f"a preset must be a mapping, got {node!r}")
-    _refuse_interpolations(plain, "")
+    presets: list[tuple[Any, Any]] = [(node, plain), (node.get("solo"), plain.get("solo"))]
+    for preset, fields in presets:
+        if isinstance(preset, DictConfig) and OmegaConf.get_type(preset) is PresetSchema:
+            for name in UNSET:
+                if fields[name] == "???":
+                    del fields[name]
+    _refuse_unfinished(plain, "")
     return {str(key): value for key, value in plain.items()}
 
 
-def _refuse_interpolations(node: Any, path: str) -> None:
-    """Refuse strings that would be resolved a second time: an escaped one must not become a target after the check."""
+def _refuse_unfinished(node: Any, path: str) -> None:
+    """Refuse missing values, and strings that would be resolved once more: none may become a target after the check."""
     if isinstance(node, dict):
         for key, value in node.items():
-            _refuse_interpolations(value, f"{path}.{key}" if path else str(key))
+            _refuse_unfinished(value, f"{path}.{key}" if path else str(key))
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            _refuse_interpolations(value, f"{path}[{index}]")
+            _refuse_unfinished(value, f"{path}[{index}]")
+    elif node == "???":
+        raise PresetError(f"{path}: a mandatory value is missing; write {path}=...")
     elif isinstance(node, str) and "${" in node:
         raise PresetError(f"{path}={node!r}: an escaped interpolation is not supported; write the value itself")
 
 
 @contextmanager
-def _preset_in_store(preset: str | Mapping[str, Any], allow: Sequence[str]) -> Iterator[str]:
+def _preset_in_store(preset: Preset, allow: Sequence[str]) -> Iterator[str]:
     """Yield the name under which Hydra finds the preset; fields given as a mapping are put into its store meanwhile."""
     if isinstance(preset, str):
         check_file(preset)
         yield preset
+    elif isinstance(preset, Sequence):
+        yield f"[{','.join(preset)}]"
     elif isinstance(preset, Mapping):
         store = ConfigStore.instance()
         fields = asdict(from_mapping(to_plain(preset), allow))
@@ -153,7 +174,65 @@ def _preset_in_store(preset: str | Mapping[str, Any], allow: Sequence[str]) -> I
             f" the command line +solo=bf16 where that list has no solo; there are {', '.join(preset_files())}"
         )
     else:
-        raise PresetError(f"preset={preset!r}: must be a name or a mapping of fields (a Hydra application's cfg.solo)")
+        raise PresetError(f"preset={preset!r}: must be a name, a list of names or a mapping of fields (cfg.solo)")
+
+
+def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> None:
+    """Check a list of presets, and warn of each field that two of them set to different values: the later one counts.
+
+    Args:
+        names: of the presets.
+        overridden: fields that an override sets anyway.
+
+    Raises:
+        PresetError: an empty list, an unknown preset, one that is there twice, `auto`.
+        ConflictError: two of them choose different strategies, or one replaces all that another sets.
+    """
+    if not names or not all(isinstance(name, str) for name in names):
+        raise PresetError(f"preset={names!r}: write names, such as [compact,checkpointing]")
+    composed: dict[str, dict[str, Any]] = {}
+    for name in names:
+        check_file(name)
+        if name in composed:
+            raise PresetError(f"presets {list(names)}: {name!r} is there twice; drop one")
+        composed[name] = compose_mapping(name)
+        if composed[name].get("auto"):
+            raise PresetError(f"presets {list(names)}: {name!r} chooses among the others; write it alone")
+    leaves = {name: dict(_leaves(fields)) for name, fields in composed.items()}
+    strategies = {name: options["strategy.name"] for name, options in leaves.items() if "strategy.name" in options}
+    if len(set(strategies.values())) > 1:
+        raise ConflictError(
+            f"presets {' and '.join(strategies)}: each brings its strategy, {' and '.join(strategies.values())}, and a"
+            f" run has one; drop {' or '.join(strategies)}"
+        )
+    for index, (name, options) in enumerate(leaves.items()):
+        replaced = {}
+        for option in options:
+            later = [other for other in list(leaves)[index + 1 :] if option in leaves[other]]
+            if later and leaves[later[-1]][option] != options[option]:
+                replaced[option] = later[-1]
+        if replaced and len(replaced) == len(options):
+            others = " and ".join(dict.fromkeys(replaced.values()))
+            raise ConflictError(
+                f"presets {name} and {others}: {', '.join(replaced)} of {name} is replaced, which is all that it sets;"
+                f" drop {name} or {others}"
+            )
+        for option, other in replaced.items():
+            if option not in overridden:
+                warnings.warn(
+                    f"{option}={leaves[other][option]!r} of preset {other} replaces {options[option]!r} of preset"
+                    f" {name}; to choose, change their order or write the override {option}=...",
+                    stacklevel=3,
+                )
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the options that a preset sets, with their values."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        elif path or value is not None:
+            yield f"{path}{key}", value
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

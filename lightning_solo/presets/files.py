@@ -1,4 +1,4 @@
-"""Where the configurations lie: ours, inside an installed wheel or beside the package, and the user's `./conf`."""
+"""Where configurations are stored: ours, those of other packages' techniques, and the user's `./conf`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError, nearest
 
 
@@ -16,6 +17,11 @@ def conf_folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
+
+
+def library_folders() -> list[Path]:
+    """Return the folders that hold a folder ``solo``: ours, then those that other packages' techniques bring."""
+    return [conf_folder() / "library", *catalogue().folders]
 
 
 def user_conf_folder() -> Path | None:
@@ -27,11 +33,9 @@ def user_conf_folder() -> Path | None:
 
 def preset_files() -> dict[str, Path]:
     """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) goes first, as in Hydra."""
-    files = {path.stem: path for path in sorted((conf_folder() / "library" / "solo").glob("*.yaml"))}
     own = user_conf_folder()
-    if own is not None:
-        files.update({path.stem: path for path in sorted((own / "solo").glob("*.yaml"))})
-    return files
+    folders = [*([] if own is None else [own]), *library_folders()]
+    return {path.stem: path for folder in reversed(folders) for path in sorted((folder / "solo").glob("*.yaml"))}
 
 
 def describe(path: Path) -> str:
@@ -40,8 +44,8 @@ def describe(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def check_file(name: str) -> None:
-    """Refuse an unknown preset, and a file that holds no mapping of fields.
+def check_file(name: str) -> DictConfig:
+    """Return a preset's file as it is written; refuse an unknown preset, and a file that holds no mapping of fields.
 
     Raises:
         PresetError: names the nearest preset, or the file and the line.
@@ -58,6 +62,7 @@ def check_file(name: str) -> None:
         raise PresetError(
             f"preset {name!r}: {path}, line 1: must hold a mapping of fields such as `precision: bf16-mixed`"
         )
+    return node
 
 
 def check_choice(group: str, value: object) -> None:
@@ -66,8 +71,8 @@ def check_choice(group: str, value: object) -> None:
     Raises:
         PresetError: names the nearest one and what there is.
     """
-    folders = [conf_folder() / "library" / "solo" / group, (user_conf_folder() or Path()) / "solo" / group]
-    choices = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    folders = [*library_folders(), user_conf_folder() or Path()]
+    choices = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
     for name in value if isinstance(value, list) else [value]:
         if name is not None and name not in choices:
             there = ", ".join(choices)

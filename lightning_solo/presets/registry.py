@@ -1,7 +1,7 @@
 """The names that a configuration may turn into objects; everything else is refused.
 
-A node of a configuration becomes an object by ``name: <a name below>``, or by ``_target_: some.path`` where the user
-allowed that path's prefix. Adding a technique is adding its line here (and its four other places).
+A node of a configuration becomes an object by ``name``, of a technique's card or of the classes below, or by
+``_target_: some.path`` where the user allowed that path's prefix.
 """
 
 from __future__ import annotations
@@ -9,44 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_solo.cards.catalogue import card_of
 from lightning_solo.errors import PresetError, nearest
 
 NAMES: dict[str, dict[str, str]] = {
-    "callback": {
-        "accumulation_schedule": "lightning_solo.techniques.accumulation_schedule.technique:AccumulationSchedule",
-        "activation_checkpointing": (
-            "lightning_solo.techniques.activation_checkpointing.technique:ActivationCheckpointing"
-        ),
-        "compact_states": "lightning_solo.techniques.compact_states.technique:CompactStates",
-        "gradient_release": "lightning_solo.techniques.gradient_release.technique:GradientRelease",
-        "leak_finder": "lightning_solo.techniques.leak_finder.technique:LeakFinder",
-        "memory_logger": "lightning_solo.techniques.memory_logger.technique:MemoryLogger",
-        "memory_snapshot": "lightning_solo.techniques.memory_snapshot.technique:MemorySnapshot",
-        "throughput": "lightning_solo.techniques.throughput.technique:Throughput",
-    },
-    "strategy": {
-        "compact": "lightning_solo.techniques.compact.technique:CompactStrategy",
-        "zero_offload": "lightning_solo.techniques.zero_offload.technique:ZeroOffloadStrategy",
-    },
-    "model": {
-        "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",
-    },
-    "data": {
-        "stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText",
-    },
-    "optimizer": {
-        "adamw": "torch.optim.adamw:AdamW",
-        "sgd": "torch.optim.sgd:SGD",
-    },
+    "model": {"byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT"},
+    "data": {"stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText"},
+    "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
 }
+"""Kind -> name -> class, of what is no technique."""
 
 
 def target_of(kind: str, name: object, option: str) -> str:
-    """Return the ``"module:Class"`` behind a registered name.
+    """Return the ``"module:Class"`` behind a name.
 
     Raises:
-        PresetError: ``name`` is not registered for this kind; ``option`` is the path the message names.
+        PresetError: there is none of that name; ``option`` is the path that the message names.
     """
+    if kind not in NAMES:
+        return card_of(kind, name, option).target
     names = NAMES[kind]
     if not isinstance(name, str) or name not in names:
         raise PresetError(
@@ -57,7 +38,7 @@ def target_of(kind: str, name: object, option: str) -> str:
 
 
 def is_allowed(path: str, allow: Sequence[str]) -> bool:
-    """Tell whether ``path`` is one of the prefixes in ``allow`` or lies below one.
+    """Return whether ``path`` is one of the prefixes in ``allow`` or below one.
 
     >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
     (True, False)
@@ -82,7 +63,7 @@ def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None
     """Refuse every ``_target_`` outside the prefixes in ``allow``, before anything is imported.
 
     Raises:
-        PresetError: a target is not a string or lies outside ``allow``.
+        PresetError: a target is not a string, or outside ``allow``.
     """
     for path, target in targets(node, option):
         if not isinstance(target, str) or not is_allowed(target, allow):

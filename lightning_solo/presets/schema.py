@@ -6,10 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
 
+from omegaconf import MISSING
+
+from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.cards.catalogue import card_of
+from lightning_solo.cards.composition import Chosen, Composition
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.devices import budget_on, device, parse_budget
-from lightning_solo.presets.registry import refuse_foreign_targets, target_of
-from lightning_solo.presets.signature import check_arguments, parameters
+from lightning_solo.presets.registry import NAMES, refuse_foreign_targets, target_of
+from lightning_solo.presets.signature import parameters
 
 PRECISIONS = {
     "32-true": "32-true",
@@ -42,6 +47,20 @@ class SoloConfig:
 FIELDS = tuple(f.name for f in fields(SoloConfig))
 
 
+@dataclass
+class PresetSchema:
+    """The fields of a preset for Hydra's composition: what a preset leaves out keeps what one before it in a list set.
+
+    So a missing value stands for "not set", which doesn't replace anything, as None would.
+    """
+
+    precision: Optional[str] = MISSING  # noqa: UP045
+    accumulate_grad_batches: Optional[int] = MISSING  # noqa: UP045
+    strategy: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+    callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+    auto: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+
+
 def from_mapping(given: Mapping[str, Any], allow: Sequence[str] = ()) -> SoloConfig:
     """Return the checked configuration behind a plain mapping.
 
@@ -58,10 +77,23 @@ def from_mapping(given: Mapping[str, Any], allow: Sequence[str] = ()) -> SoloCon
     return SoloConfig(
         precision=_precision(given.get("precision")),
         accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
-        strategy=_object(given.get("strategy"), "strategy", allow),
+        strategy=_object(given.get("strategy") or None, "strategy", allow),
         callback=_callbacks(given.get("callback"), allow),
-        auto=_auto(given.get("auto")),
+        auto=_auto(given.get("auto") or None),
     )
+
+
+def composition(config: SoloConfig) -> Composition:
+    """Return a checked configuration as the techniques' cards see it."""
+    nodes = [(config.strategy, "strategy")] if config.strategy is not None else []
+    nodes += [(node, f"callback.{key}") for key, node in config.callback.items()]
+    chosen = []
+    for node, option in nodes:
+        if "name" in node:
+            card = card_of(option.split(".")[0], node["name"], f"{option}.name")
+            arguments = {key: value for key, value in node.items() if key != "name"}
+            chosen.append(Chosen(card, card.check(arguments, option), option))
+    return Composition(tuple(chosen), config.precision, config.accumulate_grad_batches)
 
 
 def _unknown_field(name: str, value: object) -> str:
@@ -132,7 +164,7 @@ def _callbacks(given: object, allow: Sequence[str]) -> dict[str, Any]:
             continue
         option = f"callback.{key}"
         if isinstance(arguments, Mapping) and "_target_" not in arguments and "name" not in arguments:
-            target_of("callback", key, option)
+            card_of("callback", key, option)
             checked[str(key)] = _object({"name": key, **arguments}, option, allow)
         else:
             checked[str(key)] = _object(arguments, option, allow)
@@ -166,5 +198,8 @@ def _object(node: object, option: str, allow: Sequence[str]) -> dict[str, Any] |
         if "name" not in node:
             raise PresetError(f"{option}: no `name`; write {kind}=<name> to choose one")
         arguments = {key: value for key, value in node.items() if key != "name"}
-        check_arguments(arguments, parameters(target_of(kind, node["name"], f"{option}.name")), option)
+        if kind in NAMES:
+            check_arguments(arguments, parameters(target_of(kind, node["name"], f"{option}.name")), option)
+        else:
+            card_of(kind, node["name"], f"{option}.name").check(arguments, option)
     return {str(key): value for key, value in node.items()}

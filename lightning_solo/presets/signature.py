@@ -1,30 +1,18 @@
-"""Constructor arguments, read without importing the class, and the check of a value against its annotation.
-
-Importing a callback imports torch and Lightning, which takes seconds; a misspelt argument should be found in
-milliseconds. So the constructors of this library are read from their source by `ast`.
-"""
+"""Constructor arguments of classes that are no techniques, read from their source: importing them takes seconds."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import functools
-import importlib.util
 import inspect
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_solo.errors import PresetError, nearest
-
-REQUIRED: Any = inspect.Parameter.empty
-
-
-class Foreign:
-    """Stands for a type that only its own module knows, such as a Tensor: no plain value of a configuration is one."""
+from lightning_solo.cards.arguments import REQUIRED, Foreign, Parameter
+from lightning_solo.cards.catalogue import module_file
 
 
 class _Names(dict[str, Any]):
@@ -38,14 +26,6 @@ class _Names(dict[str, Any]):
 
 _NAMES = _Names({name: getattr(typing, name) for name in ("Any", "Callable", "Literal", "Optional", "Union")})
 _NAMES.update(Mapping=Mapping, Sequence=Sequence)
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One keyword argument of a constructor: its annotation as a type, and its default or `REQUIRED`."""
-
-    kind: Any
-    default: Any = REQUIRED
 
 
 @functools.cache
@@ -76,13 +56,9 @@ def _literal(node: ast.expr, tree: ast.Module) -> Any:
 
 
 def _source(module: str) -> Path:
-    """Return the file of a module; to find a sub-module's spec would import its parents, so only the root is asked."""
-    root, *rest = module.split(".")
-    spec = importlib.util.find_spec(root)
-    assert spec is not None, f"the registry names a package that is not there: {root}"
-    assert spec.origin is not None
-    path = Path(spec.origin).parent.joinpath(*rest)
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = module_file(module)
+    assert path is not None, f"the registry names a module that is not there: {module}"
+    return path
 
 
 def _evaluate(annotation: ast.expr) -> Any:
@@ -98,69 +74,3 @@ def parameters_of_class(cls: Callable[..., Any]) -> dict[str, Parameter] | None:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
         return None
     return {name: Parameter(Any, p.default) for name, p in signature.parameters.items()}
-
-
-def check_arguments(given: Mapping[str, Any], accepted: Mapping[str, Parameter], option: str) -> None:
-    """Check names, then types, of ``given`` against a constructor's arguments.
-
-    Raises:
-        PresetError: an unknown or missing argument, or a value of another type; names ``option.argument``.
-    """
-    for name, value in given.items():
-        if name not in accepted:
-            raise PresetError(
-                f"{option}.{name}={value!r}: no such argument{nearest(name, accepted)}there are {', '.join(accepted)}"
-            )
-        if not accepts(accepted[name].kind, value):
-            raise PresetError(f"{option}.{name}={value!r}: expected {describe(accepted[name].kind)}")
-    missing = [name for name, parameter in accepted.items() if parameter.default is REQUIRED and name not in given]
-    if missing:
-        raise PresetError(f"{option}: missing {', '.join(missing)}; write {option}.{missing[0]}=...")
-
-
-def accepts(kind: Any, value: Any) -> bool:
-    """Tell whether a plain value (str, int, float, bool, None, list, mapping) fits an annotation.
-
-    >>> accepts(int, True), accepts(float, 1), accepts(Sequence[int], [1, "2"]), accepts(int | None, None)
-    (False, True, False, True)
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind in (Any, Foreign) or origin is Callable or kind is Callable:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        known = [argument for argument in arguments if argument is not Foreign]
-        return set(known) <= {type(None)} or any(accepts(argument, value) for argument in known)
-    if origin is Literal:
-        return any(value == argument and type(value) is type(argument) for argument in arguments)
-    if origin in (Sequence, list, tuple) or kind is Sequence:
-        return isinstance(value, (list, tuple)) and _all(arguments[0] if arguments else Any, value)
-    if origin is Mapping or kind is Mapping:
-        return isinstance(value, Mapping) and _all(arguments[1] if arguments else Any, value.values())
-    if kind is None or kind is type(None):
-        return value is None
-    if kind is float:
-        return type(value) in (int, float)
-    if kind is int:
-        return type(value) is int
-    return isinstance(value, kind) if isinstance(kind, type) and origin is None else True
-
-
-def _all(kind: Any, values: Iterable[Any]) -> bool:
-    return all(accepts(kind, value) for value in values)
-
-
-def describe(kind: Any) -> str:
-    """Return an annotation in words.
-
-    >>> describe(int | None), describe(Literal["epoch", "step"]), describe(Sequence[int])
-    ('an integer or null', "'epoch' or 'step'", 'a list of an integer')
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(argument) for argument in arguments if argument is not Foreign)
-    if origin is Literal:
-        return " or ".join(repr(argument) for argument in arguments)
-    if origin is Sequence:
-        return f"a list of {describe(arguments[0])}"
-    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    return words.get(kind, getattr(kind, "__name__", str(kind)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import ConflictError, PresetError, nearest
 
 BASELINE = "baseline"
@@ -28,31 +30,33 @@ class Technique:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The keys below which lie arguments of this technique alone.
+        """The keys below which the arguments of this technique alone are.
 
-        >>> TECHNIQUES["checkpointing"].options, TECHNIQUES["zero_offload"].options, TECHNIQUES["bf16"].options
-        (('solo.callback.activation_checkpointing',), ('solo.strategy',), ())
+        >>> techniques()["checkpointing"].options, techniques()["bf16"].options
+        (('solo.callback.activation_checkpointing',), ())
         """
         callbacks = [f"solo.callback.{text.removeprefix(_CALLBACK)}" for text in self.overrides if _CALLBACK in text]
         return (*callbacks, *("solo.strategy" for text in self.overrides if _STRATEGY in text))
 
     def owns(self, override: str) -> bool:
-        """Tell whether an override is of an argument of this technique."""
+        """Return whether an override is of an argument of this technique."""
         key = override.lstrip("+~").partition("=")[0]
         return any(key == option or key.startswith(f"{option}.") for option in self.options)
 
 
-# In the order in which they are added to one another: what costs least comes first.
-TECHNIQUES = {
-    technique.name: technique
-    for technique in (
-        Technique("bf16", ("solo.precision=bf16-mixed",)),
-        Technique("checkpointing", ("+solo/callback=activation_checkpointing",), exact=True),
-        Technique("accumulation", ("+solo/callback=accumulation_schedule",)),
-        Technique("compact", ("+solo/strategy=compact", "solo.precision=bf16-mixed")),
-        Technique("zero_offload", ("+solo/strategy=zero_offload",)),
-    )
-}
+BF16 = Technique("bf16", ("solo.precision=bf16-mixed",))
+
+
+@functools.cache
+def techniques() -> dict[str, Technique]:
+    """Return every technique that a ladder can have, in the order in which they are added to one another."""
+    cards = [card for card in catalogue().cards.values() if card.rung is not None]
+    rungs = {BF16.name: BF16}
+    for card in sorted(cards, key=lambda card: (card.rung.order, card.name)):  # type: ignore[union-attr]
+        assert card.rung is not None
+        overrides = (f"+solo/{card.group}={card.name}", *card.rung.overrides)
+        rungs[card.rung.name] = Technique(card.rung.name, overrides, card.exact)
+    return rungs
 
 
 def chosen(names: str | None) -> tuple[Technique, ...]:
@@ -62,65 +66,66 @@ def chosen(names: str | None) -> tuple[Technique, ...]:
         PresetError: there is none of that name, or no name at all.
     """
     if names is None:
-        return tuple(TECHNIQUES.values())
+        return tuple(techniques().values())
     given = [name.strip() for name in names.split(",")]
     for name in given:
-        if name not in TECHNIQUES:
+        if name not in techniques():
             raise PresetError(
-                f"--techniques {names}: no technique {name!r}{nearest(name, TECHNIQUES)}there are"
-                f" {', '.join(TECHNIQUES)}"
+                f"--techniques {names}: no technique {name!r}{nearest(name, techniques())}there are"
+                f" {', '.join(techniques())}"
             )
-    return tuple(technique for technique in TECHNIQUES.values() if technique.name in given)
+    return tuple(technique for technique in techniques().values() if technique.name in given)
 
 
-def name_of(techniques: Sequence[Technique]) -> str:
+def name_of(combination: Sequence[Technique]) -> str:
     """Return the name of a combination."""
-    return " + ".join(technique.name for technique in techniques) or BASELINE
+    return " + ".join(technique.name for technique in combination) or BASELINE
 
 
-def folder_name(techniques: Sequence[Technique]) -> str:
+def folder_name(combination: Sequence[Technique]) -> str:
     """Return the name of a combination's folder."""
-    return name_of(techniques).replace(" ", "")
+    return name_of(combination).replace(" ", "")
 
 
 def overrides_of(
-    techniques: Sequence[Technique], given: Sequence[str], ladder: Sequence[Technique] = tuple(TECHNIQUES.values())
+    combination: Sequence[Technique], given: Sequence[str], ladder: Sequence[Technique] | None = None
 ) -> list[str]:
     """Return the overrides of `lightning-solo train` for a combination.
 
     Args:
-        techniques: of the combination.
+        combination: of techniques.
         given: the user's own overrides; an argument of a technique goes where that technique is.
-        ladder: all techniques that the ladder has.
+        ladder: all techniques that the ladder has; by default all there are.
 
-    >>> overrides_of([TECHNIQUES["checkpointing"]], ["seed=1", "solo.strategy.stage=3"])
+    >>> overrides_of([techniques()["checkpointing"]], ["seed=1", "solo.strategy.stage=3"])
     ['seed=1', 'solo=baseline', '+solo/callback=[activation_checkpointing]']
 
     Raises:
         ConflictError: two of them choose a strategy, or set one field.
     """
-    wanted = [text for text in given if _applies(text, techniques, ladder)]
-    own = [text for technique in techniques for text in technique.overrides]
+    ladder = tuple(techniques().values()) if ladder is None else ladder
+    wanted = [text for text in given if _applies(text, combination, ladder)]
+    own = [text for technique in combination for text in technique.overrides]
     callbacks: list[str] = []
     for text in [*wanted, *own]:
         if text.startswith(_CALLBACK):
             callbacks += [name.strip() for name in text.removeprefix(_CALLBACK).strip("[]").split(",")]
     listed = [f"{_CALLBACK}[{','.join(callbacks)}]"] if callbacks else []
     fields = list(dict.fromkeys(text for text in own if not text.startswith(_CALLBACK)))
-    _refuse_twice(fields, techniques)
+    _refuse_twice(fields, combination)
     before = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
     behind = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]
     return [*before, f"solo={BASELINE}", *fields, *listed, *behind]
 
 
-def _applies(override: str, techniques: Sequence[Technique], ladder: Sequence[Technique]) -> bool:
+def _applies(override: str, combination: Sequence[Technique], ladder: Sequence[Technique]) -> bool:
     owners = [technique for technique in ladder if technique.owns(override)]
-    return not owners or any(technique in owners for technique in techniques)
+    return not owners or any(technique in owners for technique in combination)
 
 
-def _refuse_twice(fields: Sequence[str], techniques: Sequence[Technique]) -> None:
+def _refuse_twice(fields: Sequence[str], combination: Sequence[Technique]) -> None:
     keys = [text.partition("=")[0] for text in fields]
     for key in keys:
         if keys.count(key) > 1:
-            both = " and ".join(t.name for t in techniques if any(text.startswith(f"{key}=") for text in t.overrides))
+            both = " and ".join(t.name for t in combination if any(text.startswith(f"{key}=") for text in t.overrides))
             raise ConflictError(f"{both}: each sets {key.lstrip('+')}; only one of them can be in a run")

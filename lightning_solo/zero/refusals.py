@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError
 from lightning_solo.zero.extension import load_extension, what_is_missing
 
 ONE_OPTIMIZER = (
@@ -24,25 +24,6 @@ CALLBACKS = {
     "StochasticWeightAveraging": "average saved checkpoints, which are plain state dicts",
     "WeightAveraging": "average saved checkpoints, which are plain state dicts",
 }
-
-
-def check_arguments(stage: int, offload_parameters: bool, nvme_path: str | None, host_optimizer: str) -> None:
-    """Refuse values that no run could have.
-
-    Raises:
-        PresetError: names the argument, what is allowed and what to write.
-    """
-    if stage not in (2, 3) or isinstance(stage, bool):
-        raise PresetError(f"zero_offload.stage={stage!r}: allowed are 2 (weights on the device) and 3 (partitioned)")
-    if stage == 2 and (offload_parameters or nvme_path is not None):
-        name = "offload_parameters" if offload_parameters else "nvme_path"
-        raise PresetError(f"zero_offload.{name} needs stage=3, and stage=2 was given; write strategy.stage=3")
-    if nvme_path is not None and not str(nvme_path).strip():
-        raise PresetError("zero_offload.nvme_path='': write a folder on a local SSD, or null for none")
-    if host_optimizer not in ("auto", "deepspeed", "torch"):
-        raise PresetError(
-            f"zero_offload.host_optimizer={host_optimizer!r}: allowed are 'auto', 'deepspeed' and 'torch'"
-        )
 
 
 def refuse_trainer(trainer: Any) -> None:

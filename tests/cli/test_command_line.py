@@ -38,7 +38,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["solo.accumulate_grad_batches=0"], ["0", "at least 1"]),  # row 6
         (["solo.accumulate_grad_batches=-1"], ["-1", "at least 1"]),  # row 7
         (["model=custom"], ["model._target_"]),  # row 10
-        (["solo=[bf16,fp16]"], ["no preset of that name"]),  # row 13
+        (["solo=[bf16,fp16]"], ["bf16 and fp16", "precision", "drop bf16 or fp16"]),  # row 13
         (["seed=1", "seed=2"], ["'seed=1' and 'seed=2'"]),  # row 13
         (["devices=2"], ["one device"]),  # row 23
         (["trainer.devices=2"], ["one device"]),  # row 23

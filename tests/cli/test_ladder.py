@@ -24,7 +24,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, PresetError, S
 from lightning_solo.presets.compose import compose
 from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.rungs import TECHNIQUES
+from lightning_solo.sweeps.rungs import techniques
 from lightning_solo.units import format_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -243,8 +243,8 @@ def test_bad_command_lines(argument: str) -> None:
 
 
 def prepared(name: str, *overrides: str, steps: int = 2) -> Any:
-    techniques = (TECHNIQUES[name],) if name else ()
-    return prepare(techniques, LadderOptions(overrides, steps, None, tuple(TECHNIQUES.values())), Path("runs"))
+    combination = (techniques()[name],) if name else ()
+    return prepare(combination, LadderOptions(overrides, steps, None, tuple(techniques().values())), Path("runs"))
 
 
 def test_a_choice_of_the_ladders_own_is_refused_with_the_techniques() -> None:

@@ -18,9 +18,8 @@ from omegaconf import OmegaConf
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import VERSION_BASE, compose, compose_mapping
-from lightning_solo.presets.conflicts import needs_cuda
 from lightning_solo.presets.files import describe, preset_files
-from lightning_solo.presets.schema import FIELDS, PRECISIONS
+from lightning_solo.presets.schema import FIELDS, PRECISIONS, composition
 
 PRESETS = (
     *("accumulation", "auto", "baseline", "bf16", "bf16_true", "checkpointing", "compact", "compact_checkpointing"),
@@ -46,7 +45,7 @@ def test_first_line_says_what_for_and_where(name: str) -> None:
     purpose, found, device = describe(preset_files()[name]).partition(" Runs on: ")
     assert found
     assert len(purpose) > 20
-    assert device == ("CUDA." if needs_cuda(compose(name)) else "any device.")
+    assert device == ("CUDA." if composition(compose(name)).needs_cuda() else "any device.")
 
 
 def test_overrides_take_lightnings_names() -> None:
@@ -316,3 +315,38 @@ def test_f13_any_target_not_allowed_is_refused(path: str) -> None:
 
 def test_compose_mapping_is_plain() -> None:
     assert type(compose_mapping("checkpointing")["callback"]) is dict
+
+
+class TestLists:
+    """Several presets combined: the later one counts, and what contradicts is refused."""
+
+    def test_fields_of_all_are_joined_and_the_later_one_counts(self) -> None:
+        with pytest.warns(UserWarning, match=r"precision='bf16-true' of preset compact replaces 'bf16-mixed' of"):
+            config = compose(["checkpointing", "compact"])
+        assert (config.precision, config.strategy, list(config.callback)) == (
+            "bf16-true",
+            compose("compact").strategy,
+            ["activation_checkpointing", "memory_logger"],
+        )
+        assert config == compose("compact_checkpointing")
+
+    def test_an_override_settles_what_two_set(self) -> None:
+        overrides = ["precision=bf16-true", "callback.memory_logger.table=false"]
+        config = compose(["compact", "checkpointing"], overrides)
+        assert config.precision == "bf16-true"
+        assert config.callback["memory_logger"]["table"] is False
+
+    @pytest.mark.parametrize(
+        ("names", "error", "words"),
+        [
+            (["compact", "zero_offload"], ConflictError, "drop compact or zero_offload"),
+            (["bf16", "fp16"], ConflictError, "drop bf16 or fp16"),
+            (["bf16", "bf16"], PresetError, "'bf16' is there twice"),
+            (["auto", "bf16"], PresetError, "write it alone"),
+            (["checkpointing", "bf61"], PresetError, "did you mean 'bf16'"),
+            ([], PresetError, "write names"),
+            ([1], PresetError, "write names"),
+        ],
+    )
+    def test_contradictions_are_refused(self, names: list[Any], error: type[Exception], words: str) -> None:
+        assert words in refused(names, error=error)

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
+from lightning_solo.cards.arguments import REQUIRED, accepts, check_arguments, describe
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.registry import NAMES
-from lightning_solo.presets.signature import REQUIRED, accepts, check_arguments, describe, parameters
+from lightning_solo.presets.signature import parameters
 
 TARGETS = sorted({target for names in NAMES.values() for target in names.values()})
 

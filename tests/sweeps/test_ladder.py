@@ -26,7 +26,7 @@ from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.ladder import Ladder, Prepared
 from lightning_solo.sweeps.ladder_display import cells, details, memory_in_words, noise_in_words, table
 from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
-from lightning_solo.sweeps.rungs import TECHNIQUES, Technique, chosen, name_of, overrides_of
+from lightning_solo.sweeps.rungs import Technique, chosen, name_of, overrides_of, techniques
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.units import GiB
 from tests.modules import loader, regression
@@ -197,7 +197,7 @@ def test_rungs_side_by_side_are_refused(tmp_path: Path) -> None:
 
 def test_an_argument_of_a_technique_goes_where_it_is() -> None:
     given = ["seed=1", "solo.callback.activation_checkpointing.every_k=2", "+solo/callback=throughput"]
-    checkpointing, accumulation = TECHNIQUES["checkpointing"], TECHNIQUES["accumulation"]
+    checkpointing, accumulation = techniques()["checkpointing"], techniques()["accumulation"]
     assert overrides_of([], given) == ["seed=1", "solo=baseline", "+solo/callback=[throughput]"]
     assert overrides_of([accumulation, checkpointing], given) == [
         "seed=1",
@@ -210,17 +210,17 @@ def test_an_argument_of_a_technique_goes_where_it_is() -> None:
 
 def test_two_techniques_that_set_one_thing_are_a_conflict() -> None:
     with pytest.raises(ConflictError, match=r"zero_offload and mine: each sets solo/strategy; only one"):
-        overrides_of([TECHNIQUES["zero_offload"], Technique("mine", ("+solo/strategy=compact",))], [])
+        overrides_of([techniques()["zero_offload"], Technique("mine", ("+solo/strategy=compact",))], [])
 
 
 def test_techniques_by_name() -> None:
     assert [t.name for t in chosen("zero_offload, bf16")] == ["bf16", "zero_offload"]  # in the ladder's order
-    assert chosen(None) == tuple(TECHNIQUES.values())
+    assert chosen(None) == tuple(techniques().values())
     with pytest.raises(PresetError, match=r"no technique 'bf61'; did you mean 'bf16'\? there are bf16, checkpointing"):
         chosen("bf61")
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=lambda technique: technique.name)
+@pytest.mark.parametrize("technique", techniques().values(), ids=lambda technique: technique.name)
 def test_every_technique_is_one_that_the_library_has(technique: Technique) -> None:
     own = [text.replace("solo/", "").replace("solo.", "") for text in technique.overrides]
     baseline, config = compose("baseline"), compose("baseline", own)

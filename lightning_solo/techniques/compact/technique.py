@@ -1,28 +1,12 @@
-"""Model states of 5 bytes per parameter instead of 16: split master weights, 8-bit moments, gradients released.
-
-Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) all but 5.06: bf16 weight 2, correction
-            1, moments 1 + 1, scales 0.0625; with ``master_bits="16-stochastic"`` and ``moment_bits=4`` all but 3.06
-Costs:      unpacking and packing in the step. With accumulation the gradients' sum is kept, 4 bytes per parameter; with
-            clipping by norm alone the gradients, 2; on the host with ``gradient_buffer="host"``. States on the host
-            (``state_budget``) pass through the device, 3 bytes per parameter each way, in every step
-Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation
-            and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some
-            4 % (`examples/measure_moments.py`)
-Conflicts:  optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; release with manual optimization, and with
-            hooks that read ``.grad`` after backward
-Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv 2306.09782
-"""
+"""The strategy of compact model states: split master weights, 8-bit moments and gradient release together."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from lightning_solo.errors import PresetError
-from lightning_solo.optim.gradient_release import BUFFERS
-from lightning_solo.presets.registry import target_of
+from lightning_solo.cards.catalogue import load_class, own_cards
 from lightning_solo.seams.strategy import SoloStrategy
-from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.compact.card import CARD
 from lightning_solo.units import format_bytes
 
 
@@ -50,6 +34,8 @@ class CompactStrategy(SoloStrategy):
         PresetError: a value that is none of those allowed.
     """
 
+    release_gradients: bool
+
     def __init__(
         self,
         master_bits: int | str = 24,
@@ -60,42 +46,27 @@ class CompactStrategy(SoloStrategy):
         checkpoint_weights: str = "bf16",
         back_end: str = "own",
     ) -> None:
-        if gradient_buffer not in BUFFERS:
-            raise PresetError(f"strategy.gradient_buffer={gradient_buffer!r}: write {', '.join(map(repr, BUFFERS))}")
-        states = _part(
-            "compact_states",
-            {"label": "compact", "names": ("strategy=compact", "strategy")},
-            master_bits=master_bits,
-            moment_bits=moment_bits,
-            state_budget=state_budget,
-            checkpoint_weights=checkpoint_weights,
-            back_end=back_end,
-        )
-        release = _part(
-            "gradient_release",
-            {
-                "label": "compact",
-                "option": "strategy.release_gradients",
-                "remedy": "write strategy.release_gradients=false",
-            },
-            buffer=gradient_buffer,
-        )
+        settings = {
+            "master_bits": master_bits,
+            "moment_bits": moment_bits,
+            "release_gradients": release_gradients,
+            "gradient_buffer": gradient_buffer,
+            "state_budget": state_budget,
+            "checkpoint_weights": checkpoint_weights,
+            "back_end": back_end,
+        }
+        checked = CARD.check(settings, "strategy")
         super().__init__()
-        self.master_bits = master_bits
-        self.moment_bits = moment_bits
-        self.release_gradients = release_gradients
-        self.gradient_buffer = gradient_buffer
-        self.state_budget = state_budget
-        self.checkpoint_weights = checkpoint_weights
-        self.back_end = back_end
+        vars(self).update(settings)
+        states = _part("compact_states", **{name: settings[name] for name in settings if "gradient" not in name})
+        states.settings = checked  # whose messages name the strategy
+        release = _part("gradient_release", buffer=gradient_buffer)
+        release.option, release.remedy = "strategy.release_gradients", "write strategy.release_gradients=false"
+        states.label = release.label = "compact"
         self.brought = [states, release] if release_gradients else [states]
 
     def __repr__(self) -> str:
-        names = (
-            *("master_bits", "moment_bits", "release_gradients", "gradient_buffer", "state_budget"),
-            *("checkpoint_weights", "back_end"),
-        )
-        return f"CompactStrategy({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        return CARD.repr(self)
 
     def setup(self, trainer: Any) -> None:
         """Set up the run; say what gradients take where they are not released, which says so itself."""
@@ -106,10 +77,6 @@ class CompactStrategy(SoloStrategy):
             run.info(f"compact: gradients, kept on the device until the step: {format_bytes(kept)}")
 
 
-def _part(name: str, called: dict[str, Any], **arguments: Any) -> Technique:
-    """Return the technique of that name, whose messages call it as this strategy's users do."""
-    module, _, cls = target_of("callback", name, name).partition(":")
-    made: Technique = object.__new__(getattr(importlib.import_module(module), cls))
-    vars(made).update(called)  # before the constructor, whose messages have names, too
-    made.__init__(**arguments)  # type: ignore[misc]
-    return made
+def _part(name: str, **arguments: Any) -> Any:
+    """Return a technique by its name."""
+    return load_class(own_cards()[name])(**arguments)

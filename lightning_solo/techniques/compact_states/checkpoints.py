@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 
-CHECKPOINT_WEIGHTS = ("bf16", "fp32")
 WITH_MASTERS = (CompactAdamW, MasterWeights)
 """Optimizers that hold master weights."""
 

@@ -1,14 +1,4 @@
-"""Compact states: master weights split into bf16 and corrections, AdamW's moments in 8 bits, on device or host.
-
-Saves:      of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) all but 7.06: bf16 weight 2, correction
-            1, moments 1 + 1, scales 0.0625, gradient 2
-Costs:      unpacking and packing in the step. States on the host (``state_budget``) pass through the device, 3 bytes
-            per parameter each way, in every step
-Numerics:   ``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit. 24 bits drop
-            updates below 2**-17 of a weight; 8-bit moments move an update by some 4 % (`examples/measure_moments.py`)
-Conflicts:  optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; strategies with an engine of their own
-Reference:  FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861
-"""
+"""Compact states: weights split into bf16 and corrections, moments in 8 bits, on the device or the host."""
 
 from __future__ import annotations
 
@@ -21,20 +11,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.cards.phase import Phase
-from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.errors import ConflictError
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.compact_adamw import CompactAdamW
-from lightning_solo.optim.compressed_moments import MOMENT_BITS
-from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC
-from lightning_solo.optim.state_placement import require_state_budget
-from lightning_solo.presets.conflicts import compact_precision
+from lightning_solo.optim.split_weights import STOCHASTIC
+from lightning_solo.optim.state_settings import StateSettings
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.compact_states.card import CARD
 from lightning_solo.techniques.compact_states.checkpoints import (
-    CHECKPOINT_WEIGHTS,
     WITH_MASTERS,
     load_states,
     with_master_weights,
@@ -42,7 +29,7 @@ from lightning_solo.techniques.compact_states.checkpoints import (
 )
 from lightning_solo.techniques.compact_states.states import StateLayout, convert, host_has_room, require_room
 from lightning_solo.techniques.compact_states.weights import WeightSplit
-from lightning_solo.units import format_bytes, parse_bytes
+from lightning_solo.units import format_bytes
 
 BF16 = ("bf16-true", "bf16-mixed")
 
@@ -67,11 +54,9 @@ class CompactStates(Technique):
         ConflictError: a back end, and bits or a budget that it doesn't have.
     """
 
-    phase = Phase.STATES
+    phase = CARD.phase
     label = "compact_states"
     """What the log calls it; a strategy that brings it has names of its own."""
-    names = ("compact_states", "compact_states")
-    """What messages call it, and the prefix of its options."""
 
     def __init__(
         self,
@@ -81,34 +66,25 @@ class CompactStates(Technique):
         checkpoint_weights: str = "bf16",
         back_end: str = "own",
     ) -> None:
-        option = self.names[1]
-        allowed: dict[str, tuple[Any, Sequence[Any]]] = {
-            "master_bits": (master_bits, MASTER_BITS),
-            "moment_bits": (moment_bits, MOMENT_BITS),
-            "checkpoint_weights": (checkpoint_weights, CHECKPOINT_WEIGHTS),
-            "back_end": (back_end, ("own", *BACK_ENDS)),
+        settings = {
+            "master_bits": master_bits,
+            "moment_bits": moment_bits,
+            "state_budget": state_budget,
+            "checkpoint_weights": checkpoint_weights,
+            "back_end": back_end,
         }
-        for name, (value, choices) in allowed.items():
-            if value not in choices:
-                raise PresetError(f"{option}.{name}={value!r}: write {', '.join(map(repr, choices))}")
-        if back_end != "own" and (master_bits, moment_bits, state_budget, checkpoint_weights) != (24, 8, None, "bf16"):
-            raise ConflictError(
-                f"{option}.back_end={back_end} has its own bits, on the device, and no masters to join: drop"
-                f" master_bits, moment_bits, state_budget and checkpoint_weights, or write {option}.back_end=own"
-            )
+        self.settings: StateSettings = CARD.check(settings)
         self.master_bits = master_bits
         self.moment_bits = moment_bits
         self.state_budget = state_budget
         self.checkpoint_weights = checkpoint_weights
         self.back_end = back_end
-        budget = parsed_budget(state_budget, f"{option}.state_budget")
-        self._layout = StateLayout(master_bits, moment_bits, budget, back_end)
+        self._layout = StateLayout(master_bits, moment_bits, self.settings.budget, back_end)
         self._weights = WeightSplit()
         self._settles = False  # whether it isn't known yet what of the states stays on the device
 
     def __repr__(self) -> str:
-        names = ("master_bits", "moment_bits", "state_budget", "checkpoint_weights", "back_end")
-        return f"CompactStates({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        return CARD.repr(self)
 
     # --- weights ---
 
@@ -158,9 +134,8 @@ class CompactStates(Technique):
             self._weights.forget_building()
             return
         precision = ctx.precision
-        if message := compact_precision(self.master_bits, precision, self.back_end):
-            technique, option = self.names
-            raise ConflictError(message.replace("strategy=compact", technique).replace("strategy.", f"{option}."))
+        if message := self.settings.precision_refusal(precision):
+            raise ConflictError(message)
         ctx.undo.callback(self._join, ctx)
         bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours
         self._weights.split(ctx.module, bits, lambda p: self._is_split(p, precision), to_bf16=precision == "bf16-true")
@@ -182,7 +157,9 @@ class CompactStates(Technique):
             ConflictError: an optimizer that can't be served; names what to write.
         """
         corrections = self._weights.corrections
-        require_room(optimizers, self._layout, corrections, ctx.module, ctx.device, self.names)
+        require_room(
+            optimizers, self._layout, corrections, ctx.module, ctx.device, (self.settings.choice, self.settings.option)
+        )
 
         def put(converted: list[Optimizer]) -> None:
             ctx.strategy.optimizers = list(converted)
@@ -249,19 +226,3 @@ class CompactStates(Technique):
     def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states to where they belong; masters from fp32 weights beside them."""
         load_states(ctx.strategy.optimizers, ctx.module, checkpoint)
-
-
-def parsed_budget(budget: int | str | None, option: str) -> int | str | None:
-    """Return a budget of states in bytes, "auto" or None.
-
-    Raises:
-        PresetError: it is none of these; names the option.
-    """
-    parsed = budget
-    if isinstance(budget, str) and budget != "auto":
-        try:
-            parsed = parse_bytes(budget)
-        except ValueError as error:
-            raise PresetError(f"{option}={error}; 0 for none, auto for what fits, null for all") from error
-    require_state_budget(parsed, option)
-    return parsed

@@ -1,13 +1,4 @@
-"""Gradient release: each gradient is used by its parameter's step in backward, and freed, whatever optimizer steps.
-
-Saves:      gradients, 4 bytes per parameter in fp32, 2 in bf16, but for those of the layer that backward is at
-Costs:      a launch per parameter instead of one for many. With accumulation the gradients' sum is kept, 4 bytes per
-            parameter, with clipping by norm alone the gradients as they came; on the host with ``buffer="host"``
-Numerics:   exact: with accumulation, short windows and clipping by norm or value the bits of a plain run in fp32
-Conflicts:  manual optimization, several optimizers, 16-mixed, optimizers whose step needs all gradients at once (LBFGS,
-            SparseAdam, Muon), hooks that read ``.grad`` behind backward, strategies with an engine of their own
-Reference:  Lv et al. 2023, LOMO, arXiv 2306.09782; torch's tutorial on optimizer steps in backward
-"""
+"""Gradient release: each gradient is used by its parameter's step in backward, and freed, whatever optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,13 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.cards.phase import Phase
-from lightning_solo.errors import ConflictError, PresetError
-from lightning_solo.optim.gradient_release import BUFFERS
+from lightning_solo.errors import ConflictError
 from lightning_solo.optim.gradient_release import GradientRelease as Release
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.gradient_release.card import CARD
 from lightning_solo.units import format_bytes
 
 
@@ -39,7 +29,7 @@ class GradientRelease(Technique):
         PresetError: a buffer that is neither.
     """
 
-    phase = Phase.STEP
+    phase = CARD.phase
     label = "gradient_release"
     """What the log calls it; a strategy that brings it has names of its own."""
     option = "gradient_release"
@@ -47,15 +37,14 @@ class GradientRelease(Technique):
     remedy = "drop gradient_release"
 
     def __init__(self, buffer: str = "device") -> None:
-        if buffer not in BUFFERS:
-            raise PresetError(f"gradient_release.buffer={buffer!r}: write {', '.join(map(repr, BUFFERS))}")
+        CARD.check({"buffer": buffer})
         self.buffer = buffer
         self._release: Release | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._warned: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"GradientRelease(buffer={self.buffer!r})"
+        return CARD.repr(self)
 
     @property
     def release(self) -> Release | None:

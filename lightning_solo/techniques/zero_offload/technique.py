@@ -33,6 +33,7 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.homes import fabric_part, part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import Seams
+from lightning_solo.techniques.zero_offload.card import CARD
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
     check_device_budget,
@@ -60,7 +61,6 @@ from lightning_solo.zero.process import (
 )
 from lightning_solo.zero.refusals import (
     ONE_OPTIMIZER,
-    check_arguments,
     refuse_clipping_by_value,
     refuse_module,
     refuse_trainer,
@@ -117,7 +117,18 @@ class ZeroOffloadStrategy(Base):
         exclude_frozen_parameters: bool = False,
         allow_cpu: bool = False,
     ) -> None:
-        check_arguments(stage, offload_parameters, nvme_path, host_optimizer)
+        settings = {
+            "stage": stage,
+            "offload_parameters": offload_parameters,
+            "nvme_path": nvme_path,
+            "pin_memory": pin_memory,
+            "host_optimizer": host_optimizer,
+            "config": config,
+            "save_engine_directory": save_engine_directory,
+            "exclude_frozen_parameters": exclude_frozen_parameters,
+            "allow_cpu": allow_cpu,
+        }
+        CARD.check(settings)
         self.stage = stage
         self.offload_parameters = offload_parameters
         self.nvme_path = nvme_path

@@ -1,0 +1,157 @@
+"""Arguments of techniques and other classes: names, types, defaults; the check of plain values against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal
+
+from lightning_solo.errors import PresetError, nearest
+
+REQUIRED: Any = inspect.Parameter.empty
+
+
+class Foreign:
+    """Stands for a type that only its own module knows, such as a Tensor: no plain value of a configuration is one."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One keyword argument: its type, its default or `REQUIRED`, and what else a value must be.
+
+    Attributes:
+        kind: a type, as an annotation names it.
+        default: `REQUIRED` where there is none.
+        allowed: the values that there are; empty for any of that type.
+        at_least: the smallest number allowed.
+        check: returns what is wrong with a value and what to write, or None.
+    """
+
+    kind: Any
+    default: Any = REQUIRED
+    allowed: tuple[Any, ...] = ()
+    at_least: float | None = None
+    check: Callable[[Any], str | None] | None = None
+
+    def complaint(self, value: Any) -> str | None:
+        """Return what is wrong with a value and what to write instead, or None."""
+        if not accepts(self.kind, value):
+            return f"expected {self._expected()}"
+        if self.allowed and value not in self.allowed:
+            return f"write {', '.join(map(repr, self.allowed))}"
+        if self.at_least is not None and isinstance(value, int | float) and value < self.at_least:
+            return f"expected {describe(self.kind)} of at least {self.at_least}"
+        return self.check(value) if self.check is not None else None
+
+    def _expected(self) -> str:
+        if self.allowed:
+            return " or ".join(map(repr, self.allowed))
+        return describe(self.kind) + (f" of at least {self.at_least}" if self.at_least is not None else "")
+
+
+def setting(
+    default: Any,
+    text: str,
+    *,
+    allowed: Sequence[Any] = (),
+    at_least: float | None = None,
+    check: Callable[[Any], str | None] | None = None,
+) -> Any:
+    """Return a field of a technique's settings.
+
+    Args:
+        default: a plain value that can't change; every setting has one.
+        text: what it means, with its unit.
+        allowed: the values that there are.
+        at_least: the smallest number allowed.
+        check: returns what is wrong with a value and what to write, or None.
+    """
+    return dataclasses.field(
+        default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
+    )
+
+
+@functools.cache
+def parameters_of(settings: type[Any]) -> dict[str, Parameter]:
+    """Return the arguments that a dataclass of settings describes, in order."""
+    kinds = typing.get_type_hints(settings)
+    names = ("allowed", "at_least", "check")
+    return {
+        field.name: Parameter(
+            kinds[field.name],
+            REQUIRED if field.default is MISSING else field.default,
+            **{name: field.metadata[name] for name in names if name in field.metadata},
+        )
+        for field in dataclasses.fields(settings)
+    }
+
+
+def check_arguments(values: Mapping[str, Any], accepted: Mapping[str, Parameter], option: str) -> None:
+    """Check names, then values, against what is accepted.
+
+    Raises:
+        PresetError: an unknown or missing argument, or a value that is not allowed; names ``option.argument``.
+    """
+    for name, value in values.items():
+        if name not in accepted:
+            raise PresetError(
+                f"{option}.{name}={value!r}: no such argument{nearest(name, accepted)}there are {', '.join(accepted)}"
+            )
+        if complaint := accepted[name].complaint(value):
+            raise PresetError(f"{option}.{name}={value!r}: {complaint}")
+    missing = [name for name, parameter in accepted.items() if parameter.default is REQUIRED and name not in values]
+    if missing:
+        raise PresetError(f"{option}: missing {', '.join(missing)}; write {option}.{missing[0]}=...")
+
+
+def accepts(kind: Any, value: Any) -> bool:
+    """Return whether a plain value (str, int, float, bool, None, list, mapping) fits an annotation.
+
+    >>> accepts(int, True), accepts(float, 1), accepts(Sequence[int], [1, "2"]), accepts(int | None, None)
+    (False, True, False, True)
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (Any, Foreign) or origin is Callable or kind is Callable:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        known = [argument for argument in arguments if argument is not Foreign]
+        return set(known) <= {type(None)} or any(accepts(argument, value) for argument in known)
+    if origin is Literal:
+        return any(value == argument and type(value) is type(argument) for argument in arguments)
+    if origin in (Sequence, list, tuple) or kind is Sequence:
+        return isinstance(value, (list, tuple)) and _all(arguments[0] if arguments else Any, value)
+    if origin is Mapping or kind is Mapping:
+        return isinstance(value, Mapping) and _all(arguments[1] if arguments else Any, value.values())
+    if kind is None or kind is type(None):
+        return value is None
+    if kind is float:
+        return type(value) in (int, float)
+    if kind is int:
+        return type(value) is int
+    return isinstance(value, kind) if isinstance(kind, type) and origin is None else True
+
+
+def _all(kind: Any, values: Iterable[Any]) -> bool:
+    return all(accepts(kind, value) for value in values)
+
+
+def describe(kind: Any) -> str:
+    """Return an annotation in words.
+
+    >>> describe(int | None), describe(Literal["epoch", "step"]), describe(Sequence[int])
+    ('an integer or null', "'epoch' or 'step'", 'a list of an integer')
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(argument) for argument in arguments if argument is not Foreign)
+    if origin is Literal:
+        return " or ".join(repr(argument) for argument in arguments)
+    if origin is Sequence:
+        return f"a list of {describe(arguments[0])}"
+    words = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))

@@ -1,0 +1,147 @@
+"""A technique's card: all that others need to know of it, in one torch-free object in the technique's own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_solo.cards.arguments import check_arguments, parameters_of
+from lightning_solo.cards.phase import Phase
+
+if TYPE_CHECKING:
+    from lightning_solo.cards.composition import Composition
+
+Resources = frozenset[str] | Callable[[Any], frozenset[str]]
+"""Names of resources, or a function that returns them for the technique's settings."""
+
+RESOURCES = {
+    "accumulation_factor": "how many micro-batches make an optimizer step",
+    "batches": "what the loader yields",
+    "device_peak": "the device's peak counters",
+    "gradients": "`.grad` of the parameters, between backward and the step",
+    "loss": "the loss that backward starts from",
+    "optimizer_states": "the optimizer's states",
+    "saved_tensors": "what forward keeps for backward",
+    "weights": "where and in which precision the weights are stored",
+}
+"""What a technique may own, read or free, and what it is. A technique may name others of its own."""
+
+
+def _always(settings: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Something of the machine or of installed packages, without which a technique can't run.
+
+    Attributes:
+        kind: ``"cuda"`` for a CUDA device, ``"compiler"`` for a C++ compiler, ``"package"`` for an installed package,
+            ``"check"`` for a function that returns in words what is missing, or None.
+        remedy: what needs it, and what to write without it; ``{name}`` stands for the setting of that name.
+        name: the package with its versions, as ``"torchao>=0.12"``, or the function as ``"module:function"``.
+        when: whether it applies under the given settings.
+    """
+
+    kind: Literal["cuda", "compiler", "package", "check"]
+    remedy: str
+    name: str = ""
+    when: Callable[[Any], bool] = _always
+
+    def words(self, settings: Any) -> str:
+        """Return the remedy for these settings."""
+        return self.remedy.format(**vars(settings))
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A technique's place in the ladder.
+
+    Attributes:
+        name: as the ladder's table shows it.
+        order: what costs least comes first.
+        overrides: of `lightning-solo train` beside the choice of the technique itself.
+    """
+
+    name: str
+    order: int
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Card:
+    """What others know of a technique.
+
+    Attributes:
+        name: of its folder, its YAML, its test and its page.
+        target: ``"module:Class"``.
+        phase: when it acts, compared with others.
+        settings: a frozen dataclass, whose fields are made by `setting`: the arguments of the class.
+        saves, costs, numerics, conflicts, reference: a line or two each, from which documentation is made.
+        group: of configuration files: ``"strategy"`` for one that decides how model states are stored.
+        exact: whether it claims to change no bit of what a run without it gives.
+        owns: resources that only one technique of a run may own; see `RESOURCES`.
+        reads: resources that no other technique may free.
+        frees: resources that are gone, or not to be trusted, under this technique.
+        instead: resource -> what to write so that this technique gives it up.
+        rules: each returns why the technique can't be part of a composition and what to write, or None.
+        requires: of the machine.
+        on_cpu: settings under which it also runs on a CPU; None where it never does.
+        rung: its place in the ladder.
+        planned: ``"attached"``, ``"left out"``, or ``"module:function"``, which is called with settings and the
+            `Tracing` so far and returns the one to come; see `lightning_solo.planner.rules`.
+        footprint: ``"module:function"``, which is called with settings and a `cards.footprint.Request` and returns the
+            bytes of the model states under this technique; for one that owns or frees a part of them.
+    """
+
+    name: str
+    target: str
+    phase: Phase
+    settings: type[Any]
+    saves: str
+    costs: str
+    numerics: str
+    conflicts: str
+    reference: str
+    group: Literal["callback", "strategy"] = "callback"
+    exact: bool = False
+    owns: Resources = frozenset()
+    reads: Resources = frozenset()
+    frees: Resources = frozenset()
+    instead: Mapping[str, str] = field(default_factory=dict)
+    rules: tuple[Callable[[Any, Composition], str | None], ...] = ()
+    requires: tuple[Requirement, ...] = ()
+    on_cpu: Mapping[str, Any] | None = field(default_factory=dict)
+    rung: Rung | None = None
+    planned: str = "attached"
+    footprint: str | None = None
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class."""
+        return self.target.partition(":")[2]
+
+    def check(self, values: Mapping[str, Any], option: str | None = None) -> Any:
+        """Return the settings that plain values stand for; those left out have their defaults.
+
+        Args:
+            values: by the settings' names.
+            option: the path that messages name; the technique's name by default.
+
+        Raises:
+            PresetError: an unknown setting, or a value that is not allowed.
+            ConflictError: two settings that contradict each other.
+        """
+        check_arguments(values, parameters_of(self.settings), option or self.name)  # type: ignore[arg-type]
+        return self.settings(**values)
+
+    def repr(self, technique: Any) -> str:
+        """Return the call that builds a technique again."""
+        names = parameters_of(self.settings)  # type: ignore[arg-type]
+        return f"{self.class_name}({', '.join(f'{name}={getattr(technique, name)!r}' for name in names)})"
+
+
+def resources(of: Resources, settings: Any) -> frozenset[str]:
+    """Return the names of resources for given settings."""
+    return of(settings) if callable(of) else of

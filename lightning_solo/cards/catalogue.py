@@ -1,0 +1,152 @@
+"""All cards: those of this package's techniques, found by their folders, and those of other packages' entry points."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from lightning_solo.errors import PresetError, nearest
+
+GROUP = "lightning_solo.techniques"
+"""The group of entry points in which another package names its cards: ``name = "package.module:CARD"``."""
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """The techniques that there are.
+
+    Attributes:
+        cards: by name; ours first.
+        folders: of configuration files that other packages bring; each has a folder ``solo``.
+        broken: entry point -> why its technique is left out.
+    """
+
+    cards: MappingProxyType[str, Card]
+    folders: tuple[Path, ...]
+    broken: MappingProxyType[str, str]
+
+    def group(self, group: str) -> dict[str, Card]:
+        """Return the cards of a group of configuration files, by name."""
+        return {name: card for name, card in self.cards.items() if card.group == group}
+
+
+@functools.cache
+def own_cards() -> dict[str, Card]:
+    """Return the cards of this package's techniques, by name."""
+    folder = Path(__file__).parents[1] / "techniques"
+    names = sorted(path.parent.name for path in folder.glob("*/card.py"))
+    return {name: importlib.import_module(f"lightning_solo.techniques.{name}.card").CARD for name in names}
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    """Return all techniques. Those of other packages that are broken are left out with a warning, once."""
+    cards, folders, broken = dict(own_cards()), [], {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        try:
+            card = _loaded(point)
+            if card.name in cards:
+                raise PresetError(f"a technique of the name {card.name!r} is there already, {cards[card.name].target}")
+            folder = _configuration(point, card)
+        except Exception as error:  # whatever another package does, ours must go on
+            broken[f"{point.name} = {point.value}"] = f"{type(error).__name__}: {error}"
+            continue
+        cards[card.name] = card
+        folders += [folder] if folder not in folders else []
+    for point_text, reason in broken.items():
+        warnings.warn(f"the technique of entry point {point_text!r} is left out: {reason}", stacklevel=2)
+    return Catalogue(MappingProxyType(cards), tuple(folders), MappingProxyType(broken))
+
+
+def card_of(group: str, name: object, option: str) -> Card:
+    """Return the card of a name in a group.
+
+    Raises:
+        PresetError: there is none; ``option`` is the path that the message names.
+    """
+    cards = catalogue().group(group)
+    if not isinstance(name, str) or name not in cards:
+        raise PresetError(
+            f"{option}={name!r}: no {group} of that name{nearest(str(name), cards)}there are {', '.join(cards)}. "
+            f"For a {group} of your own write `_target_: your_package.YourClass` and allow=['your_package']"
+        )
+    return cards[name]
+
+
+def load_class(card: Card) -> Any:
+    """Return the class of a technique; imports it."""
+    module, _, name = card.target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _loaded(point: EntryPoint) -> Card:
+    """Return the card behind an entry point, checked."""
+    card = point.load()
+    if not isinstance(card, Card):
+        raise PresetError(f"{point.value} is a {type(card).__name__}, a lightning_solo.cards.card.Card is needed")
+    for problem in problems(card):
+        raise PresetError(problem)
+    return card
+
+
+def problems(card: Card) -> Iterator[str]:
+    """Yield what is wrong with a card, and what to write; without importing the technique."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", card.name):
+        yield f"name={card.name!r}: write lower-case letters, digits and underscores"
+    if not isinstance(card.phase, Phase):
+        yield f"{card.name}: phase={card.phase!r} is none of Phase's: {', '.join(phase.name for phase in Phase)}"
+    if card.group not in ("callback", "strategy"):
+        yield f"{card.name}: group={card.group!r}: write 'callback' or 'strategy'"
+    if not (is_dataclass(card.settings) and isinstance(card.settings, type)):
+        yield f"{card.name}: settings={card.settings!r}: a frozen dataclass is needed"
+    else:
+        for field in fields(card.settings):
+            if field.default is MISSING:
+                yield f"{card.name}: the setting {field.name!r} has no default; write {field.name} = setting(<default>)"
+    yield from _missing_target(card)
+
+
+def _missing_target(card: Card) -> Iterator[str]:
+    module, _, name = card.target.partition(":")
+    if not name:
+        yield f"{card.name}: target={card.target!r}: write 'package.module:Class'"
+        return
+    path = module_file(module)
+    if path is None:
+        yield f"{card.name}: target={card.target!r}: there is no module {module}"
+    elif not re.search(rf"\b{re.escape(name)}\b", path.read_text(encoding="utf-8")):
+        yield f"{card.name}: target={card.target!r}: {module} has no {name!r}"
+
+
+def module_file(module: str) -> Path | None:
+    """Return the file of a module, without importing its parents; None if there is none."""
+    root, *rest = module.split(".")
+    spec = importlib.util.find_spec(root)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin)
+    if rest:
+        below = path.parent.joinpath(*rest)
+        path = below / "__init__.py" if below.is_dir() else below.with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def _configuration(point: EntryPoint, card: Card) -> Path:
+    """Return the folder of configuration files of the package that brings a card; refuses one without its YAML."""
+    root = module_file(point.module.split(".")[0])
+    folder = (root or Path()).parent / "conf"
+    yaml = folder / "solo" / card.group / f"{card.name}.yaml"
+    if not yaml.is_file():
+        raise PresetError(f"{card.name}: {yaml} is missing; it holds every setting with its default")
+    return folder

@@ -1,0 +1,132 @@
+"""The techniques of one configuration with their settings, and what follows from their cards: conflicts, needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from lightning_solo.cards.card import RESOURCES, Card, Requirement, resources
+from lightning_solo.errors import ConflictError
+
+CUDA_PRECISIONS = ("16-mixed", "16-true", "transformer-engine", "transformer-engine-float16")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A technique in a configuration.
+
+    Attributes:
+        card: of the technique.
+        settings: checked; an instance of ``card.settings``.
+        option: the path below which its arguments are, such as ``"callback.memory_logger"``.
+    """
+
+    card: Card
+    settings: Any
+    option: str
+
+    @property
+    def choice(self) -> str:
+        """How messages name it: ``strategy=compact``, or ``callback.memory_logger``."""
+        return f"strategy={self.card.name}" if self.card.group == "strategy" else self.option
+
+    @property
+    def removal(self) -> str:
+        """The override that removes it."""
+        return f"~{self.option}"
+
+    def owned(self) -> frozenset[str]:
+        """Return what it owns under its settings."""
+        return resources(self.card.owns, self.settings)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A configuration as cards see it.
+
+    Attributes:
+        techniques: that are registered; not those that a configuration names by ``_target_``.
+        precision: Lightning's long name, or None.
+        accumulate_grad_batches: or None.
+    """
+
+    techniques: tuple[Chosen, ...] = ()
+    precision: str | None = None
+    accumulate_grad_batches: int | None = None
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether several micro-batches may make an optimizer step."""
+        return self.accumulate_grad_batches not in (None, 1) or any(
+            "accumulation_factor" in chosen.owned() for chosen in self.techniques
+        )
+
+    def has(self, name: str) -> bool:
+        """Return whether a technique is part of it, under whatever key."""
+        return any(chosen.card.name == name for chosen in self.techniques)
+
+    def check(self) -> None:
+        """Refuse choices that cannot be combined.
+
+        Raises:
+            ConflictError: names both choices and what to write instead.
+        """
+        for message in self._conflicts():
+            raise ConflictError(message)
+
+    def _conflicts(self) -> Iterator[str]:
+        for one, other in combinations(self.techniques, 2):
+            if one.card.name == other.card.name:
+                yield f"{one.card.group} {one.card.name!r} is there twice; remove one with {other.removal}"
+        yield from self._two_factors()
+        for one, other in combinations(self.techniques, 2):
+            for resource in sorted(one.owned() & other.owned()):
+                yield _refusal(one, other, resource, "only one technique of a run can own")
+            for reader, freer in ((one, other), (other, one)):
+                freed = resources(freer.card.frees, freer.settings)
+                for resource in sorted(freed & resources(reader.card.reads, reader.settings)):
+                    yield _refusal(reader, freer, resource, "the first reads and the second frees or resets")
+        for chosen in self.techniques:
+            for rule in chosen.card.rules:
+                if message := rule(chosen.settings, self):
+                    yield message
+
+    def _two_factors(self) -> Iterator[str]:
+        factor = self.accumulate_grad_batches
+        for chosen in self.techniques:
+            if factor not in (None, 1) and "accumulation_factor" in chosen.owned():
+                remedy = chosen.card.instead.get("accumulation_factor", f"remove {chosen.removal}, or drop the factor")
+                yield (
+                    f"{chosen.choice} sets how many micro-batches make a step, and accumulate_grad_batches={factor}"
+                    f" sets it too; {remedy.format(factor=factor)}"
+                )
+
+    def unmet(self) -> Iterator[tuple[Chosen, Requirement]]:
+        """Yield the requirements that apply, each with its technique."""
+        for chosen in self.techniques:
+            for requirement in chosen.card.requires:
+                if requirement.when(chosen.settings):
+                    yield chosen, requirement
+
+    def needs_cuda(self) -> str | None:
+        """Return the choice that needs a CUDA device and what to write without one; None if all of it runs anywhere."""
+        if self.precision in CUDA_PRECISIONS:
+            return (
+                f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
+            )
+        return next((need.words(chosen.settings) for chosen, need in self.unmet() if need.kind == "cuda"), None)
+
+
+def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:
+    """Return the message for two techniques that need one resource."""
+    remedies = [
+        chosen.card.instead.get(resource, f"{chosen.removal} (removes {chosen.card.name})").format(
+            **vars(chosen.settings)
+        )
+        for chosen in (other, one)
+        if chosen.card.group == "callback" or resource in chosen.card.instead
+    ]
+    named = f"{resource} ({RESOURCES[resource]})" if resource in RESOURCES else resource
+    return f"{one.choice} and {other.choice}: {relation} {named}; write {' or '.join(remedies)}"

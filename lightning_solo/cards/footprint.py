@@ -1,0 +1,86 @@
+"""Bytes of model states before a run: plain AdamW's, and what techniques make of them; a rule of thumb for advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+
+from lightning_solo.cards.composition import Chosen
+
+# Bytes of weight, gradient and each of AdamW's states; the other precisions keep all of them in fp32.
+ELEMENT_BYTES = {"bf16-true": 2, "16-true": 2, "64-true": 8}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of each trainable and each frozen parameter of a module, and the bytes of its buffers."""
+
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...]
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """For what the bytes are asked.
+
+    Attributes:
+        sizes: of the module.
+        precision: Lightning's long name, or None.
+        accumulation: micro-batches per optimizer step.
+        cuda: whether the device is a GPU.
+    """
+
+    sizes: Sizes
+    precision: str | None
+    accumulation: int
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of model states.
+
+    Attributes:
+        weights, gradients, optimizer_states: on the device.
+        host: in the host's memory, where the device is a GPU.
+        one_memory: all of it where device and host are one memory; None for the sum.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_states: int
+    host: int = 0
+    one_memory: int | None = None
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
+        return self.weights + self.gradients + self.optimizer_states
+
+    @property
+    def total(self) -> int:
+        """Bytes where device and host are one memory."""
+        return self.device + self.host if self.one_memory is None else self.one_memory
+
+
+def plain_footprint(request: Request) -> Footprint:
+    """Return what the model states take with AdamW and no technique.
+
+    >>> plain_footprint(Request(Sizes((1000,), (), 0), "bf16-mixed", 1, cuda=True)).device  # 4 + 4 + 8
+    16000
+    """
+    element, trained = ELEMENT_BYTES.get(request.precision or "", 4), sum(request.sizes.trainable)
+    weights = element * (trained + sum(request.sizes.frozen)) + request.sizes.buffer_bytes
+    return Footprint(weights, element * trained, 2 * element * trained)
+
+
+def footprint_of(techniques: Iterable[Chosen], request: Request) -> Footprint | None:
+    """Return what the model states take under techniques, one after the other by phase; None where one can't run so."""
+    footprint: Footprint | None = plain_footprint(request)
+    for chosen in sorted(techniques, key=lambda chosen: chosen.card.phase):
+        if chosen.card.footprint is not None and footprint is not None:
+            module, _, name = chosen.card.footprint.partition(":")
+            footprint = getattr(import_module(module), name)(chosen.settings, request, footprint)
+    return footprint

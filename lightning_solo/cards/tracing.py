@@ -1,0 +1,38 @@
+"""How a preset is traced for its plan: what cards' functions change, one technique after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning_solo.cards.footprint import Sizes
+
+
+class EngineStates(Protocol):
+    """Model states that an engine of its own stores, and that are therefore counted by a formula, not traced."""
+
+    def buffers(self, sizes: Sizes, precision: str, accumulation: int) -> tuple[list[tuple[str, int]], int]:
+        """Return (category, bytes) of each buffer on a GPU, and the bytes on its host."""
+
+    def seconds(self, sizes: Sizes, precision: str, accumulation: int, host_bandwidth: float) -> tuple[float, float]:
+        """Return the seconds of copies that may overlap with the micro-batches, and of the update behind them."""
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """How a preset is traced.
+
+    Attributes:
+        precision: of forward and backward, by Lightning's name.
+        accumulation: micro-batches per optimizer step.
+        node: of the technique whose turn it is: what is attached in its stead; None: nothing.
+        states: how model states are counted where they aren't traced.
+        assumptions: where the trace differs from the run, in words.
+    """
+
+    precision: str
+    accumulation: int = 1
+    node: Mapping[str, Any] | None = None
+    states: EngineStates | None = None
+    assumptions: tuple[str, ...] = ()

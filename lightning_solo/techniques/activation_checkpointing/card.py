@@ -1,0 +1,55 @@
+"""The card of `activation_checkpointing`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card, Rung
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+AUTO = "auto"
+
+
+def _not_class_names(blocks: str | Sequence[str]) -> str | None:
+    names = [blocks] if isinstance(blocks, str) else blocks
+    if not names or not all(name.strip() for name in names):
+        return "write 'auto' or class names, as [GPT2Block]"
+    return "write 'auto' alone, or class names only" if not isinstance(blocks, str) and AUTO in blocks else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of ActivationCheckpointing."""
+
+    blocks: str | Sequence[str] = setting(
+        AUTO, "auto: the repeated blocks of any model; or class names, as [GPT2Block]", check=_not_class_names
+    )
+    every_k: int = setting(1, "wrap blocks 0, k, 2k, ...", at_least=1)
+    verify_recomputation: bool = setting(True, "compare each block's first recomputation with its forward")
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan it without the comparison of numbers, which is in the first step only."""
+    return replace(tracing, node={**(tracing.node or {}), "verify_recomputation": False})
+
+
+CARD = Card(
+    name="activation_checkpointing",
+    target="lightning_solo.techniques.activation_checkpointing.technique:ActivationCheckpointing",
+    phase=Phase.SAVED_TENSORS,
+    settings=Settings,
+    saves="all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside",
+    costs="one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1)",
+    numerics="bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics"
+    " are as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out",
+    conflicts="the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)",
+    reference="Chen et al. 2016, https://arxiv.org/abs/1604.06174;"
+    " https://docs.pytorch.org/docs/stable/checkpoint.html",
+    exact=True,
+    owns=frozenset({"saved_tensors"}),
+    rung=Rung("checkpointing", order=20),
+    planned="lightning_solo.techniques.activation_checkpointing.card:planned",
+)

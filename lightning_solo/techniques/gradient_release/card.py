@@ -1,0 +1,59 @@
+"""The card of `gradient_release`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.footprint import Footprint, Request
+from lightning_solo.cards.phase import Phase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of GradientRelease."""
+
+    buffer: str = setting(
+        "device",
+        "where gradients are kept for accumulation or clipping by norm",
+        allowed=("device", "host"),
+    )
+
+
+def _scaled_gradients(settings: Settings, composition: Composition) -> str | None:
+    if composition.precision == "16-mixed":
+        return (
+            "callback.gradient_release and precision=16-mixed, whose gradients are scaled until the step; write"
+            " precision=bf16-mixed, or ~callback.gradient_release"
+        )
+    return None
+
+
+def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
+    """Return the bytes without gradients; with accumulation their sum is kept, 4 bytes each."""
+    kept = 0 if request.accumulation == 1 else 4 * sum(request.sizes.trainable)
+    if settings.buffer == "host":
+        return replace(before, gradients=0, host=before.host + kept)
+    return replace(before, gradients=kept)
+
+
+CARD = Card(
+    name="gradient_release",
+    target="lightning_solo.techniques.gradient_release.technique:GradientRelease",
+    phase=Phase.STEP,
+    settings=Settings,
+    saves="gradients, 4 bytes per parameter in fp32, 2 in bf16, but for those of the layer that backward is at",
+    costs="a launch per parameter instead of one for many. With accumulation the gradients' sum is kept, 4 bytes per"
+    ' parameter, with clipping by norm alone the gradients as they came; on the host with ``buffer="host"``',
+    numerics="exact: with accumulation, short windows and clipping by norm or value the bits of a plain run in fp32",
+    conflicts="manual optimization, several optimizers, 16-mixed, optimizers whose step needs all gradients at once"
+    " (LBFGS, SparseAdam, Muon), hooks that read ``.grad`` behind backward, strategies with an engine of their own",
+    reference="Lv et al. 2023, LOMO, arXiv 2306.09782; torch's tutorial on optimizer steps in backward",
+    exact=True,
+    owns=frozenset({"gradients"}),
+    frees=frozenset({"gradients"}),
+    rules=(_scaled_gradients,),
+    footprint="lightning_solo.techniques.gradient_release.card:footprint",
+)

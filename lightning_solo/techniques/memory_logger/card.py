@@ -1,0 +1,43 @@
+"""The card of `memory_logger`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of MemoryLogger."""
+
+    every_n_steps: int = setting(50, "optimizer steps between two readings", at_least=1)
+    per_phase: bool = setting(False, "read at forward, backward and step, and reset the device's peak before each")
+    file: str = setting("memory.csv", "CSV file of the readings, in the Trainer's root folder or an absolute path")
+    table: bool = setting(True, "print a table at the end of the fit")
+    category_steps: int = setting(0, "first optimizer steps whose peak is told by category", at_least=0)
+
+
+def _frees(settings: Settings) -> frozenset[str]:
+    return frozenset({"device_peak"}) if settings.per_phase else frozenset()
+
+
+CARD = Card(
+    name="memory_logger",
+    target="lightning_solo.techniques.memory_logger.technique:MemoryLogger",
+    phase=Phase.OBSERVE,
+    settings=Settings,
+    saves="nothing; it observes",
+    costs="one reading every ``every_n_steps`` optimizer steps; ``per_phase`` one at each phase, measured by"
+    " examples/measure_callbacks.py; never synchronises, never empties the cache. ``category_steps``: a call in Python"
+    " for every operator of those steps",
+    numerics="bit-exact; compiled parts run uncompiled in the ``category_steps``",
+    conflicts="none; ``per_phase`` resets the CUDA peak counters, which others in the process may read",
+    reference="https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html",
+    exact=True,
+    frees=_frees,
+    instead={"device_peak": "callback.memory_logger.per_phase=false"},
+    planned="left out",
+)

@@ -1,0 +1,44 @@
+"""The card of `memory_snapshot`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.phase import Phase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of MemorySnapshot."""
+
+    folder: str = setting("memory_snapshots", "where the files are written, below the Trainer's root or absolute")
+    max_entries: int = setting(100_000, "allocations and frees that the history keeps", at_least=1)
+    native_frames: bool = setting(False, "also name the operators of backward; reading the history takes minutes then")
+
+
+CARD = Card(
+    name="memory_snapshot",
+    target="lightning_solo.techniques.memory_snapshot.technique:MemorySnapshot",
+    phase=Phase.OBSERVE,
+    settings=Settings,
+    saves="nothing; it observes",
+    costs="a Python traceback at every allocation and free (torch says 2 µs each); reading and writing the history at"
+    " each new peak, usually of the first two steps; up to ``max_entries`` entries of host memory",
+    numerics="bit-exact",
+    conflicts="``memory_logger`` with ``per_phase``, which resets the counters that show a new peak; runs without CUDA",
+    reference="https://docs.pytorch.org/docs/stable/torch_cuda_memory.html",
+    exact=True,
+    reads=frozenset({"device_peak"}),
+    owns=frozenset({"allocator_history"}),
+    requires=(
+        Requirement(
+            "cuda",
+            "callback.memory_snapshot needs a CUDA device: it reads the CUDA allocator's history; without one write"
+            " callback.memory_logger.category_steps=2, which tells what the peak of a step consists of",
+        ),
+    ),
+    on_cpu=None,
+    planned="left out",
+)

@@ -1,0 +1,37 @@
+"""The card of `throughput`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of Throughput."""
+
+    every_n_steps: int = setting(50, "optimizer steps between two logged values", at_least=1)
+    window_size: int = setting(100, "batches over which rates are taken", at_least=2)
+    samples_per_batch: int | None = setting(None, "samples of a batch; null: read from the batch", at_least=1)
+    tokens_per_batch: int | None = setting(None, "tokens of a batch; null: read from the batch", at_least=1)
+    count_flops: bool = setting(True, "count the FLOPs of the first batch's forward")
+    device_tflops: float | None = setting(None, "peak TFLOP/s of the device; null: from the table of devices")
+
+
+CARD = Card(
+    name="throughput",
+    target="lightning_solo.techniques.throughput.technique:Throughput",
+    phase=Phase.OBSERVE,
+    settings=Settings,
+    saves="nothing; it observes",
+    costs="a few integers each batch; the first batch's forward runs under a FLOP counter (some milliseconds, and"
+    " without torch.compile); never synchronises; measured by examples/measure_callbacks.py",
+    numerics="bit-exact",
+    conflicts="none; ``count_flops`` where a forward can't run under a TorchDispatchMode: write ``count_flops: false``",
+    reference='model FLOP utilisation: Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311, appendix B',
+    exact=True,
+    planned="left out",
+)

@@ -1,0 +1,85 @@
+"""Bytes of the model states under ZeRO-Offload, by the layout of DeepSpeed's engine, and the seconds of its copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_solo.cards.footprint import Footprint, Request, Sizes
+from lightning_solo.zero.layout import WEIGHT_BYTES, ZeroLayout, ZeroSettings, zero_layout
+
+if TYPE_CHECKING:
+    from lightning_solo.techniques.zero_offload.card import Settings
+
+WEIGHTS = ("weights", "live_weights", "buffers")  # parts of the layout; the others are gradients on their way
+HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, measured by no one
+DISK_BANDWIDTH = 3e9  # bytes/s of an SSD, each way; assumed
+UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master and states written, all fp32
+
+
+def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: int, *, cuda: bool) -> ZeroLayout:
+    """Return the bytes of each part, by the strategy's settings.
+
+    Args:
+        settings: of the strategy.
+        sizes: of the module.
+        precision: Lightning's name for it.
+        accumulation: micro-batches per optimizer step.
+        cuda: whether the device is a GPU.
+    """
+    on_disk = settings.stage == 3 and settings.nvme_path is not None
+    engine = ZeroSettings(
+        stage=settings.stage,
+        precision=precision,
+        accumulates=accumulation > 1,
+        offload_parameters=settings.offload_parameters,
+        nvme_optimizer=on_disk,
+        nvme_parameters=on_disk and settings.offload_parameters,
+        pin_memory=settings.pin_memory,
+        cuda=cuda,
+        step_temporaries=0,  # DeepSpeed's AdamW, or torch's fused one
+        keeps_weights=True,
+        parameter_buffer=max(sizes.trainable),
+    )
+    return zero_layout([sizes.trainable], engine, frozen=sizes.frozen, buffer_bytes=sizes.buffer_bytes)
+
+
+def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint | None:
+    """Return the most that device and host store, the start of the engine included; None where it can't train so."""
+    precision = request.precision or "32-true"
+    if precision not in WEIGHT_BYTES or not request.sizes.trainable:
+        return None
+    layout = layout_for(settings, request.sizes, precision, request.accumulation, cuda=request.cuda)
+    weights = sum(size for part, size in layout.device.items() if part in WEIGHTS)
+    return Footprint(weights, layout.device_bytes - weights, 0, layout.host_bytes, layout.one_memory_bytes)
+
+
+class ZeroStates:
+    """Model states as the engine stores them, for a plan.
+
+    Args:
+        settings: of the strategy.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def buffers(self, sizes: Sizes, precision: str, accumulation: int) -> tuple[list[tuple[str, int]], int]:
+        """Return (category, bytes) of each of the engine's buffers on a GPU, and the bytes on its host."""
+        layout = layout_for(self.settings, sizes, precision, accumulation, cuda=True)
+        parts = [("weights" if part in WEIGHTS else "gradients", size) for part, size in layout.device.items()]
+        return parts, layout.host_bytes
+
+    def seconds(self, sizes: Sizes, precision: str, accumulation: int, host_bandwidth: float) -> tuple[float, float]:
+        """Return (seconds of transfers that may overlap with the micro-batches, seconds of the update after them).
+
+        Gradients go down at each micro-batch, weights come up after each step; with ``offload_parameters`` they come up
+        twice a micro-batch as well, for forward and for backward.
+        """
+        layout = layout_for(self.settings, sizes, precision, accumulation, cuda=True)
+        trained = sum(sizes.trainable)
+        weight = max(layout.device.get("gradients", 0) // max(*sizes.trainable, 1), 2)
+        fetched = 2 * accumulation if self.settings.offload_parameters else 1
+        moved = min(weight, 4) * trained * (accumulation + fetched)
+        # on disk what else would be in host memory is read and written at each step
+        swapped = UPDATE_BYTES * trained / DISK_BANDWIDTH if self.settings.nvme_path else 0.0
+        return moved / host_bandwidth, max(UPDATE_BYTES * trained / HOST_BANDWIDTH, swapped)

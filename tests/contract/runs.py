@@ -1,0 +1,90 @@
+"""Fits of a small model under techniques by their cards alone, for tests over all of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_solo as solo
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import own_cards
+from tests.modules import Stack, loader, regression
+
+WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
+BATCHES = 6
+PRECISION = "bf16-mixed"
+ON_CPU = [card for card in own_cards().values() if card.on_cpu is not None]
+
+
+def fields(*cards: Card) -> dict[str, Any]:
+    """Return the fields of a preset that consists of techniques, with settings under which they run on a CPU."""
+    preset: dict[str, Any] = {"precision": PRECISION, "callback": {}}
+    for card in cards:
+        settings = dict(card.on_cpu or {})
+        if card.group == "strategy":
+            preset["strategy"] = {"name": card.name, **settings}
+        else:
+            preset["callback"][card.name] = settings
+    return preset
+
+
+def module_of(home: ModuleType) -> Any:
+    """Return the module that is trained, the same each time."""
+    torch.manual_seed(3)
+    return regression(home, Stack(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
+
+
+def trainer_of(home: ModuleType, folder: Path, preset: Mapping[str, Any], **arguments: Any) -> Any:
+    """Return a quiet Trainer under a preset."""
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": str(folder),
+        "max_epochs": 1,
+    }
+    callbacks = arguments.pop("callbacks", ())
+    kwargs = solo.trainer_kwargs(preset, lightning=home.__name__, callbacks=callbacks)
+    return home.Trainer(**{**quiet, **kwargs, **arguments})
+
+
+@dataclass
+class Fit:
+    """A finished fit: module, Trainer, and the weights in fp32 before and after."""
+
+    module: Any
+    trainer: Any
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+    @property
+    def updates(self) -> Tensor:
+        """All changes of all weights, in one vector."""
+        return torch.cat([(self.after[name] - self.before[name]).flatten() for name in self.before])
+
+
+def weights_of(module: Any) -> dict[str, Tensor]:
+    """Return copies of the weights, in fp32."""
+    return {name: p.detach().float().cpu().clone() for name, p in module.named_parameters()}
+
+
+def fit(folder: Path, *cards: Card, home: str = "lightning.pytorch", **arguments: Any) -> Fit:
+    """Train under techniques and return what came of it."""
+    package = importlib.import_module(home)
+    module = module_of(package)
+    before = copy.deepcopy(weights_of(module))
+    trainer = trainer_of(package, folder, fields(*cards), **arguments)
+    torch.manual_seed(4)
+    trainer.fit(module, loader(BATCHES, width=WIDTH))
+    return Fit(module, trainer, before, weights_of(module))

@@ -1,0 +1,176 @@
+"""A technique of another package: installed, and then known everywhere; a broken one is named and left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CARD = """
+from dataclasses import dataclass
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from frozen_embeddings.card import CARD as OTHER
+
+@dataclass(frozen=True)
+class Settings:
+    size: int = {default}
+
+CARD = Card(
+    name={name!r}, target={target!r}, phase={phase}, settings=Settings, owns=frozenset({{"trained_parameters"}}),
+    saves="", costs="", numerics="", conflicts="", reference="",
+)
+"""
+GOOD = {
+    "default": 'setting(1, "rows")',
+    "name": "adapter",
+    "target": "frozen_embeddings.technique:FrozenEmbeddings",
+    "phase": "Phase.ADAPT",
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example's package as pip installs it."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", folder, ROOT / "examples" / "own_technique"], check=True)
+    return folder
+
+
+def run(code: str, *folders: Path, cwd: Path) -> str:
+    path = os.pathsep.join([*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, cwd=cwd, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_is_composed_combined_laddered_planned_and_trained(installed: Path, tmp_path: Path) -> None:
+    code = """
+import json, sys
+import lightning as L, torch
+import lightning_solo as solo
+from lightning_solo.cards.catalogue import catalogue
+from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps.rungs import techniques
+
+assert catalogue().broken == {}
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(2000, 16), torch.nn.Linear(16, 2000)
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.head(self.embedding(batch)), batch)
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
+
+module = Module()
+before = module.embedding.weight.detach().clone(), module.head.weight.detach().clone()
+loader = torch.utils.data.DataLoader(torch.arange(64), batch_size=8)
+quiet = dict(max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = L.Trainer(**solo.trainer_kwargs(["fine_tuning", "accumulation"]), **quiet)
+trainer.fit(module, loader)
+batch = torch.arange(8)
+plan, whole = (solo.plan(Module, batch, preset=preset, device="rtx-4090") for preset in ("fine_tuning", "bf16"))
+print(json.dumps({
+    "presets": solo.list_presets(),
+    "shown": solo.show("fine_tuning"),
+    "rungs": list(techniques()),
+    "frozen": bool(torch.equal(module.embedding.weight, before[0])),
+    "trained": not torch.equal(module.head.weight, before[1]),
+    "undone": module.embedding.weight.requires_grad,
+    "saved": whole.breakdown["optimizer_states"] - plan.breakdown["optimizer_states"],
+}))
+"""
+    shown = json.loads(run(code, installed, cwd=tmp_path).splitlines()[-1])
+    assert "fine_tuning" in shown["presets"]
+    assert "min_rows: 1000" in shown["shown"]
+    names = shown["rungs"]
+    assert names.index("checkpointing") < names.index("frozen embeddings") < names.index("accumulation")
+    assert shown["frozen"]
+    assert shown["trained"]
+    assert shown["undone"]
+    assert 8 * 2000 * 16 <= shown["saved"] <= 8 * 2000 * 16 + 1024  # two states in fp32, and a step count
+
+
+def test_the_command_line_and_a_hydra_application_know_it(installed: Path, tmp_path: Path) -> None:
+    command = "import sys; from lightning_solo.cli import main; sys.exit(main({arguments!r}))"
+    assert "fine_tuning" in run(command.format(arguments=["presets"]), installed, cwd=tmp_path)
+    assert "fine_tuning" in run(command.format(arguments=["doctor"]), installed, cwd=tmp_path)
+    application = """
+from hydra import compose, initialize_config_dir
+import os
+open("app.yaml", "w").write("defaults: [{solo: [checkpointing, fine_tuning]}, _self_]")
+with initialize_config_dir(os.getcwd(), version_base=None):
+    print(compose("app", ["solo.callback.frozen_embeddings.min_rows=7"]).solo.callback)
+"""
+    assert "{'min_rows': 7}" in run(application, installed, cwd=tmp_path)
+
+
+def package(folder: Path, name: str, card: str, group: str = "callback", technique: str = "adapter") -> None:
+    """Write a package as pip would have installed it, with an entry point of its name."""
+    home = folder / name
+    (home / "conf" / "solo" / group).mkdir(parents=True)
+    (home / "conf" / "solo" / group / f"{technique}.yaml").write_text(f"{technique}:\n  size: 1\n")
+    (home / "__init__.py").write_text("")
+    (home / "card.py").write_text(card)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[lightning_solo.techniques]\n{name} = {name}.card:CARD\n")
+
+
+def test_it_is_refused_beside_its_rival(installed: Path, tmp_path: Path) -> None:
+    package(tmp_path, "adapters", CARD.format(**GOOD))
+    code = """
+import lightning_solo as solo
+try:
+    solo.show("fine_tuning"), solo.trainer_kwargs("fine_tuning", ["+callback=adapter"])
+except solo.ConflictError as error:
+    print(error)
+"""
+    message = run(code, installed, tmp_path, cwd=tmp_path)
+    assert "callback.frozen_embeddings and callback.adapter" in message
+    assert "trained_parameters" in message
+    assert "~callback.adapter" in message
+    assert "~callback.frozen_embeddings" in message
+
+
+BROKEN = {
+    "raises": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+    "no_card": ("CARD = 3", "CARD is a int, a lightning_solo.cards.card.Card is needed"),
+    "no_class": (CARD.format(**{**GOOD, "target": "frozen_embeddings.technique:Missing"}), "has no 'Missing'"),
+    "no_module": (CARD.format(**{**GOOD, "target": "frozen_embeddings.missing:A"}), "there is no module"),
+    "same_name": (CARD.format(**{**GOOD, "name": "memory_logger"}), "'memory_logger' is there already"),
+    "no_default": (CARD.format(**{**GOOD, "default": "field()"}).replace("import dataclass", "import dataclass, field"),
+                   "the setting 'size' has no default"),
+    "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: DATA"),
+    "no_yaml": (CARD.format(**{**GOOD, "name": "without_yaml"}), "without_yaml.yaml is missing"),
+}  # fmt: skip
+
+
+def test_broken_ones_are_named_and_left_out(installed: Path, tmp_path: Path) -> None:
+    for name, (card, _) in BROKEN.items():
+        package(tmp_path, name, card)
+    code = """
+import json, warnings
+import lightning_solo as solo
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert "precision: bf16-mixed" in solo.show("bf16")
+    solo.show("checkpointing")
+print(json.dumps([str(warning.message) for warning in caught if "left out" in str(warning.message)]))
+"""
+    messages = json.loads(run(code, installed, tmp_path, cwd=tmp_path))
+    assert len(messages) == len(BROKEN)
+    for name, (_, reason) in BROKEN.items():
+        (message,) = [message for message in messages if f"'{name} = {name}.card:CARD'" in message]
+        assert reason in message

@@ -1,0 +1,75 @@
+"""Every pair of techniques is either refused at composition, or trained with parity against each of the two alone."""
+
+from __future__ import annotations
+
+import functools
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.errors import ConflictError
+from lightning_solo.presets.compose import compose
+from tests.contract.runs import ON_CPU, Fit, fields, fit
+
+PAIRS = list(combinations(own_cards().values(), 2))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
+    pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> functools.partial[Fit]:
+    """Train under one technique, once for all its pairs."""
+    return functools.cache(lambda card: fit(tmp_path_factory.mktemp(card.name), card))  # type: ignore[return-value]
+
+
+def refusal(one: Card, other: Card) -> str | None:
+    if one.group == other.group == "strategy":
+        return "a run has one strategy"  # the field holds one: a list of presets with two is refused by name
+    try:
+        compose(fields(one, other))
+    except ConflictError as error:
+        return str(error)
+    return None
+
+
+def named(card: Card) -> str:
+    return f"strategy={card.name}" if card.group == "strategy" else f"callback.{card.name}"
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{one.name}-{other.name}" for one, other in PAIRS])
+def test_refused_or_trained_with_parity(one: Card, other: Card, alone: functools.partial[Fit], tmp_path: Path) -> None:
+    message = refusal(one, other)
+    if message is not None:
+        if one.group != other.group or one.group != "strategy":
+            assert named(one) in message
+            assert named(other) in message
+            assert "; write " in message
+        return
+    if one not in ON_CPU or other not in ON_CPU:
+        pytest.skip("one of them runs on CUDA devices alone")
+    together = fit(tmp_path, one, other)
+    assert together.trainer.global_step > 0
+    assert together.updates.abs().max() > 0
+    for exact, its_rival in ((one, other), (other, one)):
+        if exact.exact:  # it changes no bit of what the other gives
+            assert torch.equal(together.updates, alone(its_rival).updates)
+            assert together.trainer.global_step == alone(its_rival).trainer.global_step
+    if not one.exact and not other.exact:
+        # both change numbers: as many steps as under the one that accumulates, and most of each update the same
+        steps = {alone(card).trainer.global_step: card for card in (one, other)}
+        fewest = steps[min(steps)]
+        assert together.trainer.global_step == min(steps)
+        difference = (together.updates - alone(fewest).updates).abs().mean() / alone(fewest).updates.abs().mean()
+        assert difference < 0.2
+
+
+def test_two_are_refused_that_own_one_thing() -> None:
+    refused = [(one.name, other.name) for one, other in PAIRS if refusal(one, other)]
+    assert ("compact", "zero_offload") in refused
+    assert len(refused) < len(PAIRS) / 2
