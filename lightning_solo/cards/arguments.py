@@ -114,6 +114,8 @@ def accepts(kind: Any, value: Any) -> bool:
 
     >>> accepts(int, True), accepts(float, 1), accepts(Sequence[int], [1, "2"]), accepts(int | None, None)
     (False, True, False, True)
+    >>> accepts(Sequence[int], range(2)), accepts(Sequence[str], "ab")
+    (True, False)
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in (Any, Foreign) or origin is Callable or kind is Callable:
@@ -124,7 +126,8 @@ def accepts(kind: Any, value: Any) -> bool:
     if origin is Literal:
         return any(value == argument and type(value) is type(argument) for argument in arguments)
     if origin in (Sequence, list, tuple) or kind is Sequence:
-        return isinstance(value, (list, tuple)) and _all(arguments[0] if arguments else Any, value)
+        sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        return sequence and _all(arguments[0] if arguments else Any, value)
     if origin is Mapping or kind is Mapping:
         return isinstance(value, Mapping) and _all(arguments[1] if arguments else Any, value.values())
     if kind is None or kind is type(None):

@@ -6,34 +6,25 @@ from pathlib import Path, PurePath
 
 from lightning_solo.errors import PresetError
 
-ALLOWED = "allowed is a relative path without '..', such as {example!r}"
+ALLOWED = "allowed is a relative path without '..', such as 'logs/memory'"
 
 
-def checked_path(value: object, option: str, example: str) -> str:
-    """Return ``value`` if it names something below a directory.
-
-    Raises:
-        PresetError: it doesn't; names ``option`` and what is allowed, such as ``example``.
-    """
-    refused = PresetError(f"{option}={value!r}: {ALLOWED.format(example=example)}")
-    if not isinstance(value, str) or not value.strip() or not value.isprintable() or value.endswith(("/", "\\")):
-        raise refused
+def not_below_a_folder(value: str) -> str | None:
+    """Return what is allowed where a path can't be of something below a folder; None where it is."""
     path = PurePath(value)
-    if path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\")) or len(value) > 255:
-        raise refused
-    return value
+    named = value.strip() and value.isprintable() and not value.endswith(("/", "\\")) and len(value) <= 255
+    leads_out = path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\"))
+    return None if named and not leads_out else ALLOWED
 
 
-def path_below(root: str, path: str, option: str, example: str) -> Path:
+def path_below(root: str, path: str, option: str) -> Path:
     """Return ``path`` below ``root``, with symbolic links resolved.
 
     Raises:
-        PresetError: it leads outside.
+        PresetError: it leads outside; names ``option``.
     """
     base = Path(root).resolve()
     target = (base / path).resolve()
     if not target.is_relative_to(base):
-        raise PresetError(
-            f"{option}={path!r}: leads outside the log directory {base}, to {target}; {ALLOWED.format(example=example)}"
-        )
+        raise PresetError(f"{option}={path!r}: leads outside the log directory {base}, to {target}; {ALLOWED}")
     return target

@@ -15,34 +15,17 @@ ONE_OPTIMIZER = (
     "write one with several parameter groups, or take a preset without ZeRO, such as bf16_true or checkpointing"
 )
 
-# Callbacks of Lightning's that work on an optimizer or weights which the engine holds -> what to do instead
-CALLBACKS = {
-    "BaseFinetuning": "freeze with requires_grad_(False) before the fit, and fit again for the next phase",
-    "BatchSizeFinder": "try sizes with trainer.limit_train_batches=2",
-    "GradientAccumulationScheduler": "write lightning_solo.AccumulationSchedule (callback=accumulation_schedule)",
-    "LearningRateFinder": "find it under a preset without ZeRO, on a smaller model",
-    "StochasticWeightAveraging": "average saved checkpoints, which are plain state dicts",
-    "WeightAveraging": "average saved checkpoints, which are plain state dicts",
-}
-
 
 def refuse_trainer(trainer: Any) -> None:
     """Refuse what the Trainer was told and the engine can't do, before the model is built.
 
     Raises:
-        ConflictError: clipping by value, more than one device, or a callback that can't work here.
+        ConflictError: clipping by value, or more than one device.
     """
     refuse_clipping_by_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     devices = trainer.num_devices * trainer.num_nodes
     if devices != 1:
         raise ConflictError(f"strategy=zero_offload is for one device, and the Trainer has {devices}; write devices=1")
-    for callback in trainer.callbacks:
-        for name in (kind.__name__ for kind in type(callback).__mro__):
-            if name in CALLBACKS:
-                raise ConflictError(
-                    f"strategy=zero_offload and {type(callback).__name__}: it works on weights or an optimizer that the"
-                    f" engine holds; {CALLBACKS[name]}"
-                )
 
 
 def refuse_clipping_by_value(clip_val: float | None, algorithm: Any) -> None:

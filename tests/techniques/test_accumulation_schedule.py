@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,15 +138,22 @@ def test_changes_are_logged(home: Any, make_trainer: Any, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(
     "milestones",
-    [[], "44", [[0]], [[0, 0]], [[0, 2.5]], [[0, True]], [[-1, 2]], [[0, 2], [0, 4]], [[4, 2], [1, 4]], 3, [3]],
+    [[], [[0]], [[0, 0]], [[-1, 2]], [[0, 2], [0, 4]], [[4, 2], [1, 4]]],
 )
 def test_impossible_milestones_name_the_option_and_the_value(milestones: Any) -> None:
     with pytest.raises(PresetError, match=r"accumulation_schedule\.milestones.*allowed are pairs"):
         AccumulationSchedule(milestones)
 
 
+@pytest.mark.parametrize("milestones", ["44", [[0, 2.5]], [[0, True]], 3, [3]])
+def test_milestones_of_another_type_name_the_option_and_what_is_expected(milestones: Any) -> None:
+    expected = "accumulation_schedule.milestones={!r}: expected a list of a list of an integer"
+    with pytest.raises(PresetError, match=re.escape(expected.format(milestones))):
+        AccumulationSchedule(milestones)
+
+
 def test_an_unknown_unit_is_refused() -> None:
-    with pytest.raises(PresetError, match="by='batch': allowed are 'epoch' and 'step'"):
+    with pytest.raises(PresetError, match="by='batch': expected 'epoch' or 'step'"):
         AccumulationSchedule([[0, 2]], by="batch")  # type: ignore[arg-type]
 
 
@@ -187,13 +195,20 @@ def test_row_17_a_strategy_that_accumulates_itself(home: Any, make_trainer: Any,
 
 
 def test_other_callbacks_that_set_the_factor(home: Any, make_trainer: Any) -> None:
+    factor = r"{}: only one .* own accumulation_factor .*{}"
     rivals = [
-        home.callbacks.GradientAccumulationScheduler({0: 2}),
-        home.callbacks.StochasticWeightAveraging(1e-3),
-        AccumulationSchedule([[5, 2]]),
+        (
+            home.callbacks.GradientAccumulationScheduler({0: 2}),
+            factor.format("GradientAccumulationScheduler", "milestones"),
+        ),
+        (
+            home.callbacks.StochasticWeightAveraging(1e-3),
+            factor.format("StochasticWeightAveraging", "WeightAveraging, which"),
+        ),
+        (AccumulationSchedule([[5, 2]]), r"both set the factor|more than one stateful callback"),
     ]
-    for rival in rivals:
-        with pytest.raises((ConflictError, RuntimeError), match=r"both set the factor|more than one stateful callback"):
+    for rival, message in rivals:
+        with pytest.raises((ConflictError, RuntimeError), match=message):
             make_trainer(home, callbacks=[AccumulationSchedule(), rival]).fit(regression(home), loader(2))
 
 

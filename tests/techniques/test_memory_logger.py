@@ -274,7 +274,7 @@ def test_more_steps_on_request(home: Any, make_trainer: Any, tmp_path: Path) -> 
     callback = MemoryLogger(every_n_steps=50)
     make_trainer(home, callbacks=[callback, Ask()]).fit(regression(home), loader(8))
     assert [row["step"] for row in counted(tmp_path / "memory.csv")] == ["5", "6"]
-    with pytest.raises(PresetError, match=r"log_categories\(steps\)=0"):
+    with pytest.raises(PresetError, match=r"log_categories\.steps=0"):
         callback.log_categories(0)
 
 
@@ -383,7 +383,7 @@ def test_the_report_draws_the_categories(home: Any, make_trainer: Any, tmp_path:
     ],
 )  # fmt: skip
 def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PresetError, match=rf"memory_logger\.{next(iter(arguments))}=.*allowed"):
+    with pytest.raises(PresetError, match=rf"memory_logger\.{next(iter(arguments))}=.*(expected|allowed)"):
         MemoryLogger(**arguments)
 
 

@@ -163,7 +163,7 @@ def test_a_preset_says_so_before_the_run() -> None:
     [{"max_entries": 0}, {"max_entries": True}, {"native_frames": 1}, {"folder": "../x"}, {"folder": "/tmp"}],
 )
 def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PresetError, match=rf"memory_snapshot\.{next(iter(arguments))}=.*allowed"):
+    with pytest.raises(PresetError, match=rf"memory_snapshot\.{next(iter(arguments))}=.*(expected|allowed)"):
         MemorySnapshot(**arguments)
 
 

@@ -1,13 +1,4 @@
-"""Gradient accumulation whose factor changes along the run, with right last windows and right step counts.
-
-Saves:      activations: global batch = factor x micro-batch, at the activations of one micro-batch
-Costs:      none beyond the smaller kernels of a micro-batch; a step comes once in ``factor`` batches
-Numerics:   gradients equal a hand-written loop's mean over the window; a short window counts by what it holds
-Conflicts:  manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate by themselves,
-            ZenFlow among them; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor)
-Reference:  https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches; Smith et al.,
-            "Don't Decay the Learning Rate, Increase the Batch Size", https://arxiv.org/abs/1711.00489
-"""
+"""Gradient accumulation whose factor changes along the run, with right last windows and right step counts."""
 
 from __future__ import annotations
 
@@ -20,19 +11,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_solo.cards.phase import Phase
-from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.cards.card import resources
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
+from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.accumulation_schedule.card import CARD
 
 Milestones = Sequence[Sequence[int]]
-
-# Other callbacks that set the same attribute of the Trainer, by class name: they exist in both homes of Lightning.
-RIVALS = {
-    "GradientAccumulationScheduler": "write its schedule as milestones here",
-    "StochasticWeightAveraging": "average with lightning's WeightAveraging callback, which leaves the factor alone",
-}
 
 
 def factor_at(milestones: Milestones, position: int) -> int:
@@ -134,20 +121,18 @@ class AccumulationSchedule(Technique):
         PresetError: the milestones are ill-formed.
     """
 
-    phase = Phase.STEP
+    phase = CARD.phase
 
     def __init__(self, milestones: Sequence[Sequence[int]] = ((0, 4),), by: Literal["epoch", "step"] = "epoch") -> None:
         super().__init__()
-        self.milestones = _checked(milestones)
-        if by not in ("epoch", "step"):
-            raise PresetError(f"accumulation_schedule.by={by!r}: allowed are 'epoch' and 'step'")
+        CARD.check({"milestones": milestones, "by": by})
+        self.milestones = tuple((first, factor) for first, factor in milestones)
         self.by: Literal["epoch", "step"] = by
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
         self._warned = False
 
     def __repr__(self) -> str:
-        """The call that builds this callback again."""
-        return f"{type(self).__name__}(milestones={self.milestones!r}, by={self.by!r})"
+        return CARD.repr(self)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be combined, and make the Trainer count steps by the schedule."""
@@ -227,7 +212,7 @@ class AccumulationSchedule(Technique):
                 "it holds exactly ['factor']"
             )
         factor = state_dict["factor"]
-        if not _is_int(factor) or factor < 1:
+        if type(factor) is not int or factor < 1:
             raise CheckpointError(
                 f"the checkpoint's state of AccumulationSchedule has factor={factor!r}, not an int >= 1"
             )
@@ -271,38 +256,7 @@ def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedul
             f"AccumulationSchedule and {type(trainer.strategy).__name__}: this strategy accumulates by itself, with "
             "one factor for the run. Write accumulate_grad_batches=N and remove the callback, or take another strategy"
         )
+    refuse_callbacks("AccumulationSchedule", resources(CARD.owns, schedule), trainer.callbacks)
     for other in trainer.callbacks:
-        names = {parent.__name__ for parent in type(other).__mro__} & set(RIVALS)
-        for name in names:
-            raise ConflictError(f"AccumulationSchedule and {name}: both set the factor. Remove {name}; {RIVALS[name]}")
         if isinstance(other, AccumulationSchedule) and other is not schedule:
             raise ConflictError("two AccumulationSchedule callbacks: both set the factor. Put all milestones into one")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _checked(milestones: object) -> tuple[tuple[int, int], ...]:
-    """Return the milestones as pairs of our own.
-
-    Raises:
-        PresetError: not pairs of integers, not rising, a position below 0 or a factor below 1.
-    """
-    allowed = (
-        "allowed are pairs [first, factor] such as [[0, 2], [10, 4]]: first >= 0 and rising, factor >= 1, integers"
-    )
-    if not isinstance(milestones, Sequence) or isinstance(milestones, str | bytes) or not milestones:
-        raise PresetError(f"accumulation_schedule.milestones={milestones!r}: {allowed}")
-    pairs: list[tuple[int, int]] = []
-    for index, pair in enumerate(milestones):
-        option = f"accumulation_schedule.milestones[{index}]={pair!r}"
-        if not isinstance(pair, Sequence) or isinstance(pair, str | bytes) or len(pair) != 2:
-            raise PresetError(f"{option}: {allowed}")
-        first, factor = pair
-        if not _is_int(first) or not _is_int(factor) or first < 0 or factor < 1:
-            raise PresetError(f"{option}: {allowed}")
-        if pairs and first <= pairs[-1][0]:
-            raise PresetError(f"{option}: first must be above {pairs[-1][0]}, the one before; {allowed}")
-        pairs.append((first, factor))
-    return tuple(pairs)

@@ -1,12 +1,4 @@
-"""Activation checkpointing: keep a block's inputs instead of its activations and compute those again in backward.
-
-Saves:      all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside
-Costs:      one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1)
-Numerics:   bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics are
-            as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out
-Conflicts:  the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)
-Reference:  Chen et al. 2016, https://arxiv.org/abs/1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
-"""
+"""Activation checkpointing: keep a block's inputs instead of its activations and compute those again in backward."""
 
 from __future__ import annotations
 
@@ -17,14 +9,12 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_solo.cards.phase import Phase
-from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.errors import ConflictError
 from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
 from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-
-AUTO = "auto"
+from lightning_solo.techniques.activation_checkpointing.card import AUTO, CARD
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
@@ -65,32 +55,17 @@ class ActivationCheckpointing(Technique):
         PresetError: An argument is ill-formed.
     """
 
-    phase = Phase.SAVED_TENSORS
+    phase = CARD.phase
 
     def __init__(self, blocks: str | Sequence[str] = AUTO, every_k: int = 1, verify_recomputation: bool = True) -> None:
-        names = [blocks] if isinstance(blocks, str) else blocks
-        if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) and n.strip() for n in names):
-            raise PresetError(
-                f"activation_checkpointing.blocks={blocks!r}: write 'auto' or class names, as [GPT2Block]"
-            )
-        if isinstance(blocks, Sequence) and not isinstance(blocks, str) and AUTO in blocks:
-            raise PresetError(f"activation_checkpointing.blocks={blocks!r}: write 'auto' alone, or class names only")
-        if isinstance(every_k, bool) or not isinstance(every_k, int) or every_k < 1:
-            raise PresetError(f"activation_checkpointing.every_k={every_k!r}: write a whole number of at least 1")
-        if not isinstance(verify_recomputation, bool):
-            raise PresetError(
-                f"activation_checkpointing.verify_recomputation={verify_recomputation!r}: write true or false"
-            )
+        CARD.check({"blocks": blocks, "every_k": every_k, "verify_recomputation": verify_recomputation})
         self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
         self.every_k = every_k
         self.verify_recomputation = verify_recomputation
         self._wrapped: dict[str, nn.Module] = {}
 
     def __repr__(self) -> str:
-        return (
-            f"ActivationCheckpointing(blocks={self.blocks!r}, every_k={self.every_k!r}, "
-            f"verify_recomputation={self.verify_recomputation!r})"
-        )
+        return CARD.repr(self)
 
     @property
     def wrapped(self) -> tuple[str, ...]:

@@ -1,12 +1,4 @@
-"""Tensors that grow in number step after step, and their holders: warned of during the run.
-
-Saves:      nothing; it observes
-Costs:      every ``every_n_steps`` optimizer steps one look at all objects that Python's garbage collector knows;
-            a full garbage collection at the start of a fit and where something seems to grow
-Numerics:   bit-exact
-Conflicts:  none
-Reference:  https://docs.python.org/3/library/gc.html#gc.get_referrers
-"""
+"""Tensors that grow in number step after step, and their holders: warned of during the run."""
 
 from __future__ import annotations
 
@@ -17,9 +9,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_solo.errors import PresetError
 from lightning_solo.memory.census import Census, Growth, Kind, growths, take_census
 from lightning_solo.memory.holders import Leak, leaks_of
+from lightning_solo.techniques.leak_finder.card import CARD
 
 
 class LeakFinder(Callback):
@@ -44,18 +36,15 @@ class LeakFinder(Callback):
 
     def __init__(self, every_n_steps: int = 50, consecutive: int = 3, min_bytes: int = 512) -> None:
         super().__init__()
-        self.every_n_steps = _checked("every_n_steps", every_n_steps, 1)
-        self.consecutive = _checked("consecutive", consecutive, 2)
-        self.min_bytes = _checked("min_bytes", min_bytes, 1)
+        CARD.check({"every_n_steps": every_n_steps, "consecutive": consecutive, "min_bytes": min_bytes})
+        self.every_n_steps = every_n_steps
+        self.consecutive = consecutive
+        self.min_bytes = min_bytes
         self._leaks: list[Leak] = []
         self._start()
 
     def __repr__(self) -> str:
-        """The call that builds this callback again."""
-        return (
-            f"{type(self).__name__}(every_n_steps={self.every_n_steps}, consecutive={self.consecutive}, "
-            f"min_bytes={self.min_bytes})"
-        )
+        return CARD.repr(self)
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
@@ -121,9 +110,3 @@ class LeakFinder(Callback):
                     "the host, or empty it",
                     stacklevel=2,
                 )
-
-
-def _checked(name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PresetError(f"leak_finder.{name}={value!r}: allowed is an integer >= {least}")
-    return value

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.memory.log_files import not_below_a_folder
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,9 @@ class Settings:
 
     every_n_steps: int = setting(50, "optimizer steps between two readings", at_least=1)
     per_phase: bool = setting(False, "read at forward, backward and step, and reset the device's peak before each")
-    file: str = setting("memory.csv", "CSV file of the readings, in the Trainer's root folder or an absolute path")
+    file: str = setting(
+        "memory.csv", "CSV file of the readings, below the Trainer's root folder", check=not_below_a_folder
+    )
     table: bool = setting(True, "print a table at the end of the fit")
     category_steps: int = setting(0, "first optimizer steps whose peak is told by category", at_least=0)
 

@@ -1,13 +1,4 @@
-"""What memory a run takes, step by step: to every logger, to a CSV, and as a table at the end.
-
-Saves:      nothing; it observes
-Costs:      one reading every ``every_n_steps`` optimizer steps; ``per_phase`` one at each phase, measured by
-            examples/measure_callbacks.py; never synchronises, never empties the cache. ``category_steps``: a call in
-            Python for every operator of those steps
-Numerics:   bit-exact; compiled parts run uncompiled in those steps
-Conflicts:  none; ``per_phase`` resets the CUDA peak counters, which others in the process may read
-Reference:  https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html
-"""
+"""What memory a run takes, step by step: to every logger, to a CSV, and as a table at the end."""
 
 from __future__ import annotations
 
@@ -23,17 +14,17 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_solo.errors import PresetError
+from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.memory.events import Peak
-from lightning_solo.memory.log_files import checked_path, path_below
+from lightning_solo.memory.log_files import path_below
 from lightning_solo.memory.reading import Reading
+from lightning_solo.techniques.memory_logger.card import CARD
 from lightning_solo.techniques.memory_logger.category_peaks import CategoryPeaks, describe
 from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
 from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
 from lightning_solo.units import GiB
 
-_FILE = "memory_logger.file", "memory/run.csv"
 _numbers = itertools.count(1)
 
 
@@ -95,19 +86,23 @@ class MemoryLogger(Callback):
         category_steps: int = 0,
     ) -> None:
         super().__init__()
-        self.every_n_steps = _checked_steps("every_n_steps", every_n_steps, 1)
-        self.per_phase = _checked_bool("per_phase", per_phase)
-        self.file = checked_path(file, *_FILE)
-        self.table = _checked_bool("table", table)
-        self.category_steps = _checked_steps("category_steps", category_steps, 0)
+        settings = {
+            "every_n_steps": every_n_steps,
+            "per_phase": per_phase,
+            "file": file,
+            "table": table,
+            "category_steps": category_steps,
+        }
+        CARD.check(settings)
+        self.every_n_steps = every_n_steps
+        self.per_phase = per_phase
+        self.file = file
+        self.table = table
+        self.category_steps = category_steps
         self._start("", torch.device("cpu"))
 
     def __repr__(self) -> str:
-        """The call that builds this callback again."""
-        return (
-            f"{type(self).__name__}(every_n_steps={self.every_n_steps}, per_phase={self.per_phase}, "
-            f"file={self.file!r}, table={self.table}, category_steps={self.category_steps})"
-        )
+        return CARD.repr(self)
 
     @property
     def peak_bytes(self) -> int:
@@ -128,7 +123,8 @@ class MemoryLogger(Callback):
         Raises:
             PresetError: ``steps`` is out of range.
         """
-        self._categories.steps_left = _checked_steps("log_categories(steps)", steps, 1)
+        check_arguments({"steps": steps}, {"steps": Parameter(int, at_least=1)}, "memory_logger.log_categories")
+        self._categories.steps_left = steps
 
     @property
     def category_peak(self) -> Peak | None:
@@ -157,7 +153,7 @@ class MemoryLogger(Callback):
                 f"MemoryLogger: {root} is remote, so there is no {self.file}; the loggers get it all", stacklevel=2
             )
         else:
-            self._path = path_below(root, self.file, *_FILE)
+            self._path = path_below(root, self.file, "memory_logger.file")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add a row for what weights and whatever was there before take."""
@@ -281,15 +277,3 @@ class MemoryLogger(Callback):
             below = "" if largest is None else describe(*largest)
             self._table.print(f"Memory, {self._stage} on {self._phases.device}", below)
         self._fit = ""
-
-
-def _checked_steps(name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PresetError(f"memory_logger.{name}={value!r}: allowed is an integer >= {least}")
-    return value
-
-
-def _checked_bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise PresetError(f"memory_logger.{name}={value!r}: allowed are true and false")
-    return value

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
+from lightning_solo.memory.log_files import not_below_a_folder
 
 
 @dataclass(frozen=True)
 class Settings:
     """Arguments of MemorySnapshot."""
 
-    folder: str = setting("memory_snapshots", "where the files are written, below the Trainer's root or absolute")
+    folder: str = setting(
+        "memory_snapshots", "where the files are written, below the Trainer's root folder", check=not_below_a_folder
+    )
     max_entries: int = setting(100_000, "allocations and frees that the history keeps", at_least=1)
     native_frames: bool = setting(False, "also name the operators of backward; reading the history takes minutes then")
 

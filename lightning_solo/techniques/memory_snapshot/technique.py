@@ -1,12 +1,4 @@
-"""The CUDA allocator's history at the step with the highest peak, and at an OOM: as a file and as a short text.
-
-Saves:      nothing; it observes
-Costs:      a Python traceback at every allocation and free (torch says 2 µs each); reading and writing the history at
-            each new peak, usually of the first two steps; up to ``max_entries`` entries of host memory
-Numerics:   bit-exact
-Conflicts:  ``memory_logger`` with ``per_phase``, which resets the counters that show a new peak; runs without CUDA
-Reference:  https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
-"""
+"""The CUDA allocator's history at the step with the highest peak, and at an OOM: as a file and as a short text."""
 
 from __future__ import annotations
 
@@ -19,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.memory import is_oom_error
 
-from lightning_solo.errors import CapabilityError, PresetError
-from lightning_solo.memory.log_files import checked_path, path_below
+from lightning_solo.errors import CapabilityError
+from lightning_solo.memory.log_files import path_below
 from lightning_solo.memory.snapshot import (
     Counters,
     History,
@@ -31,10 +23,10 @@ from lightning_solo.memory.snapshot import (
     read_counters,
     write_snapshot,
 )
+from lightning_solo.techniques.memory_snapshot.card import CARD
 
 NOTABLE = 1.01
 """Times of the last written peak from which a peak is written again, so that a slightly longer batch is not."""
-_FOLDER = "memory_snapshot.folder", "memory_snapshots"
 
 
 class MemorySnapshot(Callback):
@@ -60,22 +52,15 @@ class MemorySnapshot(Callback):
         self, folder: str = "memory_snapshots", max_entries: int = 100_000, native_frames: bool = False
     ) -> None:
         super().__init__()
-        if not isinstance(max_entries, int) or isinstance(max_entries, bool) or max_entries < 1:
-            raise PresetError(f"memory_snapshot.max_entries={max_entries!r}: allowed is an integer >= 1")
-        if not isinstance(native_frames, bool):
-            raise PresetError(f"memory_snapshot.native_frames={native_frames!r}: allowed are true and false")
-        self.folder = checked_path(folder, *_FOLDER)
+        CARD.check({"folder": folder, "max_entries": max_entries, "native_frames": native_frames})
+        self.folder = folder
         self.max_entries = max_entries
         self.native_frames = native_frames
         self._history = History(max_entries, native_frames)
         self._reset()
 
     def __repr__(self) -> str:
-        """The call that builds this callback again."""
-        return (
-            f"{type(self).__name__}(folder={self.folder!r}, max_entries={self.max_entries}, "
-            f"native_frames={self.native_frames})"
-        )
+        return CARD.repr(self)
 
     @property
     def words(self) -> str:
@@ -110,7 +95,7 @@ class MemorySnapshot(Callback):
         if "://" in root:
             warnings.warn(f"MemorySnapshot: {root} is remote, so there are no files; the words are told", stacklevel=2)
         else:
-            self._root = path_below(root, self.folder, *_FOLDER)
+            self._root = path_below(root, self.folder, "memory_snapshot.folder")
         self._history.start()
         if not self._history.on:
             rank_zero_info("MemorySnapshot: the allocator's history is recorded already; that one is read, and goes on")

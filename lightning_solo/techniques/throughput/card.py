@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+
+
+def _not_a_rate(tflops: float | None) -> str | None:
+    if tflops is None or 0 < tflops < math.inf:
+        return None
+    return "allowed is a number above 0, such as 82.6, or null"
 
 
 @dataclass(frozen=True)
@@ -18,7 +25,9 @@ class Settings:
     samples_per_batch: int | None = setting(None, "samples of a batch; null: read from the batch", at_least=1)
     tokens_per_batch: int | None = setting(None, "tokens of a batch; null: read from the batch", at_least=1)
     count_flops: bool = setting(True, "count the FLOPs of the first batch's forward")
-    device_tflops: float | None = setting(None, "peak TFLOP/s of the device; null: from the table of devices")
+    device_tflops: float | None = setting(
+        None, "peak TFLOP/s of the device; null: from the table of devices", check=_not_a_rate
+    )
 
 
 CARD = Card(

@@ -1,12 +1,4 @@
-"""Samples and tokens per second, seconds per step, and the share of the device's arithmetic that training uses.
-
-Saves:      nothing; it observes
-Costs:      a few integers each batch; the first batch's forward runs under a FLOP counter (some milliseconds, and
-            without torch.compile); never synchronises; measured by examples/measure_callbacks.py
-Numerics:   bit-exact
-Conflicts:  none; ``count_flops`` where a forward cannot run under a TorchDispatchMode: write ``count_flops: false``
-Reference:  model FLOP utilisation: Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311, appendix B
-"""
+"""Samples and tokens per second, seconds per step, and the share of the device's arithmetic that training uses."""
 
 from __future__ import annotations
 
@@ -17,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
+from lightning_solo.techniques.throughput.card import CARD
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype, peak_flops
 from lightning_solo.techniques.throughput.rates import Rates
 
@@ -53,27 +46,25 @@ class Throughput(Callback):
         device_tflops: float | None = None,
     ) -> None:
         super().__init__()
-        self.every_n_steps = _checked("every_n_steps", every_n_steps, 1)
-        self.window_size = _checked("window_size", window_size, 2)
-        self.samples_per_batch = None if samples_per_batch is None else _checked("samples_per_batch", samples_per_batch)
-        self.tokens_per_batch = None if tokens_per_batch is None else _checked("tokens_per_batch", tokens_per_batch)
-        if not isinstance(count_flops, bool):
-            raise PresetError(f"throughput.count_flops={count_flops!r}: allowed are true and false")
+        settings = {
+            "every_n_steps": every_n_steps,
+            "window_size": window_size,
+            "samples_per_batch": samples_per_batch,
+            "tokens_per_batch": tokens_per_batch,
+            "count_flops": count_flops,
+            "device_tflops": device_tflops,
+        }
+        CARD.check(settings)
+        self.every_n_steps = every_n_steps
+        self.window_size = window_size
+        self.samples_per_batch = samples_per_batch
+        self.tokens_per_batch = tokens_per_batch
         self.count_flops = count_flops
-        self.device_tflops = _checked_tflops(device_tflops)
+        self.device_tflops = device_tflops
         self._start()
 
     def __repr__(self) -> str:
-        """The call that builds this callback again."""
-        names = (
-            "every_n_steps",
-            "window_size",
-            "samples_per_batch",
-            "tokens_per_batch",
-            "count_flops",
-            "device_tflops",
-        )
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        return CARD.repr(self)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -179,17 +170,3 @@ class Throughput(Callback):
         if self.device_tflops is not None:
             return self.device_tflops * 1e12
         return peak_flops(trainer.strategy.root_device, compute_dtype(str(trainer.precision)))
-
-
-def _checked(name: str, value: object, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PresetError(f"throughput.{name}={value!r}: allowed is an integer >= {least}")
-    return value
-
-
-def _checked_tflops(value: object) -> float | None:
-    if value is None:
-        return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise PresetError(f"throughput.device_tflops={value!r}: allowed is a number above 0, such as 82.6, or null")
-    return value

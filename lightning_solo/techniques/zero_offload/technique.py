@@ -1,17 +1,4 @@
-"""Optimizer states, the optimizer's arithmetic, and at stage 3 the weights too, on the host, by DeepSpeed's ZeRO.
-
-Saves:      on the device the optimizer's states (AdamW: 8 bytes per parameter), under bf16 also the fp32 master (4),
-            and the gradients (4, under bf16 2) but for two buckets; stage 3 with ``offload_parameters`` the weights too
-Costs:      host memory per parameter: master 4, gradient 4, states 4 + 4, a copy of the weights 2 (fp32: 4); with
-            accumulation, and at stage 3 always, 2 (4) more; what is page-locked is rounded up to powers of two. The
-            step runs on the CPU, and gradients and weights cross the bus once per optimizer step
-Numerics:   equal to plain AdamW within rounding; bit-exact in fp32 with ``host_optimizer="torch"`` and no clipping.
-            `bf16-mixed` here means bf16 weights with an fp32 master, not autocast. A parameter that a step doesn't use
-            has a gradient of zero here, and is skipped by plain AdamW. ZenFlow's updates are stale: not AdamW
-Conflicts:  optimizers that look at a parameter's shape, clipping by value, a compiled LightningModule
-Reference:  Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity,
-            https://arxiv.org/abs/2104.07857
-"""
+"""Optimizer states, the optimizer's arithmetic, and at stage 3 the weights too, on the host, by DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -26,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_solo.cards.card import resources
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
@@ -117,7 +106,7 @@ class ZeroOffloadStrategy(Base):
         exclude_frozen_parameters: bool = False,
         allow_cpu: bool = False,
     ) -> None:
-        settings = {
+        values = {
             "stage": stage,
             "offload_parameters": offload_parameters,
             "nvme_path": nvme_path,
@@ -128,7 +117,7 @@ class ZeroOffloadStrategy(Base):
             "exclude_frozen_parameters": exclude_frozen_parameters,
             "allow_cpu": allow_cpu,
         }
-        CARD.check(settings)
+        self._settings = CARD.check(values)
         self.stage = stage
         self.offload_parameters = offload_parameters
         self.nvme_path = nvme_path
@@ -150,11 +139,7 @@ class ZeroOffloadStrategy(Base):
         self._clipped = False  # whether clip_gradients was called since the last step
 
     def __repr__(self) -> str:
-        names = ("stage", "offload_parameters", "nvme_path", "pin_memory", "host_optimizer")
-        more = ("save_engine_directory", "exclude_frozen_parameters", "allow_cpu")
-        values = {**{n: getattr(self, n) for n in names}, "config": self.given_config}
-        values |= {n: getattr(self, n) for n in more}
-        return f"ZeroOffloadStrategy({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+        return CARD.repr(self._settings)
 
     def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
         """Return DeepSpeed's configuration; ``folder`` is the run's own below ``nvme_path``, once there is one."""
@@ -227,6 +212,9 @@ class ZeroOffloadStrategy(Base):
         cuda_only = "SuperOffload" if is_super_offload(self.config) else None
         require_device(self.root_device, allow_cpu=self.allow_cpu, cuda_only=cuda_only)
         refuse_trainer(self._trainer)
+        # Lightning's scheduler of accumulation, which refuses every DeepSpeedStrategy, is refused here with a remedy
+        owned = resources(CARD.owns, self._settings) | {"accumulation_factor"}
+        refuse_callbacks("strategy=zero_offload", owned, self._trainer.callbacks)
         run = self.begin(self._trainer)
         run.window.gradients_stay = False  # the engine takes them in backward
         if self.nvme_path is not None:

@@ -1,0 +1,47 @@
+"""Lightning's own callbacks that change what a technique may own, and what to write in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_solo.cards.card import RESOURCES
+from lightning_solo.errors import ConflictError
+
+# Class name, which is the same in both homes of Lightning -> resource -> what to write so that a technique may own it.
+CALLBACKS = {
+    "BaseFinetuning": {
+        "optimizer_states": "freeze with requires_grad_(False) before the fit, and fit again for the next phase"
+    },
+    "BatchSizeFinder": {"weights": "try sizes with trainer.limit_train_batches=2"},
+    "GradientAccumulationScheduler": {
+        "accumulation_factor": "write its schedule as milestones of lightning_solo.AccumulationSchedule"
+        " (callback=accumulation_schedule)"
+    },
+    "LearningRateFinder": {"weights": "find the rate under a preset without ZeRO, on a smaller model"},
+    "StochasticWeightAveraging": {
+        "weights": "average saved checkpoints, which are plain state dicts",
+        "accumulation_factor": "average with Lightning's WeightAveraging, which leaves the factor alone",
+    },
+    "WeightAveraging": {"weights": "average saved checkpoints, which are plain state dicts"},
+}
+
+
+def refuse_callbacks(choice: str, owned: frozenset[str], callbacks: Iterable[object]) -> None:
+    """Refuse Lightning's callbacks that change what a technique owns, and those derived from them.
+
+    Args:
+        choice: how the message names the technique.
+        owned: resources, by the names in `lightning_solo.cards.card.RESOURCES`.
+        callbacks: of the Trainer.
+
+    Raises:
+        ConflictError: names both and what to write instead.
+    """
+    for callback in callbacks:
+        for kind in type(callback).__mro__:
+            for resource, remedy in CALLBACKS.get(kind.__name__, {}).items():
+                if resource in owned:
+                    raise ConflictError(
+                        f"{choice} and {type(callback).__name__}: only one of a run can own {resource}"
+                        f" ({RESOURCES[resource]}); remove the callback, and {remedy}"
+                    )
