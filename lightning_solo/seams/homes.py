@@ -40,7 +40,6 @@ def fabric_part(home: str, path: str) -> Any:
     return importlib.import_module(f"{FABRIC[home]}.{path}")
 
 
-@cache
 def for_home(cls: type, home: str | None = None) -> type:
     """Return a strategy class over the strategy of a home that its ``base`` names.
 
@@ -48,10 +47,11 @@ def for_home(cls: type, home: str | None = None) -> type:
         cls: a class with `Seams`; its ``base`` is a name in ``<home>.strategies``. One without is returned as it is.
         home: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default the one that the program has imported.
     """
-    name = getattr(cls, "base", None)
-    if name is None:
-        return cls
-    home = home or default_home()
+    return cls if getattr(cls, "base", None) is None else _over_base(cls, home or default_home())
+
+
+@cache
+def _over_base(cls: Any, home: str) -> type:
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
@@ -60,11 +60,16 @@ def for_home(cls: type, home: str | None = None) -> type:
         "home": home,
         "template": cls,
     }
-    return type(cls.__name__, (cls, getattr(part(home, "strategies"), name)), body)
+    return type(cls.__name__, (cls, getattr(part(home, "strategies"), cls.base)), body)
 
 
 def _reduced(strategy: Any, protocol: Any) -> Any:
-    """Copy and pickle by template and home: the derived class is not an attribute of any module."""
+    """Copy and pickle by template and home: the derived class is not an attribute of any module.
+
+    A class that a user derived from it is one, and is copied and pickled as any other.
+    """
+    if "template" not in vars(type(strategy)):
+        return object.__reduce_ex__(strategy, protocol)
     return _rebuilt, (strategy.template, strategy.home), strategy.__getstate__()
 
 

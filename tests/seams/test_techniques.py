@@ -420,6 +420,27 @@ def test_copies_and_pickles_are_of_the_same_class(home: ModuleType) -> None:
     assert strategy.__class__.__mro__[1] is SoloStrategy
 
 
+class Labelled(SoloStrategy):
+    """A strategy of a user's own, with a word."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+
+def test_copies_and_pickles_are_of_the_users_own_class(home: ModuleType) -> None:
+    class OfHome(for_home(SoloStrategy, home.__name__)):  # type: ignore[misc]
+        """Derived from the strategy of a home."""
+
+    for strategy in (for_home(Labelled, home.__name__)("one"), OfHome("cpu")):
+        assert type(copy.deepcopy(strategy)) is type(strategy)
+    default = Labelled("two")
+    assert isinstance(default, for_home(Labelled, "lightning.pytorch"))  # as both homes are imported here
+    other = pickle.loads(pickle.dumps(default))
+    assert type(other) is type(default)
+    assert other.label == "two"
+
+
 def test_the_home_of_things(home: ModuleType, make_trainer: Make) -> None:
     assert home_of(make_trainer(home)) == home_of(regression(home)) == home.__name__
     assert home_of(solo_strategy(home.__name__)) == home.__name__
