@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from lightning_solo.build import check_machine, make_callbacks, trainer_arguments
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import Preset, compose, compose_mapping
-from lightning_solo.presets.files import describe, preset_files
+from lightning_solo.presets.files import descriptions, preset_files
 
 
 def trainer_kwargs(
@@ -109,8 +109,7 @@ def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
         PresetError: unknown preset or override.
     """
     composed = {key: value for key, value in compose_mapping(preset, overrides).items() if value not in (None, {})}
-    names = [preset] if isinstance(preset, str) else preset
-    heads = "".join(f"# {describe(preset_files()[name])}\n" for name in names)
+    heads = "".join(f"# {line}\n" for line in descriptions(preset))
     return f"{heads}{OmegaConf.to_yaml(OmegaConf.create(composed))}"
 
 

@@ -21,7 +21,7 @@ from lightning_solo.planner.device import CPU, Device
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.table import COLOURS
 from lightning_solo.planner.table import table as plan_table
-from lightning_solo.presets.files import describe, preset_files
+from lightning_solo.presets.files import descriptions, names_in
 from lightning_solo.report.plan_chart import CATEGORIES, OVERHEAD, length, parts
 from lightning_solo.units import format_bytes
 
@@ -144,7 +144,7 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
     if first.fits:
         left = f"{format_bytes(first.margin_bytes)} are left" + (": tight" if first.verdict == "tight" else "")
         again = command(first.preset, overrides, checked, first.micro_batch)
-        return f"{first.preset} fits, {left}. {describe(preset_files()[first.preset])}\ntrain with it: {again}"
+        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(first.preset)))}\ntrain with it: {again}"
     shortage = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
         f" {format_bytes(first.needed_bytes)}"

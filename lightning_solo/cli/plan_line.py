@@ -13,9 +13,9 @@ from lightning_solo.cli.ladder_line import composed, parsed
 from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, SoloError, nearest
 from lightning_solo.machine import is_installed
-from lightning_solo.presets.compose import refuse_twice
+from lightning_solo.presets.compose import check_combination, refuse_twice
 from lightning_solo.presets.devices import Device, budget_on, device
-from lightning_solo.presets.files import preset_files
+from lightning_solo.presets.files import names_in, preset_files
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.report.charts import PIP
 
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     parser.add_argument("--budget", help="how much of its memory may be taken, such as 16GiB (all of it)")
     parser.add_argument("--host-memory", help="of a machine that isn't this one, such as 64GiB (not judged)")
     parser.add_argument("--micro-batch", metavar="N", help="examples per forward (the data's batch)")
-    parser.add_argument("--presets", help="some of the presets, joined by commas (all)")
+    parser.add_argument("--presets", help="presets, joined by commas; [a,b] combines two (all)")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on standard output")
     parser.add_argument("--picture", metavar="FILE.png", help="draw the peak of each preset by category")
     parser.add_argument("--calibrate", action="store_true", help="measure the device that is here, for later plans")
@@ -94,7 +94,8 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
         if first in OURS and key != "hydra.searchpath":
             raise PresetError(f"{override.input_line}: {OURS[first]}")
         if key == "solo" and not override.is_delete():
-            preset = str(override.value())
+            value = override.value()
+            preset = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
     if preset is not None and options.presets is not None:
         raise ConflictError(f"solo={preset} and --presets {options.presets}: keep one; --presets takes several names")
     on = None if options.device is None else device(options.device)
@@ -120,8 +121,11 @@ def _presets(option: str, text: str | None) -> tuple[str, ...]:
     known = [name for name in preset_files() if name != AUTO]
     if text is None:
         return tuple(known)
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    names = tuple(dict.fromkeys(name.strip() for name in re.findall(r"\[[^]]*\]|[^,]+", text)))
     for name in names:
+        if isinstance(combination := names_in(name), list):
+            check_combination(combination)
+            continue
         if name == AUTO:
             raise PresetError(
                 f"{option}{text}: auto trains with what a plan picks; drop it, or choose among the others"

@@ -25,7 +25,7 @@ def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
         rows.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", no_wrap=True)
     for plan in plans:
         rows.add_row(
-            f"{plan.preset} *" if plan is chosen else plan.preset,
+            Text(f"{plan.preset} *" if plan is chosen else plan.preset),  # a list of presets is in brackets, as markup
             Text(plan.verdict, style=COLOURS[plan.verdict]),
             format_bytes(plan.peak_bytes),
             format_bytes(plan.needed_bytes),

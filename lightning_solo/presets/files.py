@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -38,10 +39,27 @@ def preset_files() -> dict[str, Path]:
     return {path.stem: path for folder in reversed(folders) for path in sorted((folder / "solo").glob("*.yaml"))}
 
 
+def names_in(text: str) -> str | list[str]:
+    """Return the names of presets in a text that lists them, as ``[compact,checkpointing]``, or the one name.
+
+    >>> names_in("[compact, checkpointing]"), names_in("bf16")
+    (['compact', 'checkpointing'], 'bf16')
+    """
+    if not (text.startswith("[") and text.endswith("]")):
+        return text
+    return [name.strip() for name in text[1:-1].split(",")]
+
+
 def describe(path: Path) -> str:
     """Return the first line of a preset's file: what it is for and which device it needs."""
     first = path.read_text(encoding="utf-8-sig").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def descriptions(preset: str | Sequence[str]) -> list[str]:
+    """Return what each of one or several presets is for."""
+    files = preset_files()
+    return [describe(files[name]) for name in ([preset] if isinstance(preset, str) else preset)]
 
 
 def check_file(name: str) -> DictConfig:

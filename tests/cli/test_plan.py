@@ -412,3 +412,16 @@ def test_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]
 def cells(line: str) -> list[str]:
     """Return a row without its step, which hangs on the other rows."""
     return [text for text in re.split(r"\s{2,}", line.strip()) if not text.endswith(" x")]
+
+
+def test_presets_that_are_combined_are_planned_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="precision='bf16-true' of preset compact replaces"):
+        options = parse(["--presets", "bf16,[checkpointing,compact]", *CARD, "model=byte_gpt_tiny"])
+        assert options.presets == ("bf16", "[checkpointing,compact]")
+        assert parse(["solo=[checkpointing,compact]"]).presets == ("[checkpointing,compact]",)
+        _, presets, _ = compose(options)
+    assert presets["[checkpointing,compact]"].strategy is not None
+    assert list(presets["[checkpointing,compact]"].callback) == ["activation_checkpointing", "memory_logger"]
+    with pytest.raises(SoloError, match="drop compact or zero_offload"):
+        parse(["--presets", "[compact,zero_offload]"])
