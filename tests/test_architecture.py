@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_solo"
 LEVELS = {
     "atomic_files": 0,
+    "attributes": 0,
     "errors": 0,
     "machine": 0,
     "units": 0,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_solo.seams.patches import replaced
+from lightning_solo.attributes import replaced
 
 HALF = (torch.float16, torch.bfloat16)
 WITHOUT_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)

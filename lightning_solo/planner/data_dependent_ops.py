@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from lightning_solo.seams.patches import replaced
+from lightning_solo.attributes import replaced
 
 aten = torch.ops.aten
 Assume = Callable[[str], None]

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeT
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_solo.seams.patches import replaced
+from lightning_solo.attributes import replaced
 
 
 def fake_mode() -> FakeTensorMode:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_solo.attributes import replaced
 from lightning_solo.optim import adamw_update, host_slabs, split_weights, staging
 from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
-from lightning_solo.seams.patches import replaced
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from lightning_solo.attributes import replaced
 from lightning_solo.optim import adamw_update, kernels
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import OperatorKernels
-from lightning_solo.seams.patches import replaced
 
 
 class PlannedKernels(TritonKernels):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_solo.seams.patches import replaced
+from lightning_solo.attributes import replaced
 
 
 def register_fused_steps(library: Any) -> None:

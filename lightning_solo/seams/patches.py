@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from lightning_solo.attributes import replaced
+
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes what Lightning does, and returns what is done in its place."""
 
@@ -29,27 +31,6 @@ def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
         vars(strategy).pop("solo_run", None)
 
     return undo
-
-
-_NONE: Any = object()  # an attribute that the object itself doesn't have
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """Replace an attribute of an object, and yield the one before.
-
-    Raises:
-        AttributeError: there is none of that name: Lightning has moved it.
-    """
-    original, own = getattr(owner, name), vars(owner).get(name, _NONE)
-    setattr(owner, name, value)
-    try:
-        yield original
-    finally:
-        if vars(owner).get(name, _NONE) is value:  # else somebody has replaced it since
-            delattr(owner, name)
-            if own is not _NONE:
-                setattr(owner, name, own)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.attributes import replaced
 from lightning_solo.optim.replacement import note_steps
 from lightning_solo.zero.deepspeed_internals import (
     as_shaped,
@@ -25,17 +26,6 @@ from lightning_solo.zero.deepspeed_internals import (
 )
 
 SUPER_OFFLOAD = "deepspeed.runtime.superoffload.superoffload_utils"
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 # --- the process ---
@@ -50,7 +40,7 @@ def nothing_compiled_for_communication() -> AbstractContextManager[None]:
     Test: tests/zero/test_process.py::test_nothing_is_compiled_for_it
     """
     # The attribute deepspeed.comm.torch is torch itself, so the module is imported by its name.
-    return _replaced(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
+    return replaced(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
 
 
 # --- the forward pass ---
@@ -67,7 +57,7 @@ def linear_saves_the_parameter() -> AbstractContextManager[None]:
     Test: tests/zero/test_engine.py::test_linear_saves_the_parameter_while_stage_3_runs
     """
     linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
-    return _replaced(torch.nn.functional, "linear", linear)
+    return replaced(torch.nn.functional, "linear", linear)
 
 
 def statistics_in_fp32() -> AbstractContextManager[None]:
@@ -95,7 +85,7 @@ def statistics_in_fp32() -> AbstractContextManager[None]:
         output: Tensor = original(input, mean, var, weight, bias, *rest, **more)
         return output
 
-    return _replaced(torch.nn.functional, "batch_norm", batch_norm)
+    return replaced(torch.nn.functional, "batch_norm", batch_norm)
 
 
 @contextmanager
@@ -264,7 +254,7 @@ def worker_run_by(run: Callable[..., None]) -> AbstractContextManager[None]:
     Undone: on leaving the context.
     Test: tests/zero/test_super_offload.py::test_the_worker_of_a_killed_run_ends
     """
-    return _replaced(importlib.import_module(SUPER_OFFLOAD), "superoffload_optimizer_worker", run)
+    return replaced(importlib.import_module(SUPER_OFFLOAD), "superoffload_optimizer_worker", run)
 
 
 def run_worker(*arguments: Any) -> None:

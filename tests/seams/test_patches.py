@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_solo.attributes import replaced
 from lightning_solo.seams import patches
 from lightning_solo.seams.strategy import Seams
 from tests.modules import loader, regression
@@ -163,29 +164,10 @@ def test_the_hooks_behind_a_closure(home: ModuleType, make_trainer: Make) -> Non
         assert loss > 0
         return loss
 
-    with patches.replaced(trainer.strategy, "optimizer_step", step):
+    with replaced(trainer.strategy, "optimizer_step", step):
         trainer.fit(module, loader(1))
     assert calls == ["before", "hook"]
     assert trainer.strategy.optimizer_step == own
-
-
-def test_a_patch_of_what_is_gone_raises_and_of_what_is_there_is_undone() -> None:
-    class Thing:
-        name = "class"
-
-    thing = Thing()
-    with pytest.raises(AttributeError, match="gone"), patches.replaced(thing, "gone", 1):
-        pass
-    with patches.replaced(thing, "name", "ours") as before:
-        assert (thing.name, before) == ("ours", "class")
-    assert vars(thing) == {}
-    thing.name = None  # type: ignore[assignment]
-    with patches.replaced(thing, "name", "ours"):
-        pass
-    assert vars(thing) == {"name": None}
-    with patches.replaced(thing, "name", "ours"):
-        thing.name = "somebody's"
-    assert thing.name == "somebody's"
 
 
 PATCHES = re.compile(

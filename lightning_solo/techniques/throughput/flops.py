@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_solo.attributes import replaced
 from lightning_solo.presets.devices import find
-from lightning_solo.seams.patches import replaced
 
 
 @contextlib.contextmanager
