@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from lightning_solo.cards.catalogue import own_cards
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_solo"
@@ -101,6 +105,37 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
         assert not roots & (HEAVY - {"torch", "deepspeed"}), "mechanisms stand on plain torch, and DeepSpeed's C++"
     if room(path) in ("build", "attach", "cli"):
         assert not top & HEAVY, "a typo is found before torch is imported"
+
+
+# File or room -> what it has in common with a technique's word or class, without being about the technique.
+WORDS_IN_COMMON = {
+    "cards/lightning_callbacks.py": {"AccumulationSchedule"},  # a remedy: what to write
+    "cli/train.py": {"throughput"},  # the application's own choice of an observer
+    "optim": {"gradient_release", "GradientRelease", "compact"},  # the mechanism's class; objects of CompactAdamW
+    "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
+    "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
+    "zero/refusals.py": {"AccumulationSchedule"},  # a remedy: what to write
+}
+
+
+def words_of(path: Path) -> Iterator[str]:
+    """Yield the identifiers of a file, its string constants, and the words of these that begin in upper case."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in ("id", "attr", "arg", "name", "asname", "module"):
+            yield from str(getattr(node, name, None) or "").split(".")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+            yield from re.findall(r"\b[A-Z]\w+", node.value)
+
+
+def test_no_file_outside_its_folder_names_a_technique() -> None:
+    names = {name for card in own_cards().values() for name in (card.name, card.class_name)}
+    found: dict[str, set[str]] = {}
+    for path in [PACKAGE / "__init__.py", *FILES]:
+        if room(path) != "techniques" and (named := names & set(words_of(path))):
+            file = str(path.relative_to(PACKAGE))
+            found.setdefault(room(path) if room(path) in WORDS_IN_COMMON else file, set()).update(named)
+    assert found == WORDS_IN_COMMON, "what others need to know of a technique stands in its card"
 
 
 def test_every_file_says_first_what_it_is_for() -> None:

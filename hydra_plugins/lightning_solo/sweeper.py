@@ -67,9 +67,9 @@ class SoloOptunaSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Check the settings, and have the launcher choose the sweep's folder."""
-        from lightning_solo.sweeps.launch import compact
+        from lightning_solo.sweeps.launch import without_trace
 
-        with compact():
+        with without_trace():
             refuse_without_optuna()
             from lightning_solo.sweeps.search import Search
 
@@ -77,7 +77,7 @@ class SoloOptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the trials."""
-        from lightning_solo.sweeps.launch import compact
+        from lightning_solo.sweeps.launch import without_trace
 
-        with compact():
+        with without_trace():
             self._search([*(f"{name}={value}" for name, value in self.params.items()), *arguments])

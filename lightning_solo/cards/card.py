@@ -85,6 +85,8 @@ class Card:
         reads: resources that no other technique may free.
         frees: resources that are gone, or not to be trusted, under this technique.
         instead: resource -> what to write so that this technique gives it up.
+        first_factor: for one that owns the accumulation factor; returns for its settings how many micro-batches make
+            the first optimizer step.
         rules: each returns why the technique can't be part of a composition and what to write, or None.
         requires: of the machine.
         on_cpu: settings under which it also runs on a CPU; None where it never does.
@@ -110,6 +112,7 @@ class Card:
     reads: Resources = frozenset()
     frees: Resources = frozenset()
     instead: Mapping[str, str] = field(default_factory=dict)
+    first_factor: Callable[[Any], int] | None = None
     rules: tuple[Callable[[Any, Composition], str | None], ...] = ()
     requires: tuple[Requirement, ...] = ()
     on_cpu: Mapping[str, Any] | None = field(default_factory=dict)

@@ -63,6 +63,14 @@ class Composition:
             "accumulation_factor" in chosen.owned() for chosen in self.techniques
         )
 
+    @property
+    def first_factor(self) -> int:
+        """How many micro-batches make the first optimizer step."""
+        for chosen in self.techniques:
+            if chosen.card.first_factor is not None:
+                return chosen.card.first_factor(chosen.settings)
+        return self.accumulate_grad_batches or 1
+
     def has(self, name: str) -> bool:
         """Return whether a technique is part of it, under whatever key."""
         return any(chosen.card.name == name for chosen in self.techniques)

@@ -25,7 +25,7 @@ from lightning_solo.cli.command_line import (
 from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import refuse_twice
-from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.schema import composition
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.ladder import Prepared
 from lightning_solo.sweeps.rungs import Technique, chosen, folder_name, overrides_of
@@ -141,7 +141,7 @@ def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[
 
     A loader whose batch is not an argument keeps it; the row then notes that its steps take more samples.
     """
-    factor, argument = micro_batches(checked.solo), batch_argument(checked)
+    factor, argument = composition(checked.solo).first_factor, batch_argument(checked)
     if factor == 1 or argument is None or argument[1] % factor:
         return list(overrides)
     key, batch = argument
@@ -160,14 +160,6 @@ def with_batch(overrides: Sequence[str], key: str, batch: int) -> list[str]:
     kept = [text for text in overrides if text.lstrip("+").partition("=")[0] != key]
     mark = next((text[: text.index(key)] for text in overrides if text.lstrip("+").partition("=")[0] == key), "")
     return [*kept, f"{mark}{key}={batch}"]
-
-
-def micro_batches(solo: SoloConfig) -> int:
-    """Return how many batches the first optimizer step takes."""
-    schedule = solo.callback.get("accumulation_schedule") or {}
-    milestones = schedule.get("milestones") or [[0, solo.accumulate_grad_batches or 1]]
-    first = milestones[0]
-    return int(first[1]) if first[0] == 0 else 1
 
 
 def settings_of(cfg: DictConfig) -> tuple[Settings, tuple[str, ...]]:

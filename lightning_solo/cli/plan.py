@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.cli.ladder_line import micro_batches
 from lightning_solo.cli.plan_display import Progress, print_plans, print_readings, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import first_batch, model_of
@@ -21,7 +20,7 @@ from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.devices import budget_on
-from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.report.plan_chart import write_pictures
 from lightning_solo.units import format_bytes
 
@@ -132,7 +131,7 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
 
 def longer_steps(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
     """Return a line for each preset whose optimizer step, and so its time, is of several micro-batches."""
-    of = {plan.preset: micro_batches(presets[plan.preset]) for plan in plans}
+    of = {plan.preset: composition(presets[plan.preset]).first_factor for plan in plans}
     return [f"{name}: an optimizer step is of {count} micro-batches" for name, count in of.items() if count > 1]
 
 

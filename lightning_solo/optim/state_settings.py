@@ -31,9 +31,9 @@ def _not_a_budget(value: int | str | None) -> str | None:
 class StateSettings:
     """How weights and optimizer states are stored, and by whose optimizer they are stepped."""
 
-    choice: ClassVar[str] = "compact_states"
+    choice: ClassVar[str]
     """How messages name the technique."""
-    option: ClassVar[str] = "compact_states"
+    option: ClassVar[str]
     """The prefix of its arguments in messages."""
 
     master_bits: int | str = setting(

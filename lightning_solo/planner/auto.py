@@ -22,7 +22,7 @@ from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
-from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # between plan and reading, from which on it is said
@@ -114,7 +114,7 @@ def candidates(
         own = compose(name, allow=allow)
         if own.auto is not None:
             raise PresetError(f"auto.presets={names}: auto chooses among other presets; drop {name}")
-        if own.callback.get("accumulation_schedule") or own.accumulate_grad_batches not in (None, 1):
+        if composition(own).accumulates:
             refused[name] = "its optimizer step is of several micro-batches: another global batch, another training"
             continue
         made = replace(

@@ -52,7 +52,7 @@ class Launch:
         preload: tuple[str, ...],
         **settings: Any,
     ) -> None:
-        with compact():
+        with without_trace():
             self.hydra_context = hydra_context
             self.config = config
             self.settings = Settings(**settings)
@@ -71,7 +71,7 @@ class Launch:
         Args:
             jobs: the numbers of all its jobs.
         """
-        with compact():
+        with without_trace():
             display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
             sweep = Sweep(self.folder, self.application, self.settings, tell=display.tell, look=display.look)
             try:
@@ -113,7 +113,7 @@ class Launch:
     def _nothing_left(self) -> Iterator[None]:
         """Remove the folder of a sweep that is refused while it holds nothing but Hydra's own file."""
         try:
-            with compact():
+            with without_trace():
                 yield
         except BaseException:
             if [file.name for file in self.folder.path.glob("*")] == [MULTIRUN]:
@@ -145,7 +145,7 @@ class JobsFailed(CompactHydraException):
 
 
 @contextmanager
-def compact() -> Iterator[None]:
+def without_trace() -> Iterator[None]:
     """Turn our refusals into the kind that Hydra prints without a trace."""
     try:
         yield

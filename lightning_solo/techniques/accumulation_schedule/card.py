@@ -30,6 +30,12 @@ class Settings:
     by: Literal["epoch", "step"] = setting("epoch", "what ``first`` counts: epochs or optimizer steps")
 
 
+def first_factor(settings: Settings) -> int:
+    """Return how many batches make the first optimizer step."""
+    first, factor = settings.milestones[0]
+    return factor if first == 0 else 1
+
+
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the longest window, without the schedule itself."""
     factor = max(int(factor) for _, factor in settings.milestones)
@@ -53,6 +59,7 @@ CARD = Card(
         "accumulation_factor": "write the factor as a milestone,"
         " callback.accumulation_schedule.milestones=[[0, {factor}]], and drop accumulate_grad_batches"
     },
+    first_factor=first_factor,
     rung=Rung("accumulation", order=30),
     planned="lightning_solo.techniques.accumulation_schedule.card:planned",
 )

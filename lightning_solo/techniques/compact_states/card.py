@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
 from lightning_solo.optim.state_settings import StateSettings, cuda_remedy, refuse_precision
+
+
+@dataclass(frozen=True)
+class Settings(StateSettings):
+    """Arguments of CompactStates."""
+
+    choice: ClassVar[str] = "compact_states"
+    option: ClassVar[str] = "compact_states"
+
 
 CARD = Card(
     name="compact_states",
     target="lightning_solo.techniques.compact_states.technique:CompactStates",
     phase=Phase.STATES,
-    settings=StateSettings,
+    settings=Settings,
     saves="of AdamW's 16 bytes per parameter (weight 4, gradient 4, moments 8) all but 7.06: bf16 weight 2, correction"
     " 1, moments 1 + 1, scales 0.0625, gradient 2",
     costs="unpacking and packing in the step. States on the host (``state_budget``) pass through the device, 3 bytes"
