@@ -416,11 +416,13 @@ def cells(line: str) -> list[str]:
 
 def test_presets_that_are_combined_are_planned_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(UserWarning, match="precision='bf16-true' of preset compact replaces"):
+    replaces = "precision='bf16-true' of preset compact replaces"
+    with pytest.warns(UserWarning, match=replaces):
         options = parse(["--presets", "bf16,[checkpointing,compact]", *CARD, "model=byte_gpt_tiny"])
-        assert options.presets == ("bf16", "[checkpointing,compact]")
+    assert options.presets == ("bf16", "[checkpointing,compact]")
+    with pytest.warns(UserWarning, match=replaces):
         assert parse(["solo=[checkpointing,compact]"]).presets == ("[checkpointing,compact]",)
-        _, presets, _ = compose(options)
+    _, presets, _ = compose(options)
     assert presets["[checkpointing,compact]"].strategy is not None
     assert list(presets["[checkpointing,compact]"].callback) == ["activation_checkpointing", "memory_logger"]
     with pytest.raises(SoloError, match="drop compact or zero_offload"):
