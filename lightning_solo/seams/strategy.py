@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +21,28 @@ if TYPE_CHECKING:
     from lightning_solo.seams.technique import Technique
 else:
     Base = object
+
+
+class _WhereAttached:
+    """A method of `Seams` that is there in a run with techniques; without one, the next class's is found in its place.
+
+    Who replaces ``Strategy.backward`` by a call of the strategy's own method, as Lightning's tests do, would otherwise
+    have the two call each other without end. As with any method, an object may have one of its own.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, strategy: Any, cls: type | None = None) -> Any:
+        if strategy is None:
+            return self._method
+        if strategy.ctx is None:
+            return getattr(super(self._owner, strategy), self._name)
+        return MethodType(self._method, strategy)
 
 
 class Seams(Base):
@@ -138,12 +161,11 @@ class Seams(Base):
             run.window.start_batch(batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
+    @_WhereAttached
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward of a micro-batch, whose loss counts by the window's weight."""
-        run = self.ctx
-        if run is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        own = super().backward
+        run, own = self.ctx, super().backward
+        assert run is not None  # else this method isn't there
         made: Tensor = run.backward(lambda loss: own(loss, optimizer, *args, **kwargs), closure_loss)
         return made
 

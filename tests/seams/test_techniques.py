@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -409,6 +410,24 @@ def test_without_techniques_it_is_lightnings_strategy(home: ModuleType, make_tra
         assert trainer.strategy.strategy_name == "single_device"
         assert getattr(trainer.strategy, "solo_run", None) is None
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_backward_of_a_base_class_may_be_replaced(home: ModuleType, make_trainer: Make, attached: bool) -> None:
+    notes: list[str] = []
+    callbacks = [Marks(Phase.STEP, notes)] if attached else []
+    trainer = make_trainer(home, strategy=solo_strategy(home.__name__), callbacks=callbacks)
+    with patch.object(home.strategies.Strategy, "backward", wraps=trainer.strategy.backward) as replaced:
+        trainer.fit(regression(home), loader(3))
+    assert replaced.call_count == 3
+    assert notes.count("before STEP") == notes.count("behind STEP") == 3 * attached
+
+
+def test_an_objects_own_backward_is_called(home: ModuleType, make_trainer: Make) -> None:
+    trainer = make_trainer(home, strategy=solo_strategy(home.__name__))
+    with patch.object(trainer.strategy, "backward", wraps=trainer.strategy.backward) as replaced:
+        trainer.fit(regression(home), loader(3))
+    assert replaced.call_count == 3
 
 
 def test_copies_and_pickles_are_of_the_same_class(home: ModuleType) -> None:
