@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,8 @@ class Parameter:
             return f"expected {self._expected()}"
         if self.allowed and value not in self.allowed:
             return f"write {', '.join(map(repr, self.allowed))}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"expected {describe(self.kind)} that is finite"
         if self.at_least is not None and isinstance(value, int | float) and value < self.at_least:
             return f"expected {describe(self.kind)} of at least {self.at_least}"
         return self.check(value) if self.check is not None else None

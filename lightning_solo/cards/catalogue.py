@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -14,7 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_solo.cards.card import Card
+from lightning_solo.cards.card import RESOURCES, Card, Requirement, Rung
+from lightning_solo.cards.composition import Chosen
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import PresetError, nearest
 
@@ -84,6 +86,19 @@ def card_of(group: str, name: object, option: str) -> Card:
     return cards[name]
 
 
+def chosen_of(technique: object) -> Chosen | None:
+    """Return a technique's object as a choice with its card and settings; None where no card names its class."""
+    targets = {card.target: card for card in catalogue().cards.values()}
+    for cls in type(technique).__mro__:
+        card = targets.get(f"{cls.__module__}:{cls.__qualname__}")
+        if card is not None:
+            settings = card.check(
+                {field.name: getattr(technique, field.name, field.default) for field in fields(card.settings)}
+            )
+            return Chosen(card, settings, card.group if card.group == "strategy" else f"callback.{card.name}")
+    return None
+
+
 def load_class(card: Card) -> Any:
     """Return the class of a technique; imports it."""
     module, _, name = card.target.partition(":")
@@ -115,6 +130,21 @@ def problems(card: Card) -> Iterator[str]:
             if field.default is MISSING:
                 yield f"{card.name}: the setting {field.name!r} has no default; write {field.name} = setting(<default>)"
     yield from _missing_target(card)
+    for name in ("planned", "footprint"):
+        way = getattr(card, name)
+        if way not in ("attached", "left out", None) and ":" not in str(way):
+            yield f"{card.name}: {name}={way!r}: write 'attached', 'left out' or 'module:function'"
+    if not all(isinstance(need, Requirement) for need in card.requires):
+        yield f"{card.name}: requires={card.requires!r}: write a tuple of Requirement"
+    if not all(callable(rule) for rule in card.rules):
+        yield f"{card.name}: rules={card.rules!r}: write a tuple of functions of (settings, composition)"
+    if not isinstance(card.rung, Rung | None):
+        yield f"{card.name}: rung={card.rung!r}: write Rung(name, order), or None"
+    for kind in ("owns", "reads", "frees"):
+        names = getattr(card, kind)
+        for name in () if callable(names) else names:
+            if name not in RESOURCES and (near := difflib.get_close_matches(name, RESOURCES, n=1, cutoff=0.85)):
+                yield f"{card.name}: {kind} {name!r}; did you mean {near[0]!r}?"
 
 
 def _missing_target(card: Card) -> Iterator[str]:
@@ -149,4 +179,25 @@ def _configuration(point: EntryPoint, card: Card) -> Path:
     yaml = folder / "solo" / card.group / f"{card.name}.yaml"
     if not yaml.is_file():
         raise PresetError(f"{card.name}: {yaml} is missing; it holds every setting with its default")
+    _check_yaml(yaml, card)
     return folder
+
+
+def _check_yaml(path: Path, card: Card) -> None:
+    """Refuse a YAML file that doesn't hold each setting with the card's default."""
+    import yaml  # for other packages' techniques alone
+
+    node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    node = node.get(card.name) if card.group == "callback" and isinstance(node, dict) else node
+    written = {key: value for key, value in (node or {}).items() if key != "name"} if isinstance(node, dict) else {}
+    expected = {field.name: field.default for field in fields(card.settings)}
+    for name in sorted({*written, *expected}):
+        if name not in written or name not in expected or _plain(written[name]) != _plain(expected[name]):
+            raise PresetError(
+                f"{card.name}: {path} has {name}={written.get(name, 'nothing')!r}, the card's settings"
+                f" {expected.get(name, 'nothing')!r}; write the same in both"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

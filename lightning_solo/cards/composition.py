@@ -89,6 +89,14 @@ class Composition:
             if one.card.name == other.card.name:
                 yield f"{one.card.group} {one.card.name!r} is there twice; remove one with {other.removal}"
         yield from self._two_factors()
+        yield from self.rivalries()
+        for chosen in self.techniques:
+            for rule in chosen.card.rules:
+                if message := rule(chosen.settings, self):
+                    yield message
+
+    def rivalries(self) -> Iterator[str]:
+        """Yield a message for each resource that two techniques own, or that one reads and another frees."""
         for one, other in combinations(self.techniques, 2):
             for resource in sorted(one.owned() & other.owned()):
                 yield _refusal(one, other, resource, "only one technique of a run can own")
@@ -96,10 +104,6 @@ class Composition:
                 freed = resources(freer.card.frees, freer.settings)
                 for resource in sorted(freed & resources(reader.card.reads, reader.settings)):
                     yield _refusal(reader, freer, resource, "the first reads and the second frees or resets")
-        for chosen in self.techniques:
-            for rule in chosen.card.rules:
-                if message := rule(chosen.settings, self):
-                    yield message
 
     def _two_factors(self) -> Iterator[str]:
         factor = self.accumulate_grad_batches

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_solo.errors import SoloError, nearest
 
@@ -36,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     if name not in COMMANDS:
         refuse(f"no command {name!r}{nearest(name, COMMANDS)}there are {', '.join(COMMANDS)}")
+    if arguments is None:
+        warnings.showwarning = _show_warning
     try:
         code = importlib.import_module(f"lightning_solo.cli.{name}").run(rest)
     except SoloError as error:
@@ -44,6 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     raise SystemExit(code)
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Print a warning without the line of source that gave it, where that is this package's."""
+    ours = os.sep + "lightning_solo" + os.sep in filename
+    where = "" if ours else f"{filename}: "
+    print(f"lightning-solo: {where}{category.__name__}: {message}", file=sys.stderr)
 
 
 def _usage() -> str:

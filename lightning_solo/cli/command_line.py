@@ -283,7 +283,9 @@ def _explain(overrides: Sequence[str]) -> None:
             text = str(override.input_line).lstrip("+~").removeprefix("solo.")
             compose(to_plain(base.solo), [f"{mark}{text}"], allow=allow)
         elif field in FIELDS:
-            raise PresetError(f"{override.input_line!r}: a preset's field; write solo.{override.input_line}")
+            text = str(override.input_line)
+            mark = text[: len(text) - len(text.lstrip("+~"))]
+            raise PresetError(f"{text!r}: a preset's field; write {mark}solo.{text[len(mark) :]}")
         elif not override.is_add():
             _refuse_unknown(base, override)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_solo.cards.catalogue import chosen_of
+from lightning_solo.cards.composition import Composition
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams.homes import home_of, part
 
@@ -119,16 +121,25 @@ class Run:
         """Have a technique act in this run, at the place that its phase gives it.
 
         Raises:
-            ConflictError: it replaces optimizers or steps, and another one does so too, or an engine.
+            ConflictError: it replaces optimizers or steps, and another one does so too, or an engine; or by its card it
+                owns what another one owns.
         """
         if technique in self.techniques:
             return
         if technique.overrides("optimizers") or technique.overrides("step"):
             self._require_sole(technique)
+        self._refuse_rivals(technique)
         technique.ctx = self
         self.techniques.append(technique)
         self.techniques.sort(key=lambda each: each.phase)  # stable: within a phase as they are listed
         self._with.clear()
+
+    def _refuse_rivals(self, technique: Technique) -> None:
+        """Refuse two owners of one resource, however they came here: a preset's lists were checked before."""
+        others = [*self.techniques, *([] if self.strategy.brought else [self.strategy])]
+        chosen = [found for found in map(chosen_of, [*others, technique]) if found is not None]
+        for message in Composition(tuple(chosen)).rivalries():
+            raise ConflictError(message)
 
     def _require_sole(self, technique: Technique) -> None:
         name = type(technique).__name__

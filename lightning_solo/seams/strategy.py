@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import for_home
 from lightning_solo.seams.run import Run
@@ -175,8 +176,17 @@ class Seams(Base):
         if run is None or not run.having("step"):
             return own(optimizer, closure, model, **kwargs)
 
-        def proceed(optimizer: Any, ignored: Any, **options: Any) -> Any:
-            return own(optimizer, closure, model, **options)
+        def proceed(optimizer: Any, given: Callable[[], Any], **options: Any) -> Any:
+            if given is behind:
+                return own(optimizer, closure, model, **options)
+            if run.precision == "16-mixed":
+                names = ", ".join(type(technique).__name__ for technique in run.having("step"))
+                raise ConflictError(
+                    f"precision=16-mixed, whose gradients are scaled until the step, and a closure of one's own"
+                    f" ({names}): write precision=bf16-mixed"
+                )
+            with patches.without_hooks(self.precision_plugin):  # which the given closure has run, once
+                return own(optimizer, given, model, **options)
 
         behind = patches.with_hooks(self.precision_plugin, model or self.lightning_module, optimizer, closure)
         return run.around("step", proceed)(optimizer, behind, **kwargs)

@@ -75,9 +75,11 @@ class Technique(Callback):
 
         Args:
             ctx: the run.
-            proceed: ``proceed(optimizer, closure, **options)`` does as Lightning.
+            proceed: ``proceed(optimizer, closure, **options)`` does as Lightning, with the closure that it is given:
+                wrap it to act between clipping and the update, or call it first and hand over ``lambda: loss``.
             optimizer: whose step it is.
-            closure: forward and backward of the window's last micro-batch, with clipping and hooks behind it.
+            closure: forward and backward of the window's last micro-batch, with clipping and hooks behind it; it
+                returns the loss, and must run once.
             options: of ``optimizer.step``.
         """
         return proceed(optimizer, closure, **options)

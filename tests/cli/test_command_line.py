@@ -38,7 +38,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["solo.accumulate_grad_batches=0"], ["0", "at least 1"]),  # row 6
         (["solo.accumulate_grad_batches=-1"], ["-1", "at least 1"]),  # row 7
         (["model=custom"], ["model._target_"]),  # row 10
-        (["solo=[bf16,fp16]"], ["bf16 and fp16", "precision", "drop bf16 or fp16"]),  # row 13
         (["seed=1", "seed=2"], ["'seed=1' and 'seed=2'"]),  # row 13
         (["devices=2"], ["one device"]),  # row 23
         (["trainer.devices=2"], ["one device"]),  # row 23
@@ -87,6 +86,7 @@ def test_refused_with_the_option_the_value_and_what_to_write(arguments: list[str
         ["+trainer.precision=64-true"],
         ["+trainer.callbacks=null"],
         ["solo=fp16", "+trainer.accelerator=cpu"],
+        ["solo=[bf16,fp16]"],  # row 13
         ["model=custom", "model._target_=m.X", "optimizer=adamw", "allow=[m]"],
         ["solo=accumulation", "solo.accumulate_grad_batches=4"],
     ],

@@ -414,6 +414,7 @@ def cells(line: str) -> list[str]:
     return [text for text in re.split(r"\s{2,}", line.strip()) if not text.endswith(" x")]
 
 
+@pytest.mark.filterwarnings("ignore:precision='bf16-true' of preset compact replaces")
 def test_presets_that_are_combined_are_planned_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     replaces = "precision='bf16-true' of preset compact replaces"

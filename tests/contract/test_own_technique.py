@@ -92,7 +92,7 @@ print(json.dumps({
 """
     shown = json.loads(run(code, installed, cwd=tmp_path).splitlines()[-1])
     assert "fine_tuning" in shown["presets"]
-    assert "min_rows: 1000" in shown["shown"]
+    assert "min_rows: 256" in shown["shown"]
     names = shown["rungs"]
     assert names.index("checkpointing") < names.index("frozen embeddings") < names.index("accumulation")
     assert shown["frozen"]
@@ -153,6 +153,10 @@ BROKEN = {
     "no_default": (CARD.format(**{**GOOD, "default": "field()"}).replace("import dataclass", "import dataclass, field"),
                    "the setting 'size' has no default"),
     "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: DATA"),
+    "no_need": (CARD.format(**GOOD).replace('reference=""', 'reference="", requires=(1,)'), "a tuple of Requirement"),
+    "no_plan": (CARD.format(**GOOD).replace('reference=""', 'reference="", planned="left-out"'), "write 'attached'"),
+    "typo": (CARD.format(**GOOD).replace("trained_parameters", "saved_tensor"), "did you mean 'saved_tensors'?"),
+    "other_default": (CARD.format(**{**GOOD, "default": 'setting(2, "rows")'}), "size=1, the card's settings 2"),
     "no_yaml": (CARD.format(**{**GOOD, "name": "without_yaml"}), "without_yaml.yaml is missing"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from lightning_solo.cards.phase import Phase
 class Settings:
     """Arguments of FrozenEmbeddings."""
 
-    min_rows: int = setting(1000, "rows of the smallest embedding that is frozen", at_least=1)
+    min_rows: int = setting(256, "rows of the smallest embedding that is frozen", at_least=1)
 
 
 CARD = Card(

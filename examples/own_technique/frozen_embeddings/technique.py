@@ -31,12 +31,12 @@ class FrozenEmbeddings(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, min_rows: int = 1000) -> None:
+    def __init__(self, min_rows: int = 256) -> None:
         CARD.check({"min_rows": min_rows})
         self.min_rows = min_rows
 
     def __repr__(self) -> str:
-        return f"FrozenEmbeddings(min_rows={self.min_rows!r})"
+        return CARD.repr(self)
 
     def transform(self, ctx: Run) -> None:
         """Freeze them: behind ``configure_model``, before the optimizers; undone after the fit or its failure."""
