@@ -21,7 +21,13 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
     """Give a user's own strategy the seams, by a class that stands over its own; return what takes them off."""
     own = type(strategy)
-    body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+
+    def reduced(strategy: Any, protocol: Any) -> Any:
+        # Copies and pickles are of the user's own class: that with seams is not an attribute of any module.
+        return object.__new__, (own,), strategy.__getstate__()
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    body = {**names, "__reduce_ex__": reduced}
     # An object's class may be replaced by one whose first base it is; the seams come before it all the same.
     order = {"mro": lambda cls: [cls, mixin, *own.__mro__]}
     strategy.__class__ = type(type(own).__name__, (type(own),), order)(own.__name__, (own, mixin), body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +54,15 @@ SEAMED = (
     *("process_dataloader", "on_train_batch_start", "backward", "optimizer_step", "lightning_module_state_dict"),
     *("optimizer_state", "load_optimizer_state_dict"),
 )
+
+
+def test_copies_and_pickles_of_a_strategy_with_seams_are_of_its_own_class(home: ModuleType, make_trainer: Make) -> None:
+    strategy = make_trainer(home).strategy
+    undo = patches.give_seams(strategy, Seams)
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert type(other) is home.strategies.SingleDeviceStrategy
+        assert other.root_device == strategy.root_device
+    undo()
 
 
 def test_the_mixin_overrides_no_method_that_lightning_lacks(home: ModuleType) -> None:
