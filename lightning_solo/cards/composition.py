@@ -111,8 +111,8 @@ class Composition:
             if factor not in (None, 1) and "accumulation_factor" in chosen.owned():
                 remedy = chosen.card.instead.get("accumulation_factor", f"remove {chosen.removal}, or drop the factor")
                 yield (
-                    f"{chosen.choice} sets how many micro-batches make a step, and accumulate_grad_batches={factor}"
-                    f" sets it too; {remedy.format(factor=factor)}"
+                    f"{chosen.choice} sets the factor itself, and accumulate_grad_batches={factor} sets it too;"
+                    f" {remedy.format(factor=factor)}"
                 )
 
     def unmet(self) -> Iterator[tuple[Chosen, Requirement]]:

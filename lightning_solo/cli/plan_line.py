@@ -121,7 +121,7 @@ def _presets(option: str, text: str | None) -> tuple[str, ...]:
     known = [name for name in preset_files() if name != AUTO]
     if text is None:
         return tuple(known)
-    names = tuple(dict.fromkeys(name.strip() for name in re.findall(r"\[[^]]*\]|[^,]+", text)))
+    names = tuple(dict.fromkeys(name.strip() for name in re.findall(r"\[[^]]*\]|[^,]+", text) or [""]))
     for name in names:
         if isinstance(combination := names_in(name), list):
             check_combination(combination)
