@@ -137,6 +137,7 @@ class Run:
     def _refuse_rivals(self, technique: Technique) -> None:
         """Refuse two owners of one resource, however they came here: a preset's lists were checked before."""
         others = [*self.techniques, *([] if self.strategy.brought else [self.strategy])]
+        others = [other for other in others if type(other) is not type(technique)]  # which says so itself, if it minds
         chosen = [found for found in map(chosen_of, [*others, technique]) if found is not None]
         for message in Composition(tuple(chosen)).rivalries():
             raise ConflictError(message)
