@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,39 @@ def nothing_compiled_for_communication() -> AbstractContextManager[None]:
     """
     # The attribute deepspeed.comm.torch is torch itself, so the module is imported by its name.
     return replaced(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
+
+
+@contextmanager
+def nothing_broadcast() -> Iterator[None]:
+    """Keep an engine from sending its weights to other processes, of which there are none.
+
+    Fault: What is sent is viewed as bytes, which fails for a scalar parameter, such as CLIP's ``logit_scale``: at stage
+        2 when the engine is made, at stage 3 when it takes a parameter over and at the end of ``GatheredParameters``.
+    Seen: 0.19.8.
+    Undone: on leaving the context.
+    Test: tests/zero/test_engine.py::test_a_scalar_parameter_is_trained
+    """
+    weights = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    leave = weights.GatheredParameters._exit
+
+    def take_over(init: Any, parameter: Any) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    def leave_changed(gathered: Any, *error: Any) -> None:
+        if gathered.src_rank is None:
+            leave(gathered, *error)
+            return
+        changed = gathered._params_to_partition()
+        gathered._record_deferred_updates(changed)
+        gathered._partition_params(changed, has_been_updated=True)
+
+    with ExitStack() as undo:
+        undo.enter_context(replaced(engine, "_broadcast_model", lambda _: None))
+        undo.enter_context(replaced(weights.Init, "_zero_init_param", take_over))
+        undo.enter_context(replaced(weights.GatheredParameters, "_exit", leave_changed))
+        yield
 
 
 # --- the forward pass ---

@@ -33,6 +33,7 @@ from lightning_solo.zero.deepspeed_patches import (
     fetched_for_the_outermost_call,
     into_zenflow,
     linear_saves_the_parameter,
+    nothing_broadcast,
     share_options,
     statistics_in_fp32,
     weights_as_stored,
@@ -132,6 +133,7 @@ class EngineRun:
 
     def _make_engine(self, config: Mapping[str, Any], optimizer: Optimizer | None) -> Any:
         stage_3 = config.get("zero_optimization", {}).get("stage") == 3
+        self._stack.enter_context(nothing_broadcast())
         self._stack.enter_context(statistics_in_fp32())
         if stage_3:
             self._stack.enter_context(linear_saves_the_parameter())

@@ -23,6 +23,7 @@ NAMES = {
     "git_version_info.py": "accelerator_name installed_ops",
     "ops/adam/zenflow_cpu_adam.py": "ZenFlowCPUAdam _sequential_step overlap_step",
     "ops/op_builder/builder.py": "_loaded_ops",
+    "runtime/engine.py": "DeepSpeedEngine _broadcast_model",
     "runtime/superoffload/superoffload_stage3.py": "superoffload_cpu_optimizer _submitted_cpu_sub_groups"
     " _wait_for_async_operations",
     "runtime/superoffload/superoffload_utils.py": "cpuadam_process superoffload_optimizer_worker",
@@ -35,7 +36,8 @@ NAMES = {
     "runtime/zero/linear.py": "zero3_linear_wrap",
     "runtime/zero/parameter_offload.py": "FWD_MODULE_STACK _external_params _in_forward _original_parameters"
     " applied_pre_backward_ref_cnt is_external_param partition_all_parameters",
-    "runtime/zero/partition_parameters.py": "ds_id ds_shape nvme_swapper",
+    "runtime/zero/partition_parameters.py": "_convert_to_deepspeed_param _exit _partition_params"
+    " _params_to_partition _record_deferred_updates _zero_init_param ds_id ds_shape nvme_swapper src_rank",
     "runtime/zero/stage3.py": "_optimizer_states_and_gradient_swap_in _release_swap_buffers"
     " _swappable_optimizer_subgroup _writeback_swap_state _z3_optimizer fp16_groups fp32_partitioned_groups_flat"
     " grad_position master_weights_and_grads_dtype optimizer_swapper parameter_offload swap_optimizer",
@@ -48,8 +50,8 @@ NAMES = {
     "utils/tensor_fragment.py": "get_hp_fragment_address",
 }
 EVERY = {name for names in NAMES.values() for name in names.split()}
-# What `make_engine` passes on, and public names: a class and an option of the configuration
-ELSEWHERE = {"optimizer_swapper", "ZenFlowCPUAdam", "overlap_step"}
+# What `make_engine` passes on; public names, a class and an option of the configuration; and `os._exit`
+ELSEWHERE = {"optimizer_swapper", "ZenFlowCPUAdam", "overlap_step", "_exit"}
 TORCHS = {"_parameters", "_forward_hooks", "_forward_pre_hooks", "_wrapped_by_lr_sched", "_opt_called"}
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 HELPERS = {"run_worker", "split_aligned"}  # parts of a patch

@@ -161,6 +161,40 @@ def test_batch_norms_keep_their_statistics_in_fp32(home: ModuleType, make_traine
     assert not torch.equal(norm.weight, torch.ones(8))
 
 
+class Scaled(Stack):
+    """A stack with a learned temperature and a frozen one, both without a dimension, as CLIP's ``logit_scale``."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks=blocks)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.frozen = nn.Parameter(torch.tensor(1.5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.temperature.exp() * self.frozen
+
+
+@pytest.mark.parametrize("arguments", STAGES)
+def test_a_scalar_parameter_is_trained(home: ModuleType, make_trainer: Any, arguments: Any) -> None:
+    import deepspeed
+
+    def scaled() -> Any:
+        made = module(home, Scaled)
+
+        def clamp(*_: Any) -> None:  # CLIP's, between two steps
+            with deepspeed.zero.GatheredParameters(list(made.parameters()), modifier_rank=0), torch.no_grad():
+                made.net.temperature.clamp_(max=0.45)
+
+        made.on_train_batch_start = clamp
+        return made
+
+    plain, offloaded = scaled(), scaled()
+    make_trainer(home).fit(plain, loader())
+    make_trainer(home, strategy=strategy(home, **arguments)).fit(offloaded, loader())
+    assert offloaded.net.temperature.shape == ()
+    assert offloaded.net.temperature < 0.45  # clamped, and stepped
+    assert same(offloaded, plain)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_modules_own_parameter_is_there_after_it_was_called_within_the_step(
     home: ModuleType, make_trainer: Any, stage: int
