@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.ladder.display import HEADINGS, cells, details, noise_in_words
+from lightning_solo.ladder.figures import Figures
 from lightning_solo.presets.files import describe, preset_files
-from lightning_solo.sweeps.figures import Figures
-from lightning_solo.sweeps.ladder_display import HEADINGS, cells, details, noise_in_words
 from lightning_solo.sweeps.outcome import FINISHED
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,6 +23,29 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """Return a short time, such as a step's, with three digits.
+
+    >>> format_seconds(0.00123), format_seconds(0.123), format_seconds(12.3)
+    ('1.23 ms', '123 ms', '12.3 s')
+    """
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a long time, such as a job's, in whole units.
+
+    >>> format_duration(4.2), format_duration(75), format_duration(7260)
+    ('4 s', '1 min 15 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 def shorter_numbers(text: str) -> str:
     """Return a text in which numbers with many decimals, as a search draws them, are cut to 4 digits.
 

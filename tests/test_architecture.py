@@ -32,6 +32,7 @@ LEVELS = {
     "techniques": 2,
     "planner": 4,
     "sweeps": 4,
+    "ladder": 4.5,
     "reference": 2,
     "guard": 2,
     "fitting": 2,

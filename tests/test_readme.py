@@ -16,8 +16,8 @@ import pytest
 
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.ladder_line import compose_base, parse
+from lightning_solo.ladder.figures import Figures, as_json
 from lightning_solo.presets.compose import compose
-from lightning_solo.sweeps.figures import Figures, as_json
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

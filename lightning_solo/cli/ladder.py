@@ -24,24 +24,24 @@ from lightning_solo.cli.ladder_line import (
 from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.cli.train import brings_data, build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, PresetError, SoloError
+from lightning_solo.ladder.display import details, memory_in_words, noise_in_words, table
+from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, as_json
+from lightning_solo.ladder.ladder import Ladder
+from lightning_solo.ladder.rungs import BASELINE
 from lightning_solo.report.write import write_report
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import application_of
 from lightning_solo.sweeps.display import Display
-from lightning_solo.sweeps.figures import NOT_RUN, Figures, as_json
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.ladder import Ladder
-from lightning_solo.sweeps.ladder_display import details, memory_in_words, noise_in_words, table
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
-from lightning_solo.sweeps.rungs import BASELINE
 from lightning_solo.units import format_bytes
 
-PRELOAD = ("lightning_solo.sweeps.measurement",)
+PRELOAD = ("lightning_solo.ladder.measurement",)
 
 
 def rung(config: RungConfig) -> dict[str, Any]:
     """Train one combination in this process and return its measurements."""
-    from lightning_solo.sweeps.measurement import Clock, measure
+    from lightning_solo.ladder.measurement import Clock, measure
 
     clock, checked = Clock(), config.checked
     arguments = trainer_arguments(checked.solo, callbacks=[clock], allow=checked.allow)
@@ -81,6 +81,8 @@ def run(arguments: Sequence[str]) -> int:
         look=display.look,
         names=names,
     )
+    ladder.plan()
+    print_lines(display.console, details(ladder.figures()))  # the refusals, which are known before anything runs
     try:
         with display.shown():
             rows = ladder.run()
@@ -132,7 +134,7 @@ def write(folder: SweepFolder, options: LadderOptions, command: str, rows: Seque
 
 def failed(row: Figures) -> bool:
     """Return whether a rung ran and did not finish."""
-    return row.status not in (FINISHED, NOT_RUN)
+    return row.status not in (FINISHED, NOT_RUN, REFUSED)
 
 
 def tell(display: Display, names: dict[int, str], event: str, number: int | None, detail: str) -> None:

@@ -16,10 +16,9 @@ from rich.text import Text
 
 from lightning_solo.errors import NothingToDoError, PresetError, nearest
 from lightning_solo.report.sweep_folder import common_overrides, fronts_of, own_overrides, pruned
-from lightning_solo.sweeps.display import duration
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row, read
-from lightning_solo.units import format_bytes, shorter_numbers
+from lightning_solo.units import format_bytes, format_duration, shorter_numbers
 
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "job": lambda row: row.number,
@@ -40,7 +39,7 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "peak_device_bytes": format_bytes,
     "peak_host_bytes": format_bytes,
     "tokens_per_s": lambda value: f"{value:,.0f}",
-    "seconds": duration,
+    "seconds": format_duration,
 }
 SHOWN = ("job", "overrides", "status", "loss", "peak_device_bytes", "peak_host_bytes", "tokens_per_s", "seconds")
 

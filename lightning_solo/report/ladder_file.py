@@ -12,7 +12,7 @@ from typing import Any
 from lightning_solo.errors import CheckpointError
 from lightning_solo.report.charts import bars
 from lightning_solo.report.model import Cell, Figure, Report, Table, number, plain
-from lightning_solo.units import GiB, format_bytes
+from lightning_solo.units import GiB, format_bytes, format_seconds
 
 FILE = "ladder.json"
 NUMBERS = ("peak_bytes", "step_s", "loss", "loss_difference")
@@ -38,7 +38,7 @@ def read_ladder(folder: Path) -> Report:
     report.facts.update({name: plain(value) for name, value in facts.items() if value})
     drawn = [
         bar_figure("ladder_memory", "Ladder: peak memory", rows, baseline, "peak_bytes", "GiB", format_bytes),
-        bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", seconds),
+        bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", format_seconds),
     ]
     report.figures.extend(figure for figure in drawn if figure is not None)
     report.tables.append(ladder_table(rows, baseline))
@@ -89,15 +89,6 @@ def versions_of(ladder: dict[str, Any]) -> dict[str, Any]:
     """Return the versions, none where there is no mapping."""
     versions = ladder.get("versions")
     return versions if isinstance(versions, dict) else {}
-
-
-def seconds(value: float) -> str:
-    """Return a step's time with its unit.
-
-    >>> seconds(0.01234), seconds(2.5)
-    ('12.3 ms', '2.50 s')
-    """
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
 
 
 def change(rows: list[dict[str, Any]], baseline: str, row: dict[str, Any], key: str) -> float | None:
@@ -170,7 +161,7 @@ def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
             Cell(row["name"], row["name"]),
             Cell(plain(row.get("status") or "–"), plain(row.get("status") or "")),
             Cell("–") if peak is None else Cell(format_bytes(int(peak)), peak), percent(changes[0]),
-            Cell("–") if step is None else Cell(seconds(step), step), spread(row),
+            Cell("–") if step is None else Cell(format_seconds(step), step), spread(row),
             percent(changes[1], noise(row, "step_s")),
             number(row["loss"]), number(row["loss_difference"]),
             Cell({"True": "yes", "False": "no"}.get(str(row.get("exact")), "–")),

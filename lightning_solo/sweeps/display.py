@@ -19,7 +19,7 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import AGAIN, FINISHED
 from lightning_solo.sweeps.output import FILE, tail
 from lightning_solo.sweeps.results import Row
-from lightning_solo.units import GiB
+from lightning_solo.units import GiB, format_duration
 
 log = logging.getLogger(__name__)
 SHOWN = 12
@@ -98,7 +98,7 @@ class Display:
         line = f"{len(done)} of {len(self.states)} jobs done"
         line += f", {len(failed)} failed" if failed else ""
         left = self.seconds_left(running)
-        line += f", about {duration(left)} left" if left is not None else ""
+        line += f", about {format_duration(left)} left" if left is not None else ""
         table = Table(box=None, pad_edge=False)
         for name in ("job", "overrides", "state", "step", "loss", "peak memory", "time"):
             table.add_column(name, justify="left" if name in ("overrides", "state") else "right", no_wrap=name == "job")
@@ -121,7 +121,7 @@ class Display:
             "" if step is None else f"{step}/{steps}" if steps else str(step),
             "" if loss is None else f"{loss:.4g}",
             "" if peak is None else f"{peak / GiB:.2f} GiB",
-            "" if took is None else duration(took),
+            "" if took is None else format_duration(took),
         ]
 
     def seconds_left(self, running: Sequence[int]) -> float | None:
@@ -137,20 +137,6 @@ class Display:
             return None
         open_jobs = sum(state in ("waiting", "running") for state in self.states.values())
         return max(statistics.median(durations) * open_jobs - elapsed, 0.0) / self.parallel
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text.
-
-    >>> duration(4.2), duration(75), duration(7260)
-    ('4 s', '1 min 15 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) -> str:

@@ -21,11 +21,11 @@ from rich.console import Console
 from lightning_solo.cli.ladder import claim, rung, tell
 from lightning_solo.cli.ladder_line import LadderOptions, compose_base, folder_of, parse, prepare
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError, SoloError
+from lightning_solo.ladder.rungs import techniques
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import composition
 from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.rungs import techniques
 from lightning_solo.units import format_bytes
 
 ROOT = Path(__file__).parents[2]

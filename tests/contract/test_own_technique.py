@@ -60,7 +60,7 @@ import lightning as L, torch
 import lightning_solo as solo
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.presets.compose import compose
-from lightning_solo.sweeps.rungs import techniques
+from lightning_solo.ladder.rungs import techniques
 
 assert catalogue().broken == {}
 class Module(L.LightningModule):

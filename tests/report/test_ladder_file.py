@@ -23,10 +23,10 @@ def test_bars_in_the_ladders_order_with_the_change(tmp_path: Path) -> None:
         ("checkpointing (2)", "2.00 GiB (-75%)"),
     ]
     assert bars["before"] == [{"end": 8.0}]
-    assert [row["label"] for row in time.draw(LIGHT)["datasets"]["data"]][:2] == ["200.0 ms", "250.0 ms (+25%)"]
+    assert [row["label"] for row in time.draw(LIGHT)["datasets"]["data"]][:2] == ["200 ms", "250 ms (+25%)"]
     assert (report.facts["Ladder"], report.facts["Ladder's hardware"]) == ("ladder x", "a GPU")
     cells = [cell.text for cell in report.tables[0].rows[1]]
-    assert cells[2:7] == ["4.00 GiB", "-50.0%", "250.0 ms", "–", "+25.0%"]
+    assert cells[2:7] == ["4.00 GiB", "-50.0%", "250 ms", "–", "+25.0%"]
     assert "noise" not in time.caption
 
 
@@ -36,15 +36,15 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     report = read_ladder(make_ladder(tmp_path, noisy, odd))
     memory, time = report.figures
     assert [row["label"] for row in time.draw(LIGHT)["datasets"]["data"]][3:] == [
-        "250.0 ms (~ +25%)",
-        "250.0 ms (+25%)",
+        "250 ms (~ +25%)",
+        "250 ms (+25%)",
     ]
     assert "~" not in "".join(row["label"] for row in memory.draw(LIGHT)["datasets"]["data"])
     assert "~: within the noise" in time.caption
     assert "~: within the noise" not in memory.caption
     assert [[cell.text for cell in row][4:7] for row in report.tables[0].rows[3:]] == [
-        ["250.0 ms", "±20.0%", "~ +25.0%"],  # (0.3 - 0.2) / 2 / 0.25
-        ["250.0 ms", "–", "+25.0%"],
+        ["250 ms", "±20.0%", "~ +25.0%"],  # (0.3 - 0.2) / 2 / 0.25
+        ["250 ms", "–", "+25.0%"],
     ]
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
+from lightning_solo.ladder.measurement import Clock
 from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, host_slabs, state_placement
 from lightning_solo.optim.host_slabs import host_tensors
 from lightning_solo.optim.staging import Staging
-from lightning_solo.sweeps.measurement import Clock
 from tests.modules import Stack, loader, regression
 from tests.simcuda import device
 

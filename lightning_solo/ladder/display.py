@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from lightning_solo.sweeps.figures import Figures
+from lightning_solo.ladder.figures import Figures
+from lightning_solo.ladder.rungs import BASELINE
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.sweeps.rungs import BASELINE
-from lightning_solo.units import format_bytes
+from lightning_solo.units import format_bytes, format_seconds
 
 HEADINGS = ("peak memory", "change", "step", "spread", "change", "loss", "differs", "exact")
 
@@ -38,14 +38,15 @@ def cells(row: Figures) -> list[str]:
     >>> cells(Figures("a", "", step_s=0.5, step_quartiles_s=(0.48, 0.54), step_change=0.04, step_within_noise=True))
     ['', '', '500 ms', '±6%', '~ +4%', '', '', '']
     """
-    noise = "~ " if row.step_within_noise else ""
+    noise, spread = "~ " if row.step_within_noise else "", ""
+    if row.step_s is not None and row.step_quartiles_s is not None:
+        first, third = row.step_quartiles_s
+        spread = f"±{(third - first) / 2 / row.step_s:.0%}"
     return [
         "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
         "" if row.peak_change is None else f"{row.peak_change:+.0%}",
-        "" if row.step_s is None else seconds(row.step_s),
-        ""
-        if row.step_s is None or row.step_quartiles_s is None
-        else f"±{spread(row.step_quartiles_s) / row.step_s:.0%}",
+        "" if row.step_s is None else format_seconds(row.step_s),
+        spread,
         "" if row.step_change is None else f"{noise}{row.step_change:+.0%}",
         "" if row.loss is None else f"{row.loss:.4f}",
         "" if row.loss_difference is None else f"{row.loss_difference:+.1e}" if row.loss_difference else "0",
@@ -53,34 +54,16 @@ def cells(row: Figures) -> list[str]:
     ]
 
 
-def spread(quartiles: tuple[float, float]) -> float:
-    """Return half the distance of the quartiles."""
-    return (quartiles[1] - quartiles[0]) / 2
-
-
 def noise_in_words(rows: Sequence[Figures]) -> str:
     """Return a legend of the spread and of the mark at a change of the step time, if the table has them."""
-    if all(row.step_s is None for row in rows):
+    timed = [row for row in rows if row.step_s is not None]
+    if not timed:
         return ""
     legend = "spread: half the interquartile range of the step times"
-    if any(row.step_within_noise for row in rows):
+    if any(row.step_within_noise for row in timed):
         legend += "; ~: within the noise, the middle halves of the step times overlap the baseline's"
-        legend += ", or too few steps were timed to say" if any(lacks_spread(row) for row in rows) else ""
+        legend += ", or too few steps were timed to say" if any(row.step_quartiles_s is None for row in timed) else ""
     return legend
-
-
-def lacks_spread(row: Figures) -> bool:
-    """Return whether a row has a step time without its quartiles."""
-    return row.step_s is not None and row.step_quartiles_s is None
-
-
-def seconds(value: float) -> str:
-    """Return a step's time with three digits.
-
-    >>> seconds(0.00123), seconds(0.123), seconds(12.3)
-    ('1.23 ms', '123 ms', '12.3 s')
-    """
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def details(rows: Sequence[Figures]) -> list[str]:

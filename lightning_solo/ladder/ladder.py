@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, compare, error_of, measured
+from lightning_solo.ladder.rungs import Technique, folder_name, name_of
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
-from lightning_solo.sweeps.figures import NOT_RUN, Figures, compare, error_of, measured
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job_process import plain
 from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.rungs import Technique, folder_name, name_of
 from lightning_solo.sweeps.sweep import Sweep
 
 WILL_FAIL_AGAIN = ("failed", NOT_RUN)
@@ -39,7 +39,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Rung:
-    """One combination of techniques; ``prepared`` is None where it is refused, with ``refusal``."""
+    """One combination of techniques; ``prepared`` is None where it is refused, for the reason ``refusal``."""
 
     number: int
     techniques: tuple[Technique, ...]
@@ -96,6 +96,7 @@ class Ladder:
         self.until = until
         self.names = {} if names is None else names
         self.rungs: list[Rung] = []
+        self._prepared: dict[tuple[Technique, ...], Rung] = {}
         self._rows: dict[int, Row] = {}
         self._sweep = Sweep(folder, application, settings, tell=tell, look=look, wanted=self._wanted)
 
@@ -107,15 +108,38 @@ class Ladder:
             CheckpointError: another command works on this folder.
             KeyboardInterrupt: after the running rung has ended; `figures` returns the rows so far.
         """
-        alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
+        self.plan()
         with self._sweep.opened():  # one process starts them all, and imports torch once
-            self._climb(alone)
+            self._climb(self.rungs[: 1 + len(self.techniques)])
             base = self.figures()[0]
             if base.detail.startswith("PresetError: "):
                 raise PresetError(base.detail.removeprefix("PresetError: "))
             if self.fitting() is None:
-                self._climb(self._combinations())
+                ended = [f for f in self.figures() if f.status in WILL_FAIL_AGAIN and "BudgetError" not in f.detail]
+                self._climb(self.plan(without=[figures.name for figures in ended])[1 + len(self.techniques) :])
         return self.figures()
+
+    def plan(self, without: Collection[str] = ()) -> list[Rung]:
+        """Prepare `baseline`, each technique alone, and those that add one more technique to the ones before.
+
+        Nothing runs yet. A technique that is refused beside the ones before is left out of the later combinations.
+
+        Args:
+            without: names of techniques that are in no combination.
+        """
+        alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
+        combinations: list[Rung] = []
+        kept: tuple[Technique, ...] = ()
+        for rung in alone[1:]:
+            if rung.prepared is None or rung.name in without:
+                continue
+            if kept:
+                combinations.append(self._rung((*kept, *rung.techniques)))
+                if combinations[-1].prepared is None:
+                    continue
+            kept = (*kept, *rung.techniques)
+        self.rungs = [*alone, *combinations]
+        return self.rungs
 
     def figures(self) -> list[Figures]:
         """Return a row for each rung that was run or refused."""
@@ -125,7 +149,7 @@ class Ladder:
         for rung in self.rungs:
             row = rows.get(rung.number)
             if rung.prepared is None:
-                figures.append(Figures(rung.name, "failed", rung.refusal))
+                figures.append(Figures(rung.name, REFUSED, rung.refusal))
             elif row is not None:
                 error = error_of(self.folder.job(rung.number), row)
                 without = self._without_last(rung, rows)
@@ -143,43 +167,29 @@ class Ladder:
         return not refused and self.fitting() is None
 
     def _rung(self, techniques: tuple[Technique, ...]) -> Rung:
-        number, prepared, refusal = len(self.rungs), None, ""
-        try:
-            prepared = self.prepare(techniques)
-        except ConflictError as error:
-            if not techniques:
-                raise
-            refusal = f"ConflictError: {error}"
-        rung = Rung(number, techniques, prepared, refusal)
-        self.rungs.append(rung)
-        self.names[number] = rung.name
-        return rung
-
-    def _combinations(self) -> list[Rung]:
-        """Return the rungs of two techniques and more: each adds one of those that can run here."""
-        failed = {f.name for f in self.figures() if f.status in WILL_FAIL_AGAIN and "BudgetError" not in f.detail}
-        rungs: list[Rung] = []
-        kept: tuple[Technique, ...] = ()
-        for technique in (technique for technique in self.techniques if technique.name not in failed):
-            if kept:
-                rungs.append(self._rung((*kept, technique)))
-                if rungs[-1].prepared is None:
-                    continue
-            kept = (*kept, technique)
-        return rungs
+        """Return the rung of a combination; it keeps its number however often the ladder is planned."""
+        if techniques not in self._prepared:
+            prepared, refusal = None, ""
+            try:
+                prepared = self.prepare(techniques)
+            except ConflictError as error:
+                if not techniques:
+                    raise
+                refusal = str(error)
+            self._prepared[techniques] = Rung(len(self._prepared), techniques, prepared, refusal)
+        return self._prepared[techniques]
 
     def _climb(self, rungs: Sequence[Rung]) -> None:
-        self._sweep.run([self._job(rung, rung.prepared) for rung in rungs if rung.prepared is not None])
+        jobs = []
+        for rung in rungs:
+            if rung.prepared is None:
+                continue
+            self.names[rung.number] = rung.name
+            folder, prepared = self.folder.path / folder_name(rung.techniques), rung.prepared
+            argument = partial(plain, prepared.argument)
+            jobs.append(Job(rung.number, prepared.overrides, folder, prepared.config_hash, argument))
+        self._sweep.run(jobs)
         self._rows |= self._sweep.rows
-
-    def _job(self, rung: Rung, prepared: Prepared) -> Job:
-        return Job(
-            number=rung.number,
-            overrides=prepared.overrides,
-            folder=self.folder.path / folder_name(rung.techniques),
-            config_hash=prepared.config_hash,
-            context=partial(plain, prepared.argument),
-        )
 
     def _without_last(self, rung: Rung, rows: dict[int, Row]) -> Row | None:
         same = (r.number for r in self.rungs if r.techniques == rung.techniques[:-1])

@@ -16,17 +16,17 @@ from rich.console import Console
 
 from lightning_solo.build import trainer_arguments
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.ladder import measurement
+from lightning_solo.ladder.display import cells, details, memory_in_words, noise_in_words, table
+from lightning_solo.ladder.figures import Figures, as_json, change, remarks
+from lightning_solo.ladder.ladder import Ladder, Prepared
+from lightning_solo.ladder.measurement import Clock, fingerprint, measure
+from lightning_solo.ladder.rungs import Technique, chosen, name_of, overrides_of, techniques
 from lightning_solo.memory.reading import Reading
 from lightning_solo.presets.compose import compose
-from lightning_solo.sweeps import measurement
 from lightning_solo.sweeps.application import Application
-from lightning_solo.sweeps.figures import Figures, as_json, change, remarks
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Settings
-from lightning_solo.sweeps.ladder import Ladder, Prepared
-from lightning_solo.sweeps.ladder_display import cells, details, memory_in_words, noise_in_words, table
-from lightning_solo.sweeps.measurement import Clock, fingerprint, measure
-from lightning_solo.sweeps.rungs import Technique, chosen, name_of, overrides_of, techniques
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.units import GiB
 from tests.modules import loader, regression
@@ -139,13 +139,25 @@ def test_what_only_lacks_memory_alone_is_tried_with_others(tmp_path: Path, do: d
     assert rows["a"].peak_change is None  # there is nothing to compare with
 
 
-def test_a_combination_that_is_refused_is_a_row_and_the_next_does_without(tmp_path: Path) -> None:
-    rows = stub(tmp_path, {"a + b": {"conflict": "a and b: both step"}}).run()
+def test_a_combination_that_is_refused_is_a_row_before_anything_runs_and_the_next_does_without(tmp_path: Path) -> None:
+    ladder = stub(tmp_path, {"a + b": {"conflict": "a and b: both step"}})
+    ladder.plan()
+    (refused,) = ladder.figures()
+    assert (refused.name, refused.status, refused.detail) == ("a + b", "refused", "a and b: both step")
+    assert starts(tmp_path) == {}
+    rows = ladder.run()
     assert [row.name for row in rows] == ["baseline", "a", "b", "c", "a + b", "a + c"]
-    assert (by_name(rows)["a + b"].status, by_name(rows)["a + b"].detail) == (
-        "failed",
-        "ConflictError: a and b: both step",
-    )
+    assert by_name(rows)["a + b"] == refused
+    assert "a + b" not in starts(tmp_path)
+
+
+def test_a_rung_keeps_its_number_where_another_command_finds_one_that_fails(tmp_path: Path) -> None:
+    does: dict[str, Any] = {"b": {"raise": "RuntimeError", "message": "bad luck"}}
+    assert [row.name for row in stub(tmp_path, does).run()] == ["baseline", "a", "b", "c", "a + c"]
+    assert starts(tmp_path)["a + c"] == 1
+    does["b"]["raise"] = "NothingToDoError"
+    assert len(stub(tmp_path, does, settings={"rerun": "failed"}).run()) == 5
+    assert starts(tmp_path) == {"baseline": 1, "a": 1, "b": 2, "c": 1, "a + c": 1}
 
 
 def test_until_stops_at_the_first_that_fits_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -213,11 +225,18 @@ def test_two_techniques_that_set_one_thing_are_a_conflict() -> None:
         overrides_of([techniques()["zero_offload"], Technique("mine", ("+solo/strategy=compact",))], [])
 
 
-def test_techniques_by_name() -> None:
+def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
     assert [t.name for t in chosen("zero_offload, bf16")] == ["bf16", "zero_offload"]  # in the ladder's order
+    assert chosen("activation_checkpointing,bf16") == chosen("bf16,checkpointing") == chosen("checkpointing,bf16")
     assert chosen(None) == tuple(techniques().values())
-    with pytest.raises(PresetError, match=r"no technique 'bf61'; did you mean 'bf16'\? there are bf16, checkpointing"):
-        chosen("bf61")
+    both = (
+        r"there are bf16, checkpointing \(activation_checkpointing\), accumulation \(accumulation_schedule\), compact"
+    )
+    for wrong in ("bf61", ""):
+        with pytest.raises(PresetError, match=both):
+            chosen(wrong)
+    with pytest.raises(PresetError, match=r"did you mean 'activation_checkpointing'\?"):
+        chosen("activation_checkpoint")
 
 
 @pytest.mark.parametrize("technique", techniques().values(), ids=lambda technique: technique.name)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_solo.ladder.rungs import Technique, name_of
 from lightning_solo.sweeps.files import JobFiles
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.rungs import Technique, name_of
 
 NOT_RUN = "not run here"
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)

@@ -21,27 +21,25 @@ class Technique:
     Attributes:
         name: as the table shows it.
         overrides: of `lightning-solo train`, on top of the preset `baseline`.
-        exact: Whether it claims to change no bit of what a run without it gives.
+        exact: whether it claims to change no bit of what a run without it gives.
+        card: the name of its card; empty for a precision, which has none.
     """
 
     name: str
     overrides: tuple[str, ...]
     exact: bool = False
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The keys below which the arguments of this technique alone are.
-
-        >>> techniques()["checkpointing"].options, techniques()["bf16"].options
-        (('solo.callback.activation_checkpointing',), ())
-        """
-        callbacks = [f"solo.callback.{text.removeprefix(_CALLBACK)}" for text in self.overrides if _CALLBACK in text]
-        return (*callbacks, *("solo.strategy" for text in self.overrides if _STRATEGY in text))
+    card: str = ""
 
     def owns(self, override: str) -> bool:
-        """Return whether an override is of an argument of this technique."""
+        """Return whether an override is of an argument of this technique.
+
+        >>> techniques()["checkpointing"].owns("solo.callback.activation_checkpointing.every_k=2")
+        True
+        """
         key = override.lstrip("+~").partition("=")[0]
-        return any(key == option or key.startswith(f"{option}.") for option in self.options)
+        callbacks = [f"solo.callback.{text.removeprefix(_CALLBACK)}" for text in self.overrides if _CALLBACK in text]
+        options = [*callbacks, *("solo.strategy" for text in self.overrides if _STRATEGY in text)]
+        return any(key == option or key.startswith(f"{option}.") for option in options)
 
 
 BF16 = Technique("bf16", ("solo.precision=bf16-mixed",))
@@ -55,26 +53,31 @@ def techniques() -> dict[str, Technique]:
     for card in sorted(cards, key=lambda card: (card.rung.order, card.name)):  # type: ignore[union-attr]
         assert card.rung is not None
         overrides = (f"+solo/{card.group}={card.name}", *card.rung.overrides)
-        rungs[card.rung.name] = Technique(card.rung.name, overrides, card.exact)
+        rungs[card.rung.name] = Technique(card.rung.name, overrides, card.exact, card.name)
     return rungs
 
 
 def chosen(names: str | None) -> tuple[Technique, ...]:
     """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; all of them by default.
 
+    Args:
+        names: of rungs or of techniques, such as ``activation_checkpointing``, joined by commas.
+
     Raises:
         PresetError: there is none of that name, or no name at all.
     """
+    ladder = techniques().values()
     if names is None:
-        return tuple(techniques().values())
+        return tuple(ladder)
     given = [name.strip() for name in names.split(",")]
+    known = {name for technique in ladder for name in (technique.name, technique.card) if name}
     for name in given:
-        if name not in techniques():
+        if name not in known:
+            listed = [t.name if t.card in ("", t.name) else f"{t.name} ({t.card})" for t in ladder]
             raise PresetError(
-                f"--techniques {names}: no technique {name!r}{nearest(name, techniques())}there are"
-                f" {', '.join(techniques())}"
+                f"--techniques {names}: no technique {name!r}{nearest(name, known)}there are {', '.join(listed)}"
             )
-    return tuple(technique for technique in techniques().values() if technique.name in given)
+    return tuple(technique for technique in ladder if technique.name in given or technique.card in given)
 
 
 def name_of(combination: Sequence[Technique]) -> str:
