@@ -163,7 +163,30 @@ def user_cache() -> Path | None:
     return folder if folder.is_absolute() else None
 
 
+class NotPrivateError(PermissionError):
+    """A folder of machine code into which others may write."""
+
+
 def is_private(path: Path) -> bool:
-    """Tell whether a file or folder belongs to this user and nobody else may write into it."""
+    """Return whether a file or folder belongs to this user and nobody else may write into it."""
     status = path.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def private_folder(root: Path, *parts: str) -> Path:
+    """Return the folder ``parts`` below ``root``, for what is loaded as machine code; what is missing is made.
+
+    Raises:
+        NotPrivateError: it belongs to somebody else, or others may write into it.
+        OSError: it can't be made.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        root = root / part
+        root.mkdir(mode=0o700, exist_ok=True)
+        if not is_private(root):
+            raise NotPrivateError(
+                f"the folder {root} is not yours alone, and what is in it would be loaded as machine code; write"
+                f" chmod -R go-w '{root}' if it is yours and you trust what it holds, else remove it"
+            )
+    return root

@@ -20,7 +20,7 @@ COMMANDS = {
     "presets": "list the presets: what each is for and which device it needs",
     "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
     "report": "pictures of a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
-    "doctor": "what this machine has, and what each preset lacks here",
+    "doctor": "what this machine has, and what each preset lacks here; --build compiles DeepSpeed's extensions ahead",
 }
 
 

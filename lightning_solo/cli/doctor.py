@@ -1,4 +1,4 @@
-"""`lightning-solo doctor`: what this machine has, and what each preset lacks here."""
+"""`lightning-solo doctor`: what this machine has, and what each preset lacks here; builds DeepSpeed's extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_solo.build import check_machine
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import CapabilityError, PresetError, SoloError
 from lightning_solo.machine import cxx_compiler, host_memory, ninja_executable, nvidia_driver
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -23,9 +23,14 @@ PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchm
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what this machine has, then a line per preset; exit 0 also where presets lack something."""
+    """Print what this machine has, then a line per preset; exit 0 also where presets lack something.
+
+    ``--build`` builds what DeepSpeed compiles at its first use otherwise, and exits 1 where something can't be built.
+    """
+    if list(arguments) == ["--build"]:
+        return build()
     if arguments:
-        raise PresetError(f"doctor takes no arguments, got {' '.join(arguments)!r}")
+        raise PresetError(f"doctor takes --build or nothing, got {' '.join(arguments)!r}")
     console = Console()
     machine = Table(box=None, pad_edge=False, show_header=False)
     machine.add_column(style="bold", no_wrap=True)
@@ -41,6 +46,22 @@ def run(arguments: Sequence[str]) -> int:
     console.print()
     console.print(presets)
     return 0
+
+
+def build() -> int:
+    """Build DeepSpeed's extensions, print a line for each, and return 1 where one can't be built, else 0."""
+    from lightning_solo.zero.extension import BUILDERS, is_built, load_extension
+
+    failed = 0
+    for name in BUILDERS:
+        try:
+            before = is_built(name)
+            file = load_extension(name).__file__
+            print(f"{name}: {'was built before' if before else 'built'}, {file}")
+        except CapabilityError as error:
+            failed = 1
+            print(f"{name}: {error}")
+    return failed
 
 
 def versions() -> dict[str, str]:
@@ -81,13 +102,18 @@ def hardware() -> dict[str, str]:
 
 def tools() -> dict[str, str]:
     """Return what DeepSpeed's extensions and torch.compile are built with, and whether those can be."""
-    from lightning_solo.zero.extension import what_is_missing
+    from lightning_solo.zero.extension import is_built, what_is_missing
+
+    def state(extension: str) -> str:
+        if missing := what_is_missing(extension):
+            return missing
+        return "built" if is_built(extension) else "can be built: lightning-solo doctor --build"
 
     return {
-        "C++ compiler": cxx_compiler() or "none: torch.compile and DeepSpeed's CPU optimizers need one",
-        "ninja": ninja_executable() or "none: DeepSpeed's CPU optimizers need it; pip install ninja",
-        "DeepSpeed's CPUAdam": what_is_missing("cpu_adam") or "can be built, or is",
-        "its disk I/O (NVMe)": what_is_missing("async_io") or "can be built, or is",
+        "C++ compiler": cxx_compiler() or "none: torch.compile and DeepSpeed's extensions need one",
+        "ninja": ninja_executable() or "none: DeepSpeed's extensions need it; pip install ninja",
+        "DeepSpeed's CPUAdam": state("cpu_adam"),
+        "its disk I/O (NVMe)": state("async_io"),
     }
 
 

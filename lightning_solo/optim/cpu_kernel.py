@@ -24,7 +24,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_solo.machine import cxx_compiler, is_private, processor, processor_flags, tool_path, user_cache
+from lightning_solo.machine import (
+    NotPrivateError,
+    cxx_compiler,
+    is_private,
+    private_folder,
+    processor,
+    processor_flags,
+    tool_path,
+    user_cache,
+)
 from lightning_solo.optim.compressed_moments import blocks
 from lightning_solo.optim.kernels import Control, Piece
 
@@ -147,25 +156,16 @@ def _build(compiler: Sequence[str], path: Path) -> None:
 
 def _folder() -> Path | None:
     """Return the folder of libraries, into which only this user may write; None where there can't be one."""
-    folder = user_cache()
-    if folder is None:
+    cache = user_cache()
+    if cache is None:
         return None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for part in ("lightning_solo", "kernels"):
-            folder = folder / part
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if not is_private(folder):
-                warnings.warn(
-                    f"the folder {folder} is not yours alone, and what is in it would be loaded as machine code:"
-                    " CompactAdamW's step in C++ is built in each process again; write"
-                    f" chmod -R go-w '{folder}' if it is yours and you trust what it holds",
-                    stacklevel=2,
-                )
-                return None
+        return private_folder(cache, "lightning_solo", "kernels")
+    except NotPrivateError as error:
+        warnings.warn(f"CompactAdamW's step in C++ is built in each process again: {error}", stacklevel=2)
     except OSError:
-        return None
-    return folder
+        pass
+    return None
 
 
 def _key(compiler: Sequence[str]) -> str:

@@ -15,20 +15,35 @@ from lightning_solo.errors import CheckpointError
 from lightning_solo.zero.host_optimizer import HostOptimizer, from_original_state, to_original_state
 from lightning_solo.zero.states import ParameterStates
 
+LOOPS = ("foreach", "fused", "capturable")  # options that say how a step is computed, not what: the host has its own
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of the engine, for its log
 
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group as the user gave it: the engine replaces its parameters by flat tensors."""
+    """A parameter group as the user gave it.
+
+    Attributes:
+        options: the optimizer's own dictionary, in which the engine replaces the parameters by flat tensors.
+        parameters: the module's.
+        loops: those of `LOOPS` that the user chose.
+    """
 
     options: dict[str, Any]
     parameters: list[Tensor]
+    loops: dict[str, Any]
+
+    def restore(self) -> None:
+        """Write into the options what the user had there."""
+        self.options.update(self.loops, params=list(self.parameters))
 
 
 def groups_of(optimizer: Optimizer) -> list[Group]:
-    """Return an optimizer's groups, to be taken before the engine takes it; the options stay the optimizer's own."""
-    return [Group(group, list(group["params"])) for group in optimizer.param_groups]
+    """Return an optimizer's groups, to be taken before `host_optimizer` and the engine change them."""
+    return [
+        Group(group, list(group["params"]), {key: group[key] for key in LOOPS if key in group})
+        for group in optimizer.param_groups
+    ]
 
 
 def plain_state_dict(module: nn.Module, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
@@ -69,7 +84,7 @@ def optimizer_state_dict(
     saved: dict[str, Any] = {"state": {}, "param_groups": []}
     for group in groups:
         options = {key: value for key, value in group.options.items() if key not in foreign and key != "params"}
-        saved["param_groups"].append({**options, "params": [numbers[p] for p in group.parameters]})
+        saved["param_groups"].append({**options, **group.loops, "params": [numbers[p] for p in group.parameters]})
     for parameter, number in numbers.items():
         state = states.get(parameter)
         if state is not None and (state.tensors or state.scalars):
@@ -103,7 +118,7 @@ def load_optimizer(
         )
     states, without = {}, 0
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
-        group.options.update({key: value for key, value in saved_group.items() if key != "params"})
+        group.options.update({key: value for key, value in saved_group.items() if key not in ("params", *LOOPS)})
         for parameter, number in zip(group.parameters, saved_group["params"], strict=True):
             if parameter not in masters:  # frozen
                 continue

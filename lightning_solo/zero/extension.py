@@ -1,38 +1,46 @@
 """DeepSpeed's C++ extensions, built once, by one process at a time, after a check of what the build needs.
 
-DeepSpeed compiles its CPU optimizers at first use, in silence, and fails late: ninja of a virtual environment is not
-found without its folder on PATH, and torch waits for ever for the lock file that a killed build leaves. Here each build
-has a fresh folder, which is renamed to the kept one when it is complete.
+DeepSpeed compiles at first use, in silence, and fails late: ninja of a virtual environment is not found without its
+folder on PATH, and torch waits for ever for the lock file that a killed build leaves. Here each build has a fresh
+folder, which is renamed to the kept one when it is complete.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lightning_solo.errors import CapabilityError, PresetError, nearest
 from lightning_solo.machine import (
+    NotPrivateError,
     cxx_compiler,
     has_python_headers,
     links,
     ninja_executable,
     nvcc_release,
+    private_folder,
+    processor_flags,
     tool_path,
+    user_cache,
 )
-from lightning_solo.zero.build_cache import alone, cache_folder, shown
 from lightning_solo.zero.deepspeed_internals import is_compiled_in, loaded_extensions
 from lightning_solo.zero.process import INSTALL, check_deepspeed, environment
 
@@ -47,28 +55,39 @@ BUILDERS = {
 STANDS_ON = {"async_io": "pin_memory"}
 STAMP = "built.json"
 TAIL_LINES = 15
+ELSEWHERE = "write TORCH_EXTENSIONS_DIR=<a folder of yours> before the command"
 
 
 def what_is_missing(name: str) -> str | None:
     """Return what keeps an extension from being loaded or built here, with the remedy, or None; it builds nothing.
 
-    Nothing is needed where the extension has been built already, by us or into DeepSpeed's wheel.
-
     Raises:
         PresetError: There is no such extension.
     """
     try:
+        if is_built(name):
+            return None
         with environment({}, everything=True):
-            builder = _builder(name)
-            base = STANDS_ON.get(name)
-            if base and (missing := what_is_missing(base)):
-                return missing
-            if _is_ready(builder) or _built(builder, cache_folder()):
-                return None
-            missing_tools = list(_missing_tools(builder))
+            missing = list(_missing_tools(_builder(name)))
     except CapabilityError as error:
         return str(error)
-    return _lacking(name, missing_tools) if missing_tools else None
+    if not missing and name in STANDS_ON:
+        return what_is_missing(STANDS_ON[name])
+    return _lacking(name, missing) if missing else None
+
+
+def is_built(name: str) -> bool:
+    """Return whether an extension, and what it stands on, has been built already, by us or into DeepSpeed's wheel.
+
+    Raises:
+        PresetError: There is no such extension.
+        CapabilityError: DeepSpeed is missing, or the folder of extensions can't be used.
+    """
+    if name in STANDS_ON and not is_built(STANDS_ON[name]):
+        return False
+    with environment({}, everything=True):
+        builder = _builder(name)
+        return _is_ready(builder) or _built(builder, cache_folder()) is not None
 
 
 def load_extension(name: str) -> ModuleType:
@@ -89,10 +108,63 @@ def load_extension(name: str) -> ModuleType:
         folder = cache_folder()
         if (module := _adopt(builder, folder)) is not None:
             return module
-        with alone(folder, name):
+        with _alone(folder, name):
             # Whoever held the lock may have built it.
             module = _adopt(builder, folder)
             return _build(builder, folder) if module is None else module
+
+
+def cache_folder() -> Path:
+    """Return the folder of this machine's extensions, made where it is not there.
+
+    It is ``$XDG_CACHE_HOME/lightning_solo/extensions/<key>``, with ``~/.cache`` for the first part if that is not
+    set; or ``$TORCH_EXTENSIONS_DIR/<key>`` where the user has set that.
+
+    Raises:
+        CapabilityError: It can't be made, or isn't this user's alone.
+    """
+    # An extension is loaded again by the same Python, torch, DeepSpeed and processor: DeepSpeed compiles with
+    # -march=native, and machines may share a home folder. The packages' places count too: two environments on one
+    # key would build over one another's headers.
+    spec = importlib.util.find_spec("deepspeed")
+    differs = (processor_flags(), platform.machine(), torch.__file__, spec and spec.origin)
+    digest = hashlib.sha256(repr(differs).encode()).hexdigest()[:12]
+    python = f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"
+    key = f"{python}-torch{torch.__version__}-deepspeed{version('deepspeed')}-{digest}"
+    try:
+        if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+            return private_folder(Path(given).absolute(), key)
+        if (cache := user_cache()) is not None:
+            return private_folder(cache, "lightning_solo", "extensions", key)
+    except NotPrivateError as error:
+        raise CapabilityError(f"{error}, or {ELSEWHERE}") from error
+    except OSError as error:
+        raise CapabilityError(
+            f"the folder {error.filename} for DeepSpeed's extensions can't be made: {error.strerror}; {ELSEWHERE}"
+        ) from error
+    raise CapabilityError(f"this user has no home folder to keep DeepSpeed's extensions in; {ELSEWHERE}")
+
+
+@contextmanager
+def _alone(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock on an extension's build, which the kernel gives back when its holder dies."""
+    lock = FileLock(folder / f"{name}.lock")
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _say(f"waiting for another process, which builds DeepSpeed's {name} in {folder}")
+            lock.acquire()
+    except OSError as error:
+        raise CapabilityError(f"{lock.lock_file} can't be locked: {error.strerror}; {ELSEWHERE}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(text)
 
 
 def _builder(name: str) -> Any:
@@ -212,15 +284,13 @@ def _build(builder: Any, folder: Path) -> ModuleType:
     variables = {"TORCH_EXTENSIONS_DIR": str(attempt), "PATH": tools, "CXX": cxx_compiler() or ""}
     started = time.monotonic()
     try:
-        text = f"building DeepSpeed's {name}, one to three minutes, once; into {folder}"
-        with environment(variables), shown(text):
+        _say(f"building DeepSpeed's {name}, one to three minutes, once; into {folder}")
+        with environment(variables):
             module = _load(builder)
         _keep(builder, module, attempt, folder)
     finally:
         shutil.rmtree(attempt, ignore_errors=True)
-    Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"built DeepSpeed's {name} in {time.monotonic() - started:.0f} s"
-    )
+    _say(f"built DeepSpeed's {name} in {time.monotonic() - started:.0f} s")
     return module
 
 

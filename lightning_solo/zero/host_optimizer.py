@@ -1,7 +1,9 @@
 """What ZeRO's engine steps on the host in the place of the user's optimizer, and how their states read as one another.
 
-DeepSpeed's C++ versions replace torch's where both compute the same, within rounding. Adam, AdamW and Adagrad do; Lion
-does not: torch's sign of 0 is 0, DeepSpeed's is 1, so that weights without a gradient would walk off by lr a step.
+torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. Where DeepSpeed's is asked for, or
+SuperOffload and ZenFlow need it, it replaces torch's if both compute the same, within rounding. Adam, AdamW and Adagrad
+do; Lion does not: torch's sign of 0 is 0, DeepSpeed's is 1, so that weights without a gradient would walk off by lr a
+step.
 
 A step of AdamW over 50 million fp32 parameters in one tensor, 2 threads of an AMD EPYC with AVX-512, torch 2.13.0,
 deepspeed 0.19.8 (``OMP_NUM_THREADS=2 python examples/measure_host_optimizers.py``, medians of 15 steps)::
@@ -15,7 +17,6 @@ deepspeed 0.19.8 (``OMP_NUM_THREADS=2 python examples/measure_host_optimizers.py
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CapabilityError, ConflictError, PresetError, nearest
+from lightning_solo.errors import ConflictError, PresetError, nearest
 from lightning_solo.optim.replacement import replace_optimizer
 from lightning_solo.zero.extension import load_extension
 from lightning_solo.zero.flat import require_flat
 
 KINDS = ("auto", "deepspeed", "torch")
 ON_HOST = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
-SLOWER = "7 to 11 times as slow; leave fused and foreach out, or write fused=True"
 ADAM_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -60,7 +60,9 @@ class Counterpart:
     names: Mapping[str, str]
 
 
-def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: str = "auto") -> HostOptimizer:
+def host_optimizer(
+    optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: str = "auto", *, prefers_deepspeed: bool = False
+) -> HostOptimizer:
     """Return what ZeRO's engine shall step on the host for a user's optimizer; schedulers then act on it.
 
     The groups stay the same dictionaries, so whoever writes a learning rate into one reaches both optimizers.
@@ -68,26 +70,36 @@ def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: s
     Args:
         optimizer: The user's.
         schedulers: Its learning-rate schedulers; those inside of SequentialLR and the like are found.
-        kind: ``deepspeed``: DeepSpeed's C++ version. ``torch``: the optimizer itself. ``auto``: DeepSpeed's where it
-            computes the same and can be built, else the optimizer itself.
+        kind: ``torch``: the optimizer itself. ``deepspeed``: DeepSpeed's C++ version, built once. ``auto``: the
+            optimizer itself, Adam and AdamW by torch's fused loop unless the user chose one; DeepSpeed's version of
+            what can't step on the host: Adagrad, and DeepSpeed's own for CUDA.
+        prefers_deepspeed: let ``auto`` be DeepSpeed's version wherever it computes the same.
 
     Raises:
         PresetError: There is no such kind.
         ConflictError: The optimizer can't work on flat partitions on the host, or there is no such version of it.
-        CapabilityError: DeepSpeed's version is requested, or is the only one that runs, and can't be built here.
+        CapabilityError: DeepSpeed's version is needed, and can't be built here.
     """
     if kind not in KINDS:
         raise PresetError(f"no kind of optimizer {kind!r}{nearest(kind, KINDS)}there are {', '.join(KINDS)}")
     if _is_deepspeeds(optimizer, *ON_HOST):
         return HostOptimizer(optimizer, optimizer, {})
-    if not _is_deepspeeds(optimizer, "FusedAdam", "FusedLion"):  # CUDA kernels: there is nothing to try on the host
+    for_cuda = _is_deepspeeds(optimizer, "FusedAdam", "FusedLion")
+    if not for_cuda:  # whose kernels there is nothing to try of on the host
         require_flat(optimizer)
-    replaced = _deepspeeds_version(optimizer, kind)
-    if replaced is None:
-        _require_own_on_host(optimizer, kind)
-        return HostOptimizer(optimizer, optimizer, {})
-    _take_over(replaced, schedulers)
-    return replaced
+    if kind == "auto":
+        prefers_deepspeed |= for_cuda or isinstance(optimizer, torch.optim.Adagrad)
+        kind = "deepspeed" if prefers_deepspeed and isinstance(counterpart(optimizer), Counterpart) else "auto"
+    if kind == "deepspeed":
+        replacement = _deepspeeds_version(optimizer)
+        _take_over(replacement, schedulers)
+        return replacement
+    _require_own_on_host(optimizer, kind)
+    if kind == "auto" and isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        for group in optimizer.param_groups:
+            if group["fused"] is None and group["foreach"] is None:
+                group["fused"] = True
+    return HostOptimizer(optimizer, optimizer, {})
 
 
 def to_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,42 +163,19 @@ def _plain(value: Any) -> Any:
     return float(value)
 
 
-def _deepspeeds_version(optimizer: Optimizer, kind: str) -> HostOptimizer | None:
-    """Return an optimizer with its replacement over the same groups, or None where it stays itself."""
-    if kind == "torch":
-        return None
+def _deepspeeds_version(optimizer: Optimizer) -> HostOptimizer:
+    """Return an optimizer with its replacement over the same groups."""
     version = counterpart(optimizer)
     if isinstance(version, str):
-        if kind == "auto":
-            return None
         name = type(optimizer).__name__
         raise ConflictError(
             f"there is no version of DeepSpeed's that computes what this {name} does ({version}); write 'auto' or"
             " 'torch' in place of 'deepspeed', or give torch.optim.AdamW"
         )
-    try:
-        load_extension(version.extension)
-    except CapabilityError as error:
-        if kind == "deepspeed" or not isinstance(optimizer, torch.optim.Adam):  # the others can't stay themselves
-            raise
-        _fall_back(optimizer, error)
-        return None
+    load_extension(version.extension)
     module, _, class_name = version.path.partition(":")
     deepspeeds = getattr(importlib.import_module(f"deepspeed.ops.{module}"), class_name)
     return HostOptimizer(deepspeeds(optimizer.param_groups, **version.arguments), optimizer, version.names)
-
-
-def _fall_back(optimizer: Optimizer, error: CapabilityError) -> None:
-    """Take torch's fused loop where the user chose none, which costs no time, and say what happened."""
-    groups = optimizer.param_groups
-    for group in groups:
-        if group["fused"] is None and group["foreach"] is None:
-            group["fused"] = True
-    cost = "fused=True, as fast" if all(group["fused"] for group in groups) else SLOWER
-    warnings.warn(
-        f"{type(optimizer).__name__} steps on the host in torch's version ({cost}), not in DeepSpeed's: {error}",
-        stacklevel=4,
-    )
 
 
 def _require_own_on_host(optimizer: Optimizer, kind: str) -> None:

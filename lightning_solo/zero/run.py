@@ -275,8 +275,8 @@ class EngineRun:
                 if self.engine is not None:
                     destroy(self.engine, self.module)
             finally:
-                for group in self._groups:  # the engine has put flat tensors in their place
-                    group.options["params"] = list(group.parameters)
+                for group in self._groups:
+                    group.restore()
                 self._original.restore(weights)
                 self.engine, self.host, self._groups = None, None, ()
                 self._window, self._worker, self._changes = None, None, None

@@ -300,6 +300,39 @@ def test_one_stage_resumes_the_others_run(
     assert trainer.global_step == 20
 
 
+@stages
+def test_the_hosts_loop_is_not_in_the_file_and_stays_when_a_file_is_resumed(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any
+) -> None:
+    fused: list[bool] = []
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def watched() -> Any:
+        made = module(home)
+
+        def configure() -> torch.optim.Optimizer:
+            optimizers.append(torch.optim.AdamW(made.parameters(), lr=1e-2))
+            return optimizers[-1]
+
+        made.configure_optimizers = configure
+        made.on_train_batch_end = lambda *_: fused.append(optimizers[-1].param_groups[0]["fused"])
+        return made
+
+    files = [
+        saving(home, make_trainer, tmp_path / "plain", watched()),
+        saving(home, make_trainer, tmp_path / "ours", watched(), strategy(home, host_optimizer="auto", **arguments)),
+    ]
+    assert fused == [None] * 10 + [True] * 10
+    assert {torch.load(f, weights_only=True)["optimizer_states"][0]["param_groups"][0]["fused"] for f in files} == {
+        None
+    }
+    for file in files:
+        trainer = make_trainer(home, max_epochs=2, strategy=strategy(home, host_optimizer="auto", **arguments))
+        trainer.fit(watched(), loader(), ckpt_path=file)
+    assert fused[20:] == [True] * 20
+    assert [optimizer.param_groups[0]["fused"] for optimizer in optimizers] == [None] * 4
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], dict[str, Any]]] = {
     "lambda": lambda o: {
         "scheduler": LambdaLR(o, [lambda step: 1 / (1 + step), lambda step: 0.9**step]),

@@ -298,22 +298,44 @@ def no_compiler(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_auto_falls_back_to_torchs_fused_loop_and_says_so() -> None:
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adam, decoupled", "AdamW, tensor lr"])
+def test_by_default_torchs_fused_loop_steps_and_nothing_is_built(name: str) -> None:
     ours, theirs = parameters(), parameters()
-    with pytest.warns(
-        UserWarning, match=r"torch's version \(fused=True, as fast\).*CXX names, '/nowhere/g\+\+'"
-    ) as seen:
-        host = host_optimizer(AdamW(groups(ours)))
-    assert len(seen) == 1
+    host = host_optimizer(MAKERS[name](ours))
     assert host.optimizer is host.original
     assert all(group["fused"] for group in host.optimizer.param_groups)
     train(host.optimizer, ours)
-    train(AdamW(groups(theirs)), theirs)
+    train(MAKERS[name](theirs), theirs)
+    assert (flat(theirs) - flat(parameters())).abs().max() > 0.05  # trained
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=0, atol=TOLERANCE)
-    chosen = AdamW(groups(parameters()), foreach=True)
-    with pytest.warns(UserWarning, match="7 to 11 times as slow"):
-        host_optimizer(chosen)
-    assert not chosen.param_groups[0]["fused"]
+
+
+def test_torchs_fused_loop_and_deepspeeds_adamw_train_alike() -> None:
+    results = []
+    for kind in ("auto", "deepspeed"):
+        of = parameters()
+        train(host_optimizer(AdamW(groups(of)), kind=kind).optimizer, of)
+        results.append(flat(of))
+    assert (results[0] - flat(parameters())).abs().max() > 0.05  # trained
+    torch.testing.assert_close(*results, rtol=0, atol=TOLERANCE)
+
+
+def test_a_loop_that_the_user_chose_stays() -> None:
+    for chosen in ({"foreach": True}, {"fused": False}):
+        optimizer = AdamW(parameters(), **chosen)
+        before = [dict(group) for group in optimizer.param_groups]
+        host_optimizer(optimizer)
+        assert optimizer.param_groups == before
+    optimizer = AdamW(parameters())
+    host_optimizer(optimizer, kind="torch")
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_what_needs_deepspeeds_adamw_gets_it_where_it_computes_the_same() -> None:
+    host = host_optimizer(AdamW(parameters()), prefers_deepspeed=True)
+    assert type(host.optimizer).__name__ == "DeepSpeedCPUAdam"
+    optimizer = SGD(parameters(), lr=0.1)
+    assert host_optimizer(optimizer, prefers_deepspeed=True).optimizer is optimizer
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -321,9 +343,6 @@ def test_what_has_no_other_way_is_refused() -> None:
     for optimizer, kind in ((AdamW(parameters()), "deepspeed"), (Adagrad(parameters()), "auto")):
         with pytest.raises(CapabilityError, match="CXX names"):
             host_optimizer(optimizer, kind=kind)
-    optimizer = AdamW(parameters())
-    assert host_optimizer(optimizer, kind="torch").optimizer is optimizer
-    assert optimizer.param_groups[0]["fused"] is None
 
 
 # --- what can't work on flat partitions ---

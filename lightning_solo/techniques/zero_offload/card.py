@@ -24,7 +24,9 @@ class Settings:
     nvme_path: str | None = setting(None, "folder on a local SSD for optimizer states, and weights; needs stage 3")
     pin_memory: bool = setting(True, "page-locked memory for the host's copies, which makes the transfers fast")
     host_optimizer: str = setting(
-        "auto", "DeepSpeed's C++ optimizer or torch's on the host", allowed=("auto", "deepspeed", "torch")
+        "auto",
+        "auto: torch's on the host, AdamW fused; torch: as you made it; deepspeed: its C++ version, built once",
+        allowed=("auto", "deepspeed", "torch"),
     )
     config: Mapping[str, Any] | str | None = setting(None, "DeepSpeed's own configuration: a mapping or a JSON file")
     save_engine_directory: bool = setting(False, "write DeepSpeed's own checkpoint beside each file")

@@ -33,7 +33,7 @@ from lightning_solo.zero.budget import (
     states_of,
 )
 from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
-from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zero_config
+from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zenflow_of, zero_config
 from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.disk import parameter_buffers, run_folder
 from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
@@ -78,8 +78,9 @@ class ZeroOffloadStrategy(Base):
         offload_parameters: Keep the weights on the host, and bring them to the device block by block; stage 3.
         nvme_path: A folder on a local SSD for optimizer states, and with ``offload_parameters`` weights; stage 3.
         pin_memory: Keep the host's copies in page-locked memory, which is what makes the transfers fast.
-        host_optimizer: ``"deepspeed"`` for its C++ Adam, AdamW or Adagrad, ``"torch"`` for your own on the host,
-            ``"auto"`` for the first where it can be built.
+        host_optimizer: ``"auto"`` for your own on the host, Adam and AdamW by torch's fused loop; ``"torch"`` for your
+            own as it is; ``"deepspeed"`` for its C++ Adam, AdamW or Adagrad, which is built once, in a minute or more,
+            or ahead by ``lightning-solo doctor --build``.
         config: DeepSpeed's own configuration on top of ours, a mapping or a JSON file: buckets, SuperOffload, ZenFlow.
         save_engine_directory: Write DeepSpeed's own checkpoint beside each file, as ``<file>.deepspeed``.
         exclude_frozen_parameters: Leave weights that are not trained out of checkpoints.
@@ -298,8 +299,14 @@ class ZeroOffloadStrategy(Base):
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         optimizer, configs = self._configured_optimizer()
-        host = make_host_optimizer(optimizer, [config.scheduler for config in configs], self.host_optimizer)
         groups = groups_of(optimizer)
+        host = make_host_optimizer(
+            optimizer,
+            [config.scheduler for config in configs],
+            self.host_optimizer,
+            # whose own optimizers are versions of DeepSpeed's AdamW
+            prefers_deepspeed=is_super_offload(self.config) or zenflow_of(self.config) is not None,
+        )
         if self.nvme_path is not None:
             # A step has master, gradient and states of a group in one buffer each; DeepSpeed's 4 are AdamW's.
             place = self.config["zero_optimization"]["offload_optimizer"]
