@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all simcuda kernels check gpu wheel ladder architectures clean
+.PHONY: demo test test-all simcuda kernels check docs gpu wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -59,6 +59,11 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The documentation, in docs/_build/html: a warning is an error, and so is a link or a file that isn't there.
+docs: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	$(BIN)/python docs/check_links.py docs/_build/html
+
 # README's ladder: $(call measure_ladder,<python>,<cpu or gpu>); a folder of its own, so that nothing measured before,
 # by other code, is kept.
 LADDER_cpu := model=byte_gpt_small data.context=128 data.max_bytes=4000000 --steps 15
@@ -83,14 +88,14 @@ gpu:
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel --outdir dist
 
-# The ladder of README, measured here, and README's tables rewritten from examples/results.
+# The ladder of README, measured here, and README's table rewritten from examples/results.
 ladder: $(VENV)/.installed
 	$(call measure_ladder,$(BIN)/python,$(call device_of,$(BIN)/python))
-	$(BIN)/python examples/readme_tables.py --write
+	$(BIN)/python docs/tables.py --write
 
 # Every architecture of transformers, planned and trained: an hour on two cores; a dozen of them are in the tests.
 architectures: $(VENV)/.installed
 	$(BIN)/python examples/measure_architectures.py --write examples/results/architectures_cpu.json
 
 clean:
-	rm -rf $(VENV) build dist runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build runs .mypy_cache .pytest_cache .ruff_cache

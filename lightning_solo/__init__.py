@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_solo.planner.plan import Plan as Plan
     from lightning_solo.planner.preset_plans import plan as plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "trainer_kwargs": "lightning_solo.attach",

@@ -143,7 +143,7 @@ def test_row_84_run_names_that_are_no_file_names(name: object) -> None:
         (["show", "checkpointing"], 0, "activation_checkpointing:"),
         (["doctor"], 0, "C++ compiler"),
         (["--help"], 0, "train a model under a preset"),
-        (["--version"], 0, "0.1.0"),
+        (["--version"], 0, "0.2.0"),
     ],
 )
 def test_commands(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Sphinx directives for tables that are made when the documentation is built: of cards, presets and measurements.
+
+{card} compact              the top of a technique's page
+{techniques}                all techniques with what they save
+{presets}                   all presets with what they are for
+{results} ladder_cpu.json   a table of measurements from examples/results, with its command
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+
+def _tables() -> Any:
+    spec = importlib.util.spec_from_file_location("tables", Path(__file__).parents[1] / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLES = _tables()
+
+
+class Table(SphinxDirective):
+    """Parses what a function of tables.py returns as Markdown."""
+
+    optional_arguments = 1
+    final_argument_whitespace = False
+
+    def run(self) -> list[nodes.Node]:
+        """Return the parsed table."""
+        functions = {
+            "card": TABLES.card,
+            "techniques": TABLES.techniques,
+            "presets": TABLES.presets,
+            "results": TABLES.results,
+        }
+        text = functions[self.name](*self.arguments)
+        container = nodes.container(classes=["made", self.name])
+        self.state.nested_parse(StringList(text.splitlines(), source=self.name), self.content_offset, container)
+        return [container]
+
+
+def fences_to_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn code between triple backquotes, as docstrings have it, into the blocks of reStructuredText."""
+    fenced = False
+    converted: list[str] = []
+    for line in lines:
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+            converted += ["", ".. code-block:: text", ""] if fenced else [""]
+        else:
+            converted.append(f"   {line}" if fenced else line)
+    lines[:] = converted
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directives."""
+    app.connect("autodoc-process-docstring", fences_to_blocks, priority=100)  # before napoleon's
+    for name in ("card", "techniques", "presets", "results"):
+        app.add_directive(name, Table)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,440 @@
+"""Tables of the documentation and of README, from `examples/results/*.json`, cards and presets: no figure is typed.
+
+In the documentation they are directives (`docs/_ext/tables_extension.py`), in README they stand between marks:
+
+    python docs/tables.py            # exit 1 if README's tables differ
+    python docs/tables.py --write
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.ladder.display import HEADINGS, cells, details, noise_in_words
+from lightning_solo.ladder.figures import Figures
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import describe
+from lightning_solo.sweeps.outcome import FINISHED
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = ROOT / "conf" / "library" / "solo"
+MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table; every column but the first and the last is right-aligned."""
+    rule = ["---", *["---:"] * (len(headers) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [headers, rule, *rows]) + "\n"
+
+
+def ladder_table(result: dict[str, Any]) -> str:
+    """Return what `lightning-solo ladder` has written to `ladder.json`, as the terminal shows it."""
+    found = [Figures(**{**row, "overrides": tuple(row["overrides"])}) for row in result["rows"]]
+    rows = [
+        [f"`{row.name}`", *(cells(row) if row.status == FINISHED else [row.status, *[""] * (len(HEADINGS) - 1)])]
+        for row in found
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = (
+        f"\n{result['hardware']}; {versions}; {result['steps']} optimizer steps each, in a fresh process. "
+        f"Memory: {result['memory']}. {capitalized(noise_in_words(found))}. Command: `{result['command']}`\n"
+    )
+    said = "".join(f"- {line}\n" for line in details(found))
+    return table(["rung", *HEADINGS], rows) + note + (f"\n{said}" if said else "")
+
+
+def capitalized(text: str) -> str:
+    """Return a sentence's beginning."""
+    return text[:1].upper() + text[1:]
+
+
+def callbacks_table(result: dict[str, Any]) -> str:
+    """Return what each callback costs: its slowest hook on average, its slowest single call, its share of a step."""
+    rows = []
+    for name, found in result["callbacks"].items():
+        hooks = found["hooks"].values()
+        mean, slowest = max(h["mean_us"] for h in hooks), max(h["slowest_us"] for h in hooks)
+        share = found["share_of_10_ms_step_percent"]
+        rows.append([f"`{name}`", f"{mean:.1f} µs", f"{slowest:.0f} µs", f"{share:.2f} %"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = (
+        f"\n{result['hardware']['cores']} cores ({result['hardware']['cpu']}); {versions}; median of {result['runs']} "
+        f"runs of {result['steps']} steps with a CSVLogger. Command: `{result['command']}`\n"
+    )
+    return table(["callback", "dearest hook, mean", "slowest call (it logs)", "of a 10 ms step"], rows) + note
+
+
+def import_table(result: dict[str, Any]) -> str:
+    """Return the seconds of each import."""
+    rows = [[f"`{name}`", f"{seconds:.3f} s"] for name, seconds in result["seconds"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = f"\n{result['hardware']}; {versions}; median of {result['runs']}. Command: `{result['command']}`\n"
+    return table(["what", "takes"], rows) + note
+
+
+def zero_offload_table(result: dict[str, Any]) -> str:
+    """Return target by target what ZeRO-Offload reached: the worst of each part's rows."""
+    parts = {name: part["rows"] for name, part in result["parts"].items()}
+    targets = result["targets"]
+    counted = [row for row in parts["device_states"] if "counted_bytes" in row]
+    rows = []
+    for precision, beside in (("32-true", "plain AdamW"), ("bf16-mixed", "the same layout by hand")):
+        found = [row["relative_difference"] for row in parts["parity"] if row["precision"] == precision]
+        what = f"loss after 50 steps against {beside}, `{precision}`, worst of {len(found)}"
+        rows.append([what, f"{max(found):.1e}", f"{targets['parity']:.0e}"])
+    for row in parts["start_up"]:
+        seconds = max(row["above_fit_s"], row["above_process_s"])
+        rows.append([f"start-up above `bf16`, {row['layout']}", f"{seconds:.1f} s", f"{targets['start_up']:.0f} s"])
+    errors = [abs(row["relative_error"]) for row in parts["host_bytes"]]
+    missed = [row["special"] or row["layout"] for row in parts["host_bytes"] if not row["met"]]
+    met = f"{len(errors) - len(missed)} of {len(errors)} within the target{''.join(f', not: {m}' for m in missed)}"
+    what = f"host bytes, predicted against measured: {met}; worst"
+    rows.append([what, f"{max(errors):.1%}", f"{targets['host_bytes']:.0%}"])
+    ratio = max(row["ratio"] for row in counted)
+    size = counted[0]["parameters"] / 1e6
+    what = f"model states on the device against `bf16`, {size:.0f} million parameters"
+    rows.append([what, f"{ratio:.2f} x", f"{targets['device_states']} x"])
+    rows.append(["tokens/s against DeepSpeed's own loop", "not run here: needs CUDA", f"{targets['speed']} x"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = f"{result['hardware']}; {versions}."
+    command = "python examples/measure_zero_offload.py"
+    return table(["what", "reached", "target"], rows) + f"\n{note} Command: `{command}`\n"
+
+
+def compact_table(result: dict[str, Any]) -> str:
+    """Return what each preset's model states take and do to the loss; a part that was not measured is left out."""
+    rows = []
+    losses: dict[str, list[float]] = {}
+    for row in result.get("convergence", ()):
+        losses.setdefault(row["preset"], []).append(row["held_out"])
+    means = {preset: statistics.mean(found) for preset, found in losses.items()}
+    for preset, mean in means.items():
+        spread = max(losses[preset]) - min(losses[preset])
+        change = "" if preset == "baseline" else f", {mean / means['baseline'] - 1:+.2%}"
+        what = f"loss on held-out text after 1,000 steps, {len(losses[preset])} seeds"
+        rows.append([f"`{preset}`", what, f"{mean:.4f} (seeds within {spread:.4f}){change}"])
+    for row in result.get("states", ()):
+        rows.append([f"`{row['preset']}`", "bytes per parameter behind a step, counted", f"{row['in_all']:.2f}"])
+    for part, what in (("resident", "peak resident set"), ("largest", "three steps of a larger model")):
+        for row in result.get(part, ()):
+            size = (
+                f"{row['parameters'] / 1e9:.2f} billion parameters" if "parameters" in row else f"depth {row['depth']}"
+            )
+            reached = f"{row['peak_bytes'] / 2**30:.2f} GiB" if "peak_bytes" in row else "did not train"
+            rows.append([f"`{row['preset']}`", f"{what}, {size}", reached])
+    for row in result.get("step", ()):
+        names = [name for name in row if name.startswith(("torch", "24"))]
+        for name in names:
+            rows.append([name, f"a step of {row['elements'] / 1e6:.0f} million parameters", f"{row[name]:.3f} s"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        table(["preset", "what", "reached"], rows)
+        + f"\n{result['machine']}; {versions}. Command: `{result['command']}`\n"
+    )
+
+
+def step_cost_table(result: dict[str, Any]) -> str:
+    """Return what a step of each preset asks of a GPU, beside what it has to."""
+    rows = []
+    for name, row in result["rows"].items():
+        theory = row["bytes_each_way_in_theory"]
+        ways = f"{row['bytes_up_per_parameter']:.2f} / {row['bytes_down_per_parameter']:.2f}"
+        own = str(row["launches_of_the_update"]) if name.startswith("compact") else ""
+        needed = "" if theory is None else f"{theory:.2f}"
+        peak = f"{row['peak_allocated'] / row['parameters']:.1f}"
+        rows.append(
+            [
+                *(f"`{name.split(',')[0]}`{''.join(name.partition(',')[1:])}", str(row["launches"]), own),
+                *(str(row["synchronisations"]), ways, needed, str(row["pageable_bytes"]), peak),
+            ]
+        )
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "lightning", "deepspeed"))
+    headers = [
+        *("preset", "launches", "of the compact step", "waits", "bytes up / down", "in theory"),
+        *("pageable bytes", "peak bytes"),
+    ]
+    return table(headers, rows) + f"\n{versions}; a simulated device. Command: `{result['command']}`\n"
+
+
+def versions_of(result: dict[str, Any]) -> str:
+    """Return hardware and versions of a measurement."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    hardware = result.get("machine", result.get("hardware", ""))
+    if isinstance(hardware, dict):
+        hardware = f"{hardware['cores']} CPU cores ({hardware['cpu']}, {hardware['capability']})"
+    return f"{hardware}; {versions}" if hardware else versions
+
+
+def note(result: dict[str, Any], command: str, explained: str = "") -> str:
+    """Return what stands below a table: what was measured with what, and the command that measures it again."""
+    return f"\n{explained}{' ' if explained else ''}{versions_of(result)}. Command: `{command}`\n"
+
+
+def sweep_table(result: dict[str, Any]) -> str:
+    """Return the figures of the launcher, beside their targets."""
+    gap, failures, kills, parent = result["gap"], result["failures"], result["kills"], result["parent"]
+    failed = sum(count for status, count in failures["statuses"].items() if status != "finished")
+    rows = [
+        ["from the end of a job to the first line of the next, median", f"{gap['median_s']:.2f} s"],
+        ["the same, longest", f"{gap['longest_s']:.2f} s (target {result['targets']['gap_s']:.0f} s)"],
+        [
+            "importing torch and Lightning, which the launcher saves each job",
+            f"{gap['imports_from_cold_s']:.1f} s",
+        ],
+        [
+            f"of {failures['rows']} jobs, those that fail",
+            f"{failed}, of which {failures['failures_named']} are named",
+        ],
+        [f"command killed {kills['kills']} times during {kills['jobs']} jobs: rows", f"{kills['rows']}"],
+        ["the same: most starts of one job", f"{kills['most_starts']}"],
+        [f"growth of the command's memory over {parent['jobs'] - 20} jobs", f"{parent['grown_bytes'] / 2**20:.1f} MiB"],
+    ]
+    return table(["what", "measured"], rows) + note(result, result["command"])
+
+
+def planner_table(result: dict[str, Any]) -> str:
+    """Return the seconds and bytes of a plan, beside their targets."""
+    targets, memory, billions = result["targets"], result["memory"], result["planned"]["parameters"] / 1e9
+    rows = [
+        ["one preset, from the prompt", f"{result['one_cold']['median_s']:.1f} s", f"{targets['one_cold_s']} s"],
+        [
+            "one preset, in a program that has planned",
+            f"{result['one_warm']['median_s']:.1f} s",
+            f"{targets['one_warm_s']} s",
+        ],
+        ["all presets, from the prompt", f"{result['all_cold']['median_s']:.1f} s", f"{targets['all_cold_s']} s"],
+        [
+            "resident memory of all processes",
+            f"{memory['together_bytes'] / 2**20:.0f} MiB",
+            f"{targets['memory_bytes'] / 2**20:.0f} MiB",
+        ],
+    ]
+    size = f"{billions:.2f} billion parameters, `{shlex.join(result['planned']['command'])}`."
+    return table(["what", "measured", "target"], rows) + note(result, result["command"], size)
+
+
+def architectures_table(result: dict[str, Any]) -> str:
+    """Return how many architectures of transformers are planned to the byte."""
+    summary = result["summary"]
+    rows = [
+        ["tried, from a small configuration", str(summary["tried"])],
+        ["that train here", str(summary["counted"])],
+        ["planned on tensors without data (the others are planned from real steps)", str(summary["traced"])],
+        ["whose plan for the CPU equals real steps to the byte", str(summary["equal"])],
+    ]
+    return table(["architectures of transformers", "number"], rows) + note(
+        result, "python examples/measure_architectures.py --write examples/results/architectures_cpu.json"
+    )
+
+
+def moments_table(result: dict[str, Any]) -> str:
+    """Return how far 8-bit moments move an update from that of fp32."""
+    rows = [
+        [row["code"], str(row["block"]), f"{row['relative']:.1%}", f"{row['longest']:.2f} learning rates"]
+        for row in result["rows"]
+    ]
+    heads = ["8-bit code", "elements per scale", "error of an update", "largest error of an element"]
+    return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
+
+
+def host_optimizers_table(result: dict[str, Any]) -> str:
+    """Return the milliseconds of AdamW's step on the host."""
+    rows = [
+        [name, f"{row['median_ms']:.0f} ms", f"{row['fastest_ms']:.0f} to {row['slowest_ms']:.0f} ms"]
+        for name, row in result["optimizers"].items()
+    ]
+    size = f"{result['elements'] / 1e6:.0f} million parameters, {result['steps']} steps."
+    return table(["optimizer on the host", "a step, median", "range"], rows) + note(result, result["command"], size)
+
+
+def kernels_table(result: dict[str, Any]) -> str:
+    """Return what the machine code of each kernel takes on sm_90, and the estimate for an H200 made from it."""
+    rows = []
+    for name, found in result["kernels"].items():
+        kernel = found["sm_90"]
+        estimate = kernel.get("h200_8b")
+        spilled = max(architecture["spilled_bytes"] for architecture in found.values())
+        rows.append(
+            [
+                name,
+                *(str(kernel["registers"]), str(spilled)),
+                f"{kernel['per_element']['issue']:.0f}" if estimate else "",
+                f"{estimate['computing_ms']:.1f} ms" if estimate else "",
+                f"{estimate['floor_ms']:.1f} ms" if estimate else "",
+            ]
+        )
+    heads = [
+        "kernel",
+        "registers",
+        "spilled bytes",
+        "instructions per element",
+        "computing, estimated",
+        "memory alone, estimated",
+    ]
+    explained = (
+        f"Compiled for {len(found)} architectures; registers and instructions are those of sm_90. The estimate is of a "
+        f"step of {result['parameters'] / 1e9:.1f} billion parameters on an H200 at 1.98 GHz and 4.1 TB/s; nothing of "
+        "it has been measured on a GPU."
+    )
+    return table(heads, rows) + note(result, result["command"], explained)
+
+
+def zero_host_table(result: dict[str, Any]) -> str:
+    """Return the bytes that DeepSpeed's engine takes, beside those predicted."""
+    rows = []
+    for row in result["rows"]:
+        where = "weights on the host" if row["offload_parameters"] else ""
+        rows.append(
+            [
+                f"stage {row['stage']}{', ' if where else ''}{where}",
+                *(f"`{row['precision']}`", str(row["accumulation"])),
+                *(f"{row[name] / 2**20:.1f} MiB" for name in ("tensors_bytes", "predicted_tensors_bytes")),
+                *(f"{row[name] / 2**20:.0f} MiB" for name in ("peak_bytes", "predicted_peak_bytes")),
+            ]
+        )
+    heads = ["layout", "precision", "micro-batches", "tensors", "predicted", "peak in training", "predicted"]
+    size = "A model of 42 million parameters; the engine runs on the CPU, so device and host are the same memory."
+    return table(heads, rows) + note(result, "python examples/measure_zero_host.py", size)
+
+
+def presets() -> str:
+    """Return the presets with the first line of each file."""
+    rows = []
+    for path in sorted(PRESETS.glob("*.yaml")):
+        purpose, _, device = describe(path).partition(" Runs on: ")
+        rows.append([f"`{path.stem}`", purpose, device.rstrip(".")])
+    return "| preset | what it is for | runs on |\n| --- | --- | --- |\n" + "".join(
+        "| " + " | ".join(row) + " |\n" for row in rows
+    )
+
+
+def techniques() -> str:
+    """Return the techniques, each with a link to its page and what it saves."""
+    return "| technique | what it saves | costs |\n| --- | --- | --- |\n" + "".join(
+        f"| [`{name}`]({name}.md) | {prose(card.saves)} | {prose(card.costs)} |\n" for name, card in own_cards().items()
+    )
+
+
+def card(name: str) -> str:
+    """Return the top of a technique's page: what its card says, and its settings."""
+    card = own_cards()[name]
+    how = f"`+callback={name}`" if card.group == "callback" else f"`strategy={name}`"
+    rows = [
+        ["class", f"`lightning_solo.{card.class_name}`"],
+        ["in a preset", f"{how}; presets that have it: {_presets_with(card)}"],
+        ["saves", prose(card.saves)],
+        ["costs", prose(card.costs)],
+        [
+            "numerics",
+            prose(card.numerics) + (" (exact: checked beside every other technique)" if card.exact else ""),
+        ],
+        ["can't be combined with", prose(card.conflicts)],
+        ["needs", _needs(card)],
+        ["rung of the ladder", f"`{card.rung.name}`" if card.rung else "none"],
+        ["source", prose(card.reference)],
+    ]
+    settings = [
+        [f"`{field.name}`", f"`{_plain(field.default)}`", prose(field.metadata["text"]) + _allowed(field.metadata)]
+        for field in fields(card.settings)
+    ]
+    return (
+        "|  |  |\n| --- | --- |\n" + _rows(rows) + "\n**Settings**, in Python, YAML and on the command line:\n\n"
+        "| setting | default | what it is |\n| --- | --- | --- |\n" + _rows(settings)
+    )
+
+
+def _rows(rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
+
+
+def _plain(default: Any) -> str:
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return json.dumps(default) if isinstance(default, tuple) else str(default)
+
+
+def _allowed(metadata: Mapping[str, Any]) -> str:
+    values = ", ".join(f"`{_plain(value)}`" for value in metadata["allowed"])
+    bound = f"at least {metadata['at_least']}" if metadata["at_least"] is not None else ""
+    return f" ({values or bound})" if values or bound else ""
+
+
+def _presets_with(card: Card) -> str:
+    with_it = [preset for preset, names in _techniques_of_presets().items() if card.name in names]
+    return ", ".join(f"`{preset}`" for preset in with_it) or "none"
+
+
+@functools.cache
+def _techniques_of_presets() -> dict[str, list[str]]:
+    configs = {path.stem: compose(path.stem) for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "auto"}
+    return {name: [*config.callback, (config.strategy or {}).get("name", "")] for name, config in configs.items()}
+
+
+def _needs(card: Card) -> str:
+    kinds = {"cuda": "a CUDA device", "compiler": "a C++ compiler", "package": "a package", "check": ""}
+    words = ["a CUDA device"] if card.on_cpu is None else []
+    if card.on_cpu:
+        settings = ", ".join(f"`{name}: {_plain(value)}`" for name, value in card.on_cpu.items())
+        words += [f"a CUDA device; to try it on a CPU: {settings}"]
+    words += [kinds[need.kind] for need in card.requires if need.kind not in ("cuda", "check")]
+    return "; ".join(dict.fromkeys(words)) or "nothing: any device"
+
+
+def prose(text: str) -> str:
+    r"""Return the text of a card as Markdown: what is between double backquotes is code, asterisks are asterisks.
+
+    >>> prose("``a=1``: 2**-17 of `b`; https://example.com")
+    '`a=1`: 2\\*\\*-17 of `b`; <https://example.com>'
+    """
+    parts = text.replace("``", "`").split("`")
+    outside = [part.replace("*", "\\*") if n % 2 == 0 else part for n, part in enumerate(parts)]
+    return re.sub(r"(https://[^\s;,]+)", r"<\1>", "`".join(outside))
+
+
+TABLES = {
+    "ladder_cpu.json": ladder_table,
+    "ladder_gpu.json": ladder_table,
+    "callbacks_cpu.json": callbacks_table,
+    "import_cpu.json": import_table,
+    "zero_offload_cpu.json": zero_offload_table,
+    "zero_host_cpu.json": zero_host_table,
+    "compact_cpu.json": compact_table,
+    "step_cost.json": step_cost_table,
+    "sweep_cpu.json": sweep_table,
+    "planner_cpu.json": planner_table,
+    "architectures_cpu.json": architectures_table,
+    "moments_cpu.json": moments_table,
+    "host_optimizers_cpu.json": host_optimizers_table,
+    "kernels.json": kernels_table,
+}
+
+
+def results(name: str) -> str:
+    """Return the table of a file of results, as Markdown, with its command below it."""
+    return TABLES[name](json.loads((ROOT / "examples" / "results" / name).read_text(encoding="utf-8")))
+
+
+def render(text: str) -> str:
+    """Return README's text with every marked table made anew."""
+    return MARK.sub(lambda match: match[1] + results(match[2]) + match[3], text)
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = render(before)
+    if "--write" in sys.argv:
+        readme.write_text(after, encoding="utf-8")
+    elif before != after:
+        sys.exit("README's tables differ from examples/results; write: python docs/tables.py --write")
