@@ -86,13 +86,17 @@ def kernel() -> Kernel | None:
 
 def serves(piece: Piece) -> bool:
     """Return whether the step in C++ takes the tensors of a parameter: it looks at addresses alone."""
+    return all(type(tensor) is Tensor for tensor in piece.tensors.values()) and has_layout(piece)
+
+
+def has_layout(piece: Piece) -> bool:
+    """Return whether the tensors of a parameter are of the types and sizes that the step in C++ knows."""
     tensors = piece.tensors
     weight, correction = tensors["weight"], tensors.get("correction")
     if tensors["exp_avg"].dtype != torch.int8 or (weight.dtype == torch.float32 and correction is not None):
         return False
     return all(
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
+        tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tensor.numel() == (blocks(weight.numel()) if name.endswith("_scale") else weight.numel())
         for name, tensor in tensors.items()

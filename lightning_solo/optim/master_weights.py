@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.optim import memory_order
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
@@ -282,10 +283,8 @@ def _joined(p: Tensor, correction: Tensor | None) -> Tensor:
 
 
 def _chunks(p: Tensor) -> Iterator[slice]:
-    """Yield parts of a flat parameter, each of whole blocks: joining and splitting take some 20 bytes per element."""
-    size = CHUNK.get(p.device.type, CHUNK["cuda"])
-    for first in range(0, p.numel(), size):
-        yield slice(first, first + size)
+    """Return parts of a flat parameter, each of whole blocks: joining and splitting take some 20 bytes per element."""
+    return memory_order.chunks(p.numel(), CHUNK.get(p.device.type, CHUNK["cuda"]))
 
 
 def _kept(value: Any) -> Any:

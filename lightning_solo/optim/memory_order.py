@@ -1,6 +1,8 @@
-"""Tensors as flat views in the order of their memory, whatever the order of their dimensions."""
+"""Tensors as flat views in the order of their memory, whatever the order of their dimensions; and parts of them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +17,15 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """Yield the parts of so many elements or rows, each of ``size`` but for the last.
+
+    A plan takes the first two for all (`planner.kernels`): what is allocated in one is freed in the next at the latest.
+    """
+    for first in range(0, count, size):
+        yield slice(first, min(first + size, count))
 
 
 def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:

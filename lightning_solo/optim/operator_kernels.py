@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_solo.machine import is_installed
-from lightning_solo.optim import adamw_update, cpu_kernel
+from lightning_solo.optim import adamw_update, cpu_kernel, memory_order
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_update import Blocks, update_blocks
 from lightning_solo.optim.compressed_moments import BLOCK
@@ -79,8 +79,8 @@ class OperatorKernels:
 
         whole, size = piece.numel // BLOCK, self.piece // BLOCK
         update = self._update() if piece.numel >= moments.LEAST else update_blocks  # each kind is compiled for itself
-        for first in range(0, whole, size):
-            part = piece.blocks(first, min(first + size, whole))
+        for rows in memory_order.chunks(whole, size):
+            part = piece.blocks(rows.start, rows.stop)
             step(part, update_blocks if part.numel == BLOCK else update)  # 1 would be compiled for itself
         if piece.numel % BLOCK:
             rest = piece.blocks(whole, whole + 1)

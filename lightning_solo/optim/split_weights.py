@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from lightning_solo.optim import memory_order
 from lightning_solo.optim.memory_order import in_memory_order
 
 STOCHASTIC = "16-stochastic"
@@ -57,8 +58,7 @@ def split_into(weight: Tensor, master: Tensor, bits: int) -> Tensor:
     """Split flat fp32 numbers into a bf16 tensor, a chunk at a time, and return the correction, all of it."""
     correction = torch.empty_like(master, dtype=CORRECTIONS[bits])
     size = CHUNK.get(master.device.type, CHUNK["cuda"])
-    for first in range(0, master.numel(), size):
-        part = slice(first, first + size)
+    for part in memory_order.chunks(master.numel(), size):
         weight[part], correction[part] = split(master[part], bits)
     return correction
 
@@ -66,8 +66,7 @@ def split_into(weight: Tensor, master: Tensor, bits: int) -> Tensor:
 def join_into(master: Tensor, weight: Tensor, correction: Tensor) -> None:
     """Join flat numbers into an fp32 tensor, a chunk at a time."""
     size = CHUNK.get(master.device.type, CHUNK["cuda"])
-    for first in range(0, master.numel(), size):
-        part = slice(first, first + size)
+    for part in memory_order.chunks(master.numel(), size):
         master[part] = join(weight[part], correction[part])
 
 

@@ -107,7 +107,7 @@ def capture(
         watch = _Watch(tracer)
         home = _home(module)
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
-        stack.enter_context(planned_kernels(tracer.launch, cuda=cuda))
+        stack.enter_context(planned_kernels(tracer, cuda=cuda))
         if cuda:
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))

@@ -1,54 +1,99 @@
-"""The kernels of compact states in a plan: they compute nothing, and record the bytes that Triton's move."""
+"""The kernels of compact states in a plan: they record the bytes they move; of a loop over chunks two are traced.
+
+Without it a step would be traced chunk by chunk: minutes, for a module of some billion parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_solo.attributes import replaced
-from lightning_solo.optim import adamw_update, kernels
+from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
-from lightning_solo.optim.operator_kernels import OperatorKernels
+from lightning_solo.optim.operator_kernels import CpuKernels
+from lightning_solo.planner.tracer import Tracer
 
 
-class PlannedKernels(TritonKernels):
-    """Records the bytes of each launch.
+class PlannedGpuKernels(TritonKernels):
+    """Triton's: they compute nothing, and record the bytes of each launch.
 
     Args:
-        launched: is called with the bytes that each launch reads and writes.
+        tracer: records.
         fused: whether a Triton kernel steps, rather than compiled operators.
     """
 
-    def __init__(self, launched: Callable[[int], None], *, fused: bool = True) -> None:
-        self._launched, self._fused = launched, fused
+    def __init__(self, tracer: Tracer, *, fused: bool = True) -> None:
+        self._tracer, self._fused = tracer, fused
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Read all tensors of the pieces once, and write all but the gradients."""
         moved = 0
         for piece in pieces:
-            moved += sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
+            moved += _moved(piece)
             if not self._fused or not self.serves(piece.layout):  # compiled: two fp32 buffers of a chunk
                 size = min(piece.numel, adamw_update.CHUNK["cuda"])
                 buffers = [torch.empty(size, device=piece.tensors["weight"].device) for _ in range(2)]
                 moved += 2 * 4 * piece.numel * len(buffers)
                 del buffers
-        self._launched(moved)
+        self._tracer.launch(moved)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
         """Read gradients and totals once, and write the totals."""
         totals = [each.total.nbytes * (1 if each.is_first else 2) for each in sums if each.total is not None]
-        self._launched(sum(each.gradient.nbytes for each in sums) + sum(totals))
+        self._tracer.launch(sum(each.gradient.nbytes for each in sums) + sum(totals))
 
 
-def planned_kernels(launched: Callable[[int], None], *, cuda: bool) -> AbstractContextManager[None]:
-    """Make optimizers and sums of gradients use a plan's kernels: Triton's on a GPU, torch's operators on a CPU."""
+class PlannedCpuKernels(CpuKernels):
+    """A CPU's: the step in C++ records the bytes that it moves, and computes where there are numbers."""
+
+    def __init__(self, tracer: Tracer, device: torch.device) -> None:
+        super().__init__(device, fused=False)
+        self._tracer = tracer
+
+    def _kernel(self, piece: Piece) -> cpu_kernel.Kernel | None:
+        kernel = None if piece.first_row or not cpu_kernel.has_layout(piece) else cpu_kernel.kernel()
+        if kernel is None:
+            return None
+
+        def step(piece: Piece, control: Control) -> None:
+            self._tracer.launch(_moved(piece))
+            if not isinstance(piece.tensors["weight"], FakeTensor):
+                kernel(piece, control)
+
+        return step
+
+
+def _moved(piece: Piece) -> int:
+    """Return the bytes of a step that reads each tensor once, and writes all but the gradient."""
+    return sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
+
+
+@contextlib.contextmanager
+def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
+    """Make optimizers and sums of gradients use a plan's kernels: Triton's on a GPU, C++ or operators on a CPU.
+
+    Of the chunks that operators go through one after the other, on tensors without data two are traced, as the results
+    of one may live until the next has its own; the cost of the second is counted for all others.
+    """
 
     def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
-        if cuda:
-            return PlannedKernels(launched, fused=fused is not False)
-        return OperatorKernels(device, fused=False)
+        return PlannedGpuKernels(tracer, fused=fused is not False) if cuda else PlannedCpuKernels(tracer, device)
 
-    return replaced(kernels, "kernels_on", kernels_on)
+    def two_chunks(count: int, size: int) -> Iterator[slice]:
+        yield from chunks(min(size, count), size)
+        if count > size:
+            begin = len(tracer.costs)
+            yield slice(size, min(2 * size, count))
+            tracer.multiply(begin, max(count / size - 1, 1))
+
+    chunks = memory_order.chunks
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(kernels, "kernels_on", kernels_on))
+        if tracer.fake:
+            stack.enter_context(replaced(memory_order, "chunks", two_chunks))
+        yield

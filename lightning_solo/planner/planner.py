@@ -176,7 +176,8 @@ class Planner:
                 return capture(self.make, batch, arranged.arguments(), fake=fake, cuda=cuda, attention=attention)
 
             assert self.micro_batch is not None
-            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes)
+            is_line = any(other.is_line for other in self._traces.values())
+            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes, is_line=is_line)
         return self._traces[key]
 
 

@@ -80,6 +80,12 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         """Record a launch of one of our own kernels, by the bytes that it moves."""
         self.costs.append(Cost(0, size, torch.float32))
 
+    def multiply(self, first: int, times: float) -> None:
+        """Multiply the costs from the ``first`` on: what was traced once happens that often."""
+        for index in range(first, len(self.costs)):
+            cost = self.costs[index]
+            self.costs[index] = cost._replace(flops=round(cost.flops * times), bytes=round(cost.bytes * times))
+
     def copy(self, stream: str, size: int, slot: int) -> None:
         """Record a copy to the device or the host, through a staging buffer."""
         self.costs.append(Cost(0, size, torch.uint8, stream, slot))

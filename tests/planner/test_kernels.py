@@ -1,4 +1,4 @@
-"""In a plan for a GPU a step of compact states costs what the Triton kernels move, in as many launches."""
+"""A planned step of compact states costs what the kernels move; of a loop over chunks two are traced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_solo.optim import compressed_moments
+from lightning_solo.optim import adamw_update, compressed_moments, cpu_kernel, split_weights
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.planner.capture import capture
+from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.tracer import Cost
 from lightning_solo.presets.compose import compose
@@ -50,3 +50,57 @@ def test_small_parameters_share_launches() -> None:
         alike = [p for p in small if (p.numel() >= compressed_moments.LEAST) == has_codes]
         assert len(alike) > 1
         assert sum(map(moved, alike)) in [cost.bytes for cost in costs]
+
+
+# --- on a CPU ---
+
+CHUNK = 2**12  # elements; the largest parameters have 256 of them
+
+
+def traces_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, preset: list[str], optimizer: str = "AdamW"
+) -> tuple[Trace, Trace]:
+    """Return (fake, real) traces of a module whose parameters have many chunks."""
+    for table in (adamw_update.CHUNK, split_weights.CHUNK):
+        monkeypatch.setitem(table, "cpu", CHUNK)
+
+    def make() -> Any:
+        module = regression(L, Stack(width=512))
+        module.configure_optimizers = lambda: getattr(torch.optim, optimizer)(module.parameters(), lr=0.01)
+        return module
+
+    batch = [torch.zeros(2, 512), torch.zeros(2, 1)]
+    arranged = arrange(compose("compact", preset), {})
+    fake, real = (capture(make, batch, arranged.arguments(), fake=fake, cuda=False) for fake in (True, False))
+    return fake, real
+
+
+@pytest.mark.parametrize(
+    ("preset", "optimizer"),
+    [
+        ([], "AdamW"),
+        (["strategy.moment_bits=32"], "AdamW"),
+        (["strategy.master_bits=16-stochastic"], "AdamW"),
+        ([], "SGD"),
+    ],
+    ids=["default", "fp32_moments", "stochastic", "other_optimizer"],
+)
+def test_operators_go_through_two_chunks_for_all(
+    preset: list[str], optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernel, "kernel", lambda: None)  # as without a compiler
+    fake, real = traces_on_a_cpu(monkeypatch, preset, optimizer)
+    assert len(real.costs) > 5 * len(fake.costs)
+    assert fake.log.peak()[0] == real.log.peak()[0]
+    moved = [sum(cost.bytes for cost in trace.costs) for trace in (fake, real)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.02)
+
+
+@pytest.mark.skipif(cpu_kernel.kernel() is None, reason="no C++ compiler")
+def test_the_step_in_cpp_moves_each_tensor_once_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, real = traces_on_a_cpu(monkeypatch, [])
+    for trace in (fake, real):
+        step = [cost.bytes for cost in trace.costs[trace.steps[0] : trace.steps[1]]]
+        large = torch.empty(2048, 512, dtype=torch.bfloat16)
+        assert step.count(moved(large)) >= 2
+    assert fake.log.peak()[0] == real.log.peak()[0]
