@@ -188,6 +188,11 @@ def make(
     arguments = {key: value for key, value in node.items() if key != "name"}
     accepted = parameters_of_class(cls)
     if accepted is not None:
+        if kind in ("callback", "strategy") and (lacking := [name for name in arguments if name not in accepted]):
+            raise PresetError(
+                f"{module}:{name} takes no {', '.join(lacking)}, which the settings on its card have: add what is"
+                " missing to its constructor, or drop it from the settings"
+            )
         check_arguments({**arguments, "params": ()} if partial else arguments, accepted, option)
     return functools.partial(cls, **arguments) if partial else cls(**arguments)
 

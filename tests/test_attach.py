@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 
 import lightning_solo as solo
 from lightning_solo.build import HOMES
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.schema import composition
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.any_device
 
-CPU_PRESETS = (
-    *("baseline", "bf16", "bf16_true", "checkpointing", "accumulation", "gradient_release"),
-    *("compact", "compact_checkpointing", "compact_host", "compact_host_checkpointing"),
+CPU_PRESETS = tuple(
+    name for name in solo.list_presets() if name != "auto" and composition(compose(name)).needs_cuda() is None
 )
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

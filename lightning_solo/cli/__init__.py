@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         warnings.showwarning = _show_warning
     try:
-        code = importlib.import_module(f"lightning_solo.cli.{name}").run(rest)
+        command = importlib.import_module(f"lightning_solo.cli.{name}")
+        if name in ("show", "presets", "doctor") and {"-h", "--help"} & {*rest}:  # the others have options to list
+            print(command.__doc__)
+            raise SystemExit(0)
+        code = command.run(rest)
     except SoloError as error:
         refuse(str(error))
     except KeyboardInterrupt:

@@ -265,15 +265,14 @@ def refuse_twice(overrides: Sequence[Override]) -> None:
     Raises:
         PresetError: names both.
     """
-    keys = [override.key_or_group for override in overrides if not (override.is_add() and _is_group(override))]
+    keys = [override.key_or_group for override in overrides]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice:
-        lines = " and ".join(repr(o.input_line) for o in overrides if o.key_or_group == twice)
-        raise PresetError(f"{twice} is set twice, by {lines}; keep one")
-
-
-def _is_group(override: Override) -> bool:
-    return override.key_or_group.removeprefix("solo/") in GROUPS
+        same = [override for override in overrides if override.key_or_group == twice]
+        remedy = "keep one"
+        if twice.removeprefix("solo/") == "callback" and all(override.is_add() for override in same):
+            remedy = f"write +{twice}=[{','.join(str(o.get_value_string()).strip('[]') for o in same)}]"
+        raise PresetError(f"{twice} is set twice, by {' and '.join(repr(o.input_line) for o in same)}; {remedy}")
 
 
 def _with_prefix(override: Override) -> str:

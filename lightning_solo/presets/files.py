@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,8 +37,22 @@ def user_conf_folder() -> Path | None:
 def preset_files() -> dict[str, Path]:
     """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) goes first, as in Hydra."""
     own = user_conf_folder()
-    folders = [*([] if own is None else [own]), *library_folders()]
-    return {path.stem: path for folder in reversed(folders) for path in sorted((folder / "solo").glob("*.yaml"))}
+    library = _library_presets()
+    return library if own is None else {**library, **_presets_in(own)}
+
+
+@functools.cache
+def _library_presets() -> dict[str, Path]:
+    presets: dict[str, Path] = {}
+    for folder in library_folders():
+        for name, path in _presets_in(folder).items():
+            if presets.setdefault(name, path) is not path:
+                warnings.warn(f"the preset {path} is left out: {presets[name]} has its name", stacklevel=2)
+    return presets
+
+
+def _presets_in(folder: Path) -> dict[str, Path]:
+    return {path.stem: path for path in sorted((folder / "solo").glob("*.yaml"))}
 
 
 def names_in(text: str) -> str | list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_solo.cli import main
 from lightning_solo.cli.command_line import MOST_JOBS, check_command_line, check_run_name
 from lightning_solo.errors import ConflictError, PresetError
 
@@ -156,3 +157,11 @@ def test_commands(arguments: list[str], code: int, words: str, tmp_path: Path) -
     assert done.returncode == code, done.stderr
     assert words in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["show", "presets", "doctor"])
+def test_help_of_a_command_without_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"lightning-solo {command}" in capsys.readouterr().out

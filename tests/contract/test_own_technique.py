@@ -178,3 +178,33 @@ print(json.dumps([str(warning.message) for warning in caught if "left out" in st
     for name, (_, reason) in BROKEN.items():
         (message,) = [message for message in messages if f"'{name} = {name}.card:CARD'" in message]
         assert reason in message
+
+
+def test_a_constructor_that_lacks_a_setting_of_its_card_is_named(installed: Path, tmp_path: Path) -> None:
+    package(tmp_path, "adapters", CARD.format(**GOOD))  # whose class takes min_rows, and no size
+    code = """
+import lightning_solo as solo
+try:
+    solo.trainer_kwargs("bf16", ["+callback=adapter"])
+except solo.PresetError as error:
+    print(error)
+"""
+    message = run(code, installed, tmp_path, cwd=tmp_path)
+    assert "frozen_embeddings.technique:FrozenEmbeddings takes no size" in message
+    assert "card" in message
+
+
+def test_a_preset_named_as_one_of_ours_is_named_and_left_out(installed: Path, tmp_path: Path) -> None:
+    package(tmp_path, "adapters", CARD.format(**GOOD))
+    theirs = tmp_path / "adapters" / "conf" / "solo" / "bf16.yaml"
+    theirs.write_text("# theirs\nprecision: 32-true\n")
+    code = """
+import warnings
+import lightning_solo as solo
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert "bf16-mixed" in solo.show("bf16")
+print([str(warning.message) for warning in caught])
+"""
+    message = run(code, installed, tmp_path, cwd=tmp_path)
+    assert message.count(str(theirs)) == 1

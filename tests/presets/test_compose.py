@@ -21,17 +21,19 @@ from lightning_solo.presets.compose import VERSION_BASE, compose, compose_mappin
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.schema import FIELDS, PRECISIONS, composition
 
-PRESETS = (
-    *("accumulation", "auto", "baseline", "bf16", "bf16_true", "checkpointing", "compact", "compact_checkpointing"),
-    *("compact_host", "compact_host_checkpointing", "fp16", "gradient_release", "super_offload", "zenflow"),
-    *("zero_offload", "zero_offload_nvme", "zero_offload_parameters"),
-)
+PRESETS = tuple(sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "library" / "solo").glob("*.yaml")))
 
 
 def refused(preset: Any, *overrides: str, allow: tuple[str, ...] = (), error: type[Exception] = PresetError) -> str:
     with pytest.raises(error) as caught:
         compose(preset, overrides, allow=allow)
     return str(caught.value)
+
+
+def test_two_added_callbacks_are_written_as_a_list() -> None:
+    message = refused("bf16", "+callback=throughput", "+callback=[leak_finder]")
+    assert "write +callback=[throughput,leak_finder]" in message
+    assert set(compose("bf16", ["+callback=[throughput,leak_finder]"]).callback) == {"throughput", "leak_finder"}
 
 
 def test_every_preset_is_listed_and_composes() -> None:
