@@ -349,7 +349,8 @@ def card(name: str) -> str:
         for field in fields(card.settings)
     ]
     return (
-        "|  |  |\n| --- | --- |\n" + _rows(rows) + "\n**Settings**, in Python, YAML and on the command line:\n\n"
+        "".join(f"{term}\n: {text}\n\n" for term, text in rows)
+        + "**Settings**, in Python, YAML and on the command line:\n\n"
         "| setting | default | what it is |\n| --- | --- | --- |\n" + _rows(settings)
     )
 

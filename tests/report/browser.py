@@ -66,16 +66,16 @@ class Page:
             self.events.append(found)
         raise AssertionError("Chromium ended")
 
-    def open(self, path: Path) -> None:
-        """Load a file and wait until its charts are drawn."""
+    def open(self, path: Path, ready: str = "document.documentElement?.dataset.charts !== undefined") -> None:
+        """Load a file and wait until it is ready: until its charts are drawn, by default."""
         self.events.clear()
         self.call("Page.navigate", url=path.absolute().as_uri())
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
-            if self.errors() or self.evaluate("document.documentElement?.dataset.charts !== undefined"):
+            if self.errors() or self.evaluate(ready):
                 return
             time.sleep(0.02)
-        raise AssertionError(f"the charts were not drawn in {TIMEOUT_S} s: {self.errors()}")
+        raise AssertionError(f"the page was not ready in {TIMEOUT_S} s: {self.errors()}")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of JavaScript in the page."""
@@ -99,6 +99,12 @@ class Page:
         """Prefer a dark or a light page."""
         value = "dark" if is_dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
+
+    def size(self, width: int, height: int) -> None:
+        """Show pages on a screen of so many CSS pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700
+        )
 
     def screenshot(self, path: Path) -> bytes:
         """Write and return the whole page as a PNG."""
