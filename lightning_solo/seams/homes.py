@@ -6,8 +6,10 @@ Trainer. A callback works in both, since its hooks are called by name.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import sys
+from abc import ABCMeta
 from functools import cache
 from typing import Any
 
@@ -50,28 +52,25 @@ def for_home(cls: type, home: str | None = None) -> type:
     return cls if getattr(cls, "base", None) is None else _over_base(cls, home or default_home())
 
 
+class _OverBase(ABCMeta):
+    """The type of the classes that `for_home` makes, which are attributes of no module."""
+
+
+def _reduced(cls: Any) -> Any:
+    """Pickle such a class by template and home, and what a user derived from it by its name."""
+    return (for_home, (cls.template, cls.home)) if "template" in vars(cls) else cls.__qualname__
+
+
+copyreg.pickle(_OverBase, _reduced)
+
+
 @cache
 def _over_base(cls: Any, home: str) -> type:
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__reduce_ex__": _reduced,
         "home": home,
         "template": cls,
     }
-    return type(cls.__name__, (cls, getattr(part(home, "strategies"), cls.base)), body)
-
-
-def _reduced(strategy: Any, protocol: Any) -> Any:
-    """Copy and pickle by template and home: the derived class is not an attribute of any module.
-
-    A class that a user derived from it is one, and is copied and pickled as any other.
-    """
-    if "template" not in vars(type(strategy)):
-        return object.__reduce_ex__(strategy, protocol)
-    return _rebuilt, (strategy.template, strategy.home), strategy.__getstate__()
-
-
-def _rebuilt(template: type, home: str) -> Any:
-    return object.__new__(for_home(template, home))
+    return _OverBase(cls.__name__, (cls, getattr(part(home, "strategies"), cls.base)), body)

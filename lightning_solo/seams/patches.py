@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,7 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
     """Give a user's own strategy the seams, by a class that stands over its own; return what takes them off."""
-    own = type(strategy)
-
-    def reduced(strategy: Any, protocol: Any) -> Any:
-        # Copies and pickles are of the user's own class: that with seams is not an attribute of any module.
-        return object.__new__, (own,), strategy.__getstate__()
-
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    body = {**names, "__reduce_ex__": reduced}
+    own, body = type(strategy), _in_the_name_of(type(strategy))
     # An object's class may be replaced by one whose first base it is; the seams come before it all the same.
     order = {"mro": lambda cls: [cls, mixin, *own.__mro__]}
     strategy.__class__ = type(type(own).__name__, (type(own),), order)(own.__name__, (own, mixin), body)
@@ -39,6 +33,27 @@ def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
     return undo
 
 
+def _in_the_name_of(own: type) -> dict[str, Any]:
+    """Return the body of a class that stands for another for a while: copies and pickles are of that other."""
+
+    def reduced(thing: Any, protocol: Any) -> Any:
+        # Python 3.10 has no __getstate__ of every object.
+        state = thing.__getstate__() if hasattr(thing, "__getstate__") else vars(thing)
+        return object.__new__, (own,), state
+
+    names = ("__module__", "__qualname__", "__doc__")
+    return {**{name: getattr(own, name) for name in names}, "__reduce_ex__": reduced}
+
+
+def as_found(thing: Any) -> Any:
+    """Return a shallow copy of an object, with the methods of its class in the place of those put on the object."""
+    plain = copy(thing)
+    for name, value in vars(thing).items():
+        if callable(value) and callable(getattr(type(thing), name, None)):
+            delattr(plain, name)
+    return plain
+
+
 @contextmanager
 def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | float]) -> Iterator[None]:
     """Let ``trainer.estimated_stepping_batches`` be ``count(trainer, Lightning's own answer)``.
@@ -47,13 +62,8 @@ def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | flo
     """
     own = type(trainer)
     stock = own.estimated_stepping_batches.fget
-    body = {
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-        "__doc__": own.__doc__,
-        "estimated_stepping_batches": property(lambda self: count(self, stock(self))),
-    }
-    trainer.__class__ = type(own.__name__, (own,), body)
+    counted = property(lambda self: count(self, stock(self)))
+    trainer.__class__ = type(own.__name__, (own,), {**_in_the_name_of(own), "estimated_stepping_batches": counted})
     try:
         yield
     finally:

@@ -63,8 +63,12 @@ class Seams(Base):
         return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state that is copied and pickled: without the run, and what it has put on the precision."""
         state: dict[str, Any] = super().__getstate__()
         state.pop("solo_run", None)
+        state.pop("batch_to_device", None)  # of `patches.batches_through`
+        if self.ctx is not None:
+            state["_precision_plugin"] = patches.as_found(self.precision_plugin)
         return state
 
     # --- the run ---

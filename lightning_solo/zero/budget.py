@@ -20,19 +20,6 @@ from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
 # On top of what is counted: batches, Python and the libraries (examples/results/zero_offload_cpu.json and
 # zero_host_cpu.json: what was predicted beside what was measured).
 MARGIN = 0.05
-# Settings of the layout -> DeepSpeed's names
-SIZES = {
-    "reduce_bucket": "reduce_bucket_size",
-    "sub_group": "sub_group_size",
-    "persistence_threshold": "stage3_param_persistence_threshold",
-    "max_live_parameters": "stage3_max_live_parameters",
-}
-# The same below offload_param
-WEIGHT_SIZES = {
-    "parameter_buffer": "buffer_size",
-    "parameter_buffer_count": "buffer_count",
-    "max_in_cpu": "max_in_cpu",
-}
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 # fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and releases: measured for
@@ -71,27 +58,16 @@ def layout_of(
         accumulates: Whether there may be more than one micro-batch per optimizer step.
         cuda: Whether the device is one.
     """
-    zero = config["zero_optimization"]
-    weights = zero.get("offload_param", {})
     _, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
     if any(group.get("fused") for group in optimizer.param_groups):
         temporaries = 0
-    settings = ZeroSettings(
-        stage=zero["stage"],
+    settings = ZeroSettings.of(
+        config,
         precision=precision,
         states=states_of(optimizer),
         step_temporaries=temporaries,
         accumulates=accumulates,
-        offload_parameters="offload_param" in zero,
-        nvme_optimizer=zero["offload_optimizer"]["device"] == "nvme",
-        nvme_parameters=weights.get("device") == "nvme",
-        pin_memory=zero["offload_optimizer"]["pin_memory"],
         cuda=cuda,
-        overlap_comm=zero["overlap_comm"],
-        keeps_weights=True,
-        **{ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero},
-        optimizer_buffer_count=int(zero["offload_optimizer"].get("buffer_count", ZeroSettings.optimizer_buffer_count)),
-        **{ours: int(weights[theirs]) for ours, theirs in WEIGHT_SIZES.items() if theirs in weights},
     )
     frozen = [p.numel() for p in module.parameters() if not p.requires_grad]
     return zero_layout(

@@ -25,25 +25,34 @@ class Group:
 
     Attributes:
         options: the optimizer's own dictionary, in which the engine replaces the parameters by flat tensors.
-        parameters: the module's.
-        loops: those of `LOOPS` that the user chose.
+        given: what was in it.
     """
 
     options: dict[str, Any]
-    parameters: list[Tensor]
-    loops: dict[str, Any]
+    given: dict[str, Any]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The module's."""
+        parameters: list[Tensor] = self.given["params"]
+        return parameters
+
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """The user's options, at their present values."""
+        loops = {key: self.given[key] for key in LOOPS if key in self.given}
+        return {key: self.options[key] for key in self.given if key != "params"} | loops
 
     def restore(self) -> None:
-        """Write into the options what the user had there."""
-        self.options.update(self.loops, params=list(self.parameters))
+        """Leave the user's options and parameters alone in the dictionary."""
+        options = {**self.own_options, "params": self.parameters}
+        self.options.clear()
+        self.options.update(options)
 
 
 def groups_of(optimizer: Optimizer) -> list[Group]:
     """Return an optimizer's groups, to be taken before `host_optimizer` and the engine change them."""
-    return [
-        Group(group, list(group["params"]), {key: group[key] for key in LOOPS if key in group})
-        for group in optimizer.param_groups
-    ]
+    return [Group(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
 
 
 def plain_state_dict(module: nn.Module, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
@@ -79,12 +88,10 @@ def optimizer_state_dict(
     host: HostOptimizer, groups: Sequence[Group], states: Mapping[Tensor, ParameterStates]
 ) -> dict[str, Any]:
     """Return what ``state_dict()`` of the user's own optimizer would be, had it trained: states by parameter number."""
-    foreign = set(host.optimizer.defaults) - set(host.original.defaults)
     numbers = {p: number for number, p in enumerate(p for group in groups for p in group.parameters)}
     saved: dict[str, Any] = {"state": {}, "param_groups": []}
     for group in groups:
-        options = {key: value for key, value in group.options.items() if key not in foreign and key != "params"}
-        saved["param_groups"].append({**options, **group.loops, "params": [numbers[p] for p in group.parameters]})
+        saved["param_groups"].append({**group.own_options, "params": [numbers[p] for p in group.parameters]})
     for parameter, number in numbers.items():
         state = states.get(parameter)
         if state is not None and (state.tensors or state.scalars):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError
-from lightning_solo.zero.deepspeed_internals import zero_section_type
 
 # What belongs to the Trainer or to the module: key of the configuration -> what to write instead
 ELSEWHERE = {
@@ -170,6 +169,8 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
         PresetError: names each.
         ConflictError: what DeepSpeed takes, and then steps wrong or not at all.
     """
+    from lightning_solo.zero.deepspeed_internals import zero_section_type  # by which torch comes: plans do without
+
     pydantic = importlib.import_module("pydantic")
     try:
         zero_section_type()(**copy.deepcopy(config["zero_optimization"]))

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_solo.zero.deepspeed_internals import (
-    has_masters,
-    is_partitioned,
-    release_weight_buffers,
-    uses_disk,
-)
+from lightning_solo.zero.deepspeed_internals import is_partitioned, release_weight_buffers, uses_disk
 from lightning_solo.zero.deepspeed_patches import align_gradients, prefetch_once
-from lightning_solo.zero.states import read
 
 
 def make_engine(
@@ -63,27 +56,14 @@ def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype,
         buffer.data = buffer.data.to(device)
 
 
-def weights_of(
-    engine: Any,
-    module: nn.Module,
-    originals: Mapping[Tensor, Tensor],
-    folder: Path | None = None,
-    *,
-    masters: bool = True,
-) -> dict[Tensor, Tensor]:
+def weights_of(engine: Any, module: nn.Module, known: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
     """Return parameter -> its value now, of the parameter's shape, where the parameter itself doesn't hold it.
 
-    That is the fp32 master of what is trained (a view, on the host), the value in ``originals`` of what was only cast,
-    and at stage 3 a copy of all the rest. ``folder`` is `read`'s. Without ``masters`` trained weights are taken from
-    the engine's copies.
+    That is what is ``known``, such as the fp32 masters, and at stage 3 a copy of all the rest.
     """
-    weights = dict(originals)
-    if masters and engine is not None and has_masters(engine.optimizer):
-        weights |= {p: states.master for p, states in read(engine.optimizer, folder, masters_only=True).items()}
     if engine is not None:
         release_weight_buffers(engine)
-    weights |= {p: gathered(p) for p in module.parameters() if p not in weights and is_partitioned(p)}
-    return weights
+    return {**known, **{p: gathered(p) for p in module.parameters() if p not in known and is_partitioned(p)}}
 
 
 def gathered(parameter: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 WEIGHT_BYTES = {"32-true": 4, "16-mixed": 2, "bf16-mixed": 2, "16-true": 2, "bf16-true": 2}
 """Precision -> bytes of a weight under DeepSpeed; the master is fp32 whatever the precision is called."""
@@ -17,6 +18,18 @@ IN_BACKWARD = ("gradients", "buckets", "reduced")
 IN_STEP = ("step_temporaries",)
 # runtime/swap_tensor/utils.py: MIN_AIO_BYTES and AIO_ALIGNED_BYTES; below the first a tensor stays in memory.
 MIN_DISK_BYTES, DISK_ALIGNMENT = 2**20, 1024
+# Sizes in `ZeroSettings` -> DeepSpeed's names, below zero_optimization and below its offload_param
+SIZES = {
+    "reduce_bucket": "reduce_bucket_size",
+    "sub_group": "sub_group_size",
+    "persistence_threshold": "stage3_param_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+}
+WEIGHT_SIZES = {
+    "parameter_buffer": "buffer_size",
+    "parameter_buffer_count": "buffer_count",
+    "max_in_cpu": "max_in_cpu",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,26 @@ class ZeroSettings:
             raise ValueError("stage=2 offloads the optimizer to the host only; parameters and NVMe need stage=3")
         if self.nvme_parameters and not self.offload_parameters:
             raise ValueError("nvme_parameters=True needs offload_parameters=True")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **more: Any) -> ZeroSettings:
+        """Return what DeepSpeed's configuration decides about the layout; ``more`` is what it doesn't."""
+        zero = config["zero_optimization"]
+        optimizer, weights = zero["offload_optimizer"], zero.get("offload_param", {})
+        sizes: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero}
+        sizes |= {ours: int(weights[theirs]) for ours, theirs in WEIGHT_SIZES.items() if theirs in weights}
+        return cls(
+            stage=zero["stage"],
+            offload_parameters="offload_param" in zero,
+            nvme_optimizer=optimizer["device"] == "nvme",
+            nvme_parameters=weights.get("device") == "nvme",
+            pin_memory=optimizer["pin_memory"],
+            overlap_comm=zero["overlap_comm"],
+            optimizer_buffer_count=int(optimizer.get("buffer_count", cls.optimizer_buffer_count)),
+            keeps_weights=True,
+            **sizes,
+            **more,
+        )
 
     @property
     def weight_bytes(self) -> int:

@@ -145,6 +145,7 @@ def one_process(environment_class: type) -> Any:
         "node_rank": lambda self: 0,
         # The parent's removes WORLD_SIZE from the environment.
         "teardown": lambda self: None,
+        "__reduce__": lambda self: (one_process, (environment_class,)),  # its class is an attribute of no module
     }
     return type("OneProcess", (environment_class,), alone)()
 

@@ -1,5 +1,7 @@
 """One run of DeepSpeed's engine around a module: made, stepped, saved, loaded, and ended with the module as before.
 
+Weights, masters and optimizer states can be saved behind its end as during it.
+
 Plain torch and DeepSpeed: a training loop of one's own may use it as the strategy does. A process group is open.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,7 +31,13 @@ from lightning_solo.zero.checkpoint import (
     set_counters,
 )
 from lightning_solo.zero.config import is_super_offload, zenflow_of
-from lightning_solo.zero.deepspeed_internals import destroy, leave_forward, release_step_buffers, uses_disk
+from lightning_solo.zero.deepspeed_internals import (
+    destroy,
+    has_masters,
+    leave_forward,
+    release_step_buffers,
+    uses_disk,
+)
 from lightning_solo.zero.deepspeed_patches import (
     fetched_for_the_outermost_call,
     into_zenflow,
@@ -40,7 +49,7 @@ from lightning_solo.zero.deepspeed_patches import (
     worker_run_by,
 )
 from lightning_solo.zero.engine import make_engine, weights_of
-from lightning_solo.zero.host_optimizer import HostOptimizer
+from lightning_solo.zero.host_optimizer import HostOptimizer, to_original_state
 from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.refusals import refuse_accumulation
 from lightning_solo.zero.states import ParameterStates, read, write
@@ -75,6 +84,9 @@ class EngineRun:
         self._worker: Worker | None = None
         self._changes: OutsideChanges | None = None
         self._clipping = 0.0
+        self._counters: dict[str, dict[str, Any]] = {}
+        self._masters: dict[Tensor, Tensor] = {}  # behind the end, of what isn't in fp32
+        self._warns_of_states = False
         self._stack = ExitStack()
         self._original = OriginalModule(module)
         self._original.keep_weights(dtype)
@@ -114,6 +126,7 @@ class EngineRun:
             share_options(self.zero, SHARED)
             weights_as_stored(self.zero)
         if is_super_offload(config):
+            self._warns_of_states = True
             self._worker = Worker(self.zero, {p: name for name, p in self.module.named_parameters()})
             # In the step it would be too late: the worker has stepped the masters then.
             self.engine.register_forward_pre_hook(lambda *_: self._take_over_changes())
@@ -207,19 +220,35 @@ class EngineRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with fp32 masters, as a plain run would have it; tensors are shared."""
+        if self.engine is None:  # who has changed a weight since means the change
+            masters = {p: value for p, value in self._masters.items() if torch.equal(p.cpu(), value.to(p.dtype))}
+            return plain_state_dict(self.module, masters)
         self._take_over_changes()
         with self._folder() as folder:
-            weights = weights_of(self.engine, self.module, self._original.weights, folder)
+            states = read(self.zero, folder, masters_only=True) if has_masters(self.zero) else {}
+            known = {**self._original.weights, **{p: value.master for p, value in states.items()}}
+            weights = weights_of(self.engine, self.module, known)
         return plain_state_dict(self.module, weights)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state dict that the user's own optimizer would have."""
         assert self.host is not None
-        if self._worker is not None:
-            self._worker.warn_of_states()
+        self._warn_of_states()
+        if self.engine is None:
+            return self.host.original.state_dict()
         with self._folder() as folder:
             states = read(self.zero, folder)
         return optimizer_state_dict(self.host, self._groups, states)
+
+    def _warn_of_states(self) -> None:
+        """Warn once of what checkpoints don't have under SuperOffload."""
+        if self._warns_of_states:
+            warnings.warn(
+                "SuperOffload: checkpoints hold the exact fp32 weights, and neither give nor take the optimizer's"
+                " states, which are in another process: a resumed run starts its moments anew",
+                stacklevel=3,
+            )
+        self._warns_of_states = False
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Take over the states of a plain run or of ours, and the masters in full precision.
@@ -238,26 +267,30 @@ class EngineRun:
             if p in masters and value is not None and value.shape == masters[p].shape:
                 masters[p] = value
         states = load_optimizer(self.host, self._groups, saved, masters)
+        self._warn_of_states()
         if self._worker is not None:
-            self._worker.warn_of_states()
             states = {p: ParameterStates(value.master) for p, value in states.items()}
         write(self.zero, states)
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """Return what the engine counts, if it trains: plain values."""
-        return counters(self.engine) if self.host is not None else {}
+        """Return what the engine counts, or has counted, if it trains: plain values."""
+        return self._counters if self.engine is None or self.host is None else counters(self.engine)
 
     def set_counters(self, saved: Mapping[str, Any]) -> None:
         """Take over what `counters` returned."""
         set_counters(self.engine, saved)
 
     def end(self) -> None:
-        """Take the engine off the module, which is as it was found but for its training."""
+        """Take the engine off the module, which is as it was found but for its training.
+
+        The user's optimizer has its own options and parameters again, and the states that a plain run would leave in
+        it: on the host, or where they were on disk, mapped from files without a name.
+        """
         with self._stack:
             self._end()
 
     def _end(self) -> None:
-        weights = dict(self._original.weights)
+        weights, states = dict(self._original.weights), {}
         try:
             if self._worker is not None:
                 self._worker.close()  # first: it writes into the masters
@@ -268,8 +301,10 @@ class EngineRun:
                 leave_forward(self.engine)
             self._take_over_changes()
             with self._folder() as folder:
-                # Before the masters are as found, they are DeepSpeed's roundings.
-                weights = weights_of(self.engine, self.module, weights, folder, masters=self._changes is not None)
+                if self._changes is not None:  # else the masters are DeepSpeed's roundings
+                    states, self._counters = read(self.zero, folder), counters(self.engine)
+                    weights |= {p: value.master for p, value in states.items()}
+                weights = weights_of(self.engine, self.module, weights)
         finally:
             try:
                 if self.engine is not None:
@@ -278,12 +313,23 @@ class EngineRun:
                 for group in self._groups:
                     group.restore()
                 self._original.restore(weights)
-                self.engine, self.host, self._groups = None, None, ()
+                self._keep(states)
+                self.engine, self._groups = None, ()
                 self._window, self._worker, self._changes = None, None, None
-                del weights
+                del weights, states
                 gc.collect()  # the engine refers to itself, and would keep the host's memory until a later collection
                 if self.device.type == "cuda":
                     _give_back_caches()
+
+    def _keep(self, states: Mapping[Tensor, ParameterStates]) -> None:
+        """Give the user's optimizer its states, and keep the masters of weights that are not in fp32."""
+        if self.host is None:
+            return
+        for parameter, value in states.items():
+            if state := to_original_state(self.host, {**value.scalars, **value.tensors}):
+                self.host.original.state[parameter] = state
+        self.host = HostOptimizer(self.host.original, self.host.original, {})
+        self._masters = {p: value.master for p, value in states.items() if p.dtype != value.master.dtype}
 
 
 def _give_back_caches() -> None:

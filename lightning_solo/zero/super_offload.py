@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -103,7 +102,6 @@ class Worker:
         self.zero = zero
         self.names = names
         self._told = self._options()
-        self._warned = False
 
     def _options(self) -> list[dict[str, Any]]:
         groups = self.zero.optimizer.param_groups
@@ -138,16 +136,6 @@ class Worker:
                 " what is never used, use_reentrant=False for activation checkpointing, Trainer(gradient_clip_val=...),"
                 " with which it steps after backward, or solo=zero_offload"
             )
-
-    def warn_of_states(self) -> None:
-        """Warn once of what checkpoints don't have."""
-        if not self._warned:
-            warnings.warn(
-                "SuperOffload: checkpoints hold the exact fp32 weights, and neither give nor take the optimizer's"
-                " states, which are in another process: a resumed run starts its moments anew",
-                stacklevel=3,
-            )
-        self._warned = True
 
     def close(self) -> None:
         """End the process, after the steps that it was given."""

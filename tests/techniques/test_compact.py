@@ -24,6 +24,7 @@ from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import LEAST
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.seams.homes import for_home
+from lightning_solo.seams.run import Run
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.compact.technique import CompactStrategy
@@ -374,7 +375,9 @@ def test_schedulers_act_on_the_converted_optimizer(make_trainer: Make) -> None:
     assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.01]
 
 
-def test_two_optimizers_by_hand(home: ModuleType, make_trainer: Make) -> None:
+def test_two_optimizers_by_hand_keep_their_gradients(
+    home: ModuleType, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class TwoByHand(home.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             super().__init__()
@@ -390,12 +393,18 @@ def test_two_optimizers_by_hand(home: ModuleType, make_trainer: Make) -> None:
         def configure_optimizers(self) -> Any:
             return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.one, self.two)]
 
-    with pytest.raises(ConflictError, match="release_gradients=false"):
-        fit(home, make_trainer, for_home(CompactStrategy, home.__name__)(), TwoByHand(), precision="bf16-true")
-    strategy = for_home(CompactStrategy, home.__name__)(release_gradients=False)
-    trainer = fit(home, make_trainer, strategy, TwoByHand(), precision="bf16-true")
-    assert [type(optimizer) for optimizer in trainer.optimizers] == [CompactAdamW, CompactAdamW]
-    assert not torch.equal(trainer.lightning_module.two.head.weight.float(), net(1).head.weight.bfloat16().float())
+    trained, said = [], []
+    monkeypatch.setattr(Run, "info", property(lambda run: said.append))
+    for release in (True, False):
+        torch.manual_seed(0)
+        strategy = for_home(CompactStrategy, home.__name__)(release_gradients=release)
+        trainer = fit(home, make_trainer, strategy, made := TwoByHand(), precision="bf16-true")
+        assert [type(optimizer) for optimizer in trainer.optimizers] == [CompactAdamW, CompactAdamW]
+        trained.append(made)
+    assert len([line for line in said if "gradients" in line and "manual" in line]) == 1  # where release was asked for
+    assert not torch.equal(trained[0].two.head.weight.float(), net(1).head.weight.bfloat16().float())
+    for p, q in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_a_compact_optimizer_of_the_users_gets_the_corrections(make_trainer: Make) -> None:

@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_solo.errors import CapabilityError, CheckpointError
+from lightning_solo.errors import CapabilityError
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
@@ -339,8 +339,6 @@ def test_resume_equals_the_undisturbed_run(home: ModuleType, make_trainer: Any, 
     resumed.fit(second, loader(), ckpt_path=keep.best_model_path)
     assert same(second, undisturbed)
     assert not same(second, first)
-    with pytest.raises(CheckpointError, match=r"the optimizer is gone.*save_last=True"):
-        trainer.save_checkpoint(tmp_path / "late")
 
 
 def test_a_group_of_the_user_is_used_and_kept(home: ModuleType, make_trainer: Any) -> None:
@@ -354,7 +352,7 @@ def test_a_group_of_the_user_is_used_and_kept(home: ModuleType, make_trainer: An
 
 
 def test_with_an_empty_environment_and_with_a_launchers(tmp_path: Path) -> None:
-    """No PATH, so nothing can be compiled; then variables that promise a second process which never comes."""
+    """No PATH; then variables that promise a second process which never comes. Nothing is compiled."""
     code = """
 import os, warnings
 warnings.simplefilter("ignore")
@@ -372,7 +370,7 @@ print("steps", trainer.global_step, "environment", after, "modules", "mpi4py" in
     for variables in ({}, launcher):
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env={"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path), **variables},
+            env={"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), **variables},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -380,6 +378,7 @@ print("steps", trainer.global_step, "environment", after, "modules", "mpi4py" in
         )
         assert "steps 10 environment {} modules False" in done.stdout, done.stderr[-2000:]
         assert done.returncode == 0
+    assert not (tmp_path / "extensions").exists()
 
 
 def test_importing_the_file_imports_neither_deepspeed_nor_lightning() -> None:

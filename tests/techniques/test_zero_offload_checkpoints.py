@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -192,20 +192,100 @@ def test_tied_weights_are_saved_under_both_names_and_stay_tied(
     assert same(second, undisturbed)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("host", ["auto", "torch", "deepspeed"])
 @stages
-def test_after_the_fit_weights_alone_can_be_saved(
+def test_a_save_after_the_fit_is_that_of_its_end(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any, precision: Any, host: str
+) -> None:
+    made = module(home, Frozen)
+    made.configure_optimizers = lambda: [
+        [optimizer := torch.optim.AdamW(made.parameters(), lr=1e-2)],
+        [{"scheduler": LambdaLR(optimizer, lambda step: 0.9**step), "interval": "step"}],
+    ]
+    given = {"precision": precision, "strategy": strategy(home, **arguments, host_optimizer=host)}
+    keep = kept(home, tmp_path)
+    trainer = make_trainer(home, enable_checkpointing=True, callbacks=[keep], **given)
+    trainer.fit(made, loader())
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    during, late = (torch.load(path, weights_only=True) for path in (keep.best_model_path, tmp_path / "late.ckpt"))
+    assert late["zero_offload"] == during["zero_offload"]
+    assert late["lr_schedulers"] == during["lr_schedulers"]
+    assert_equal(late["state_dict"], during["state_dict"])
+    assert_equal(late["optimizer_states"], during["optimizer_states"])
+    assert late["optimizer_states"][0]["state"]
+    assert_equal(trainer.optimizers[0].state_dict(), during["optimizer_states"][0])  # as after a plain run
+    trainer.validate(made, loader(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert_equal(torch.load(tmp_path / "later.ckpt", weights_only=True)["optimizer_states"], late["optimizer_states"])
+
+
+@stages
+def test_a_run_resumes_from_a_save_after_the_fit(
     home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any
 ) -> None:
-    made = module(home)
-    trainer = make_trainer(home, strategy=strategy(home, **arguments), precision="bf16-mixed")
+    """Lightning counts an epoch that was saved behind its end as done, a whole fit as well."""
+    undisturbed, first = module(home, Frozen), module(home, Frozen)
+    make_trainer(home, max_epochs=2).fit(undisturbed, loader())
+    trainer = make_trainer(home, strategy=strategy(home, **arguments))
+    trainer.fit(first, loader())
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    for given in ({}, {"strategy": strategy(home, **arguments)}):
+        second = module(home, Frozen, seed=1)
+        make_trainer(home, max_epochs=2, **given).fit(second, loader(), ckpt_path=tmp_path / "late.ckpt")
+        assert same(second, undisturbed)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(first, loader(), ckpt_path=tmp_path / "late.ckpt")  # the same Trainer goes on
+    assert same(first, undisturbed)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Compare tensors in mappings and lists to the bit."""
+    if isinstance(theirs, Tensor):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    elif isinstance(theirs, Mapping):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            assert_equal(ours[key], value)
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    else:
+        assert ours == theirs
+
+
+@stages
+def test_masters_of_weights_that_were_made_in_bf16_are_saved_after_the_fit(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any
+) -> None:
+    made = module(home).bfloat16()
+    keep = kept(home, tmp_path)
+    given = {"strategy": strategy(home, **arguments), "precision": "bf16-true"}
+    trainer = make_trainer(home, enable_checkpointing=True, callbacks=[keep], **given)
     trainer.fit(made, loader())
-    with pytest.raises(CheckpointError, match=r"optimizer is gone.*save_last=True.*weights_only=True"):
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
+    during = torch.load(keep.best_model_path, weights_only=True)["state_dict"]
+    trainer.save_checkpoint(tmp_path / "late.ckpt", weights_only=True)
+    late = torch.load(tmp_path / "late.ckpt", weights_only=True)["state_dict"]
+    assert {value.dtype for value in late.values()} == {torch.float32}
+    assert_equal(late, during)
+    with torch.no_grad():
+        made.net.head.weight.zero_()  # what is changed afterwards counts
+    trainer.save_checkpoint(tmp_path / "zero.ckpt", weights_only=True)
+    assert not torch.load(tmp_path / "zero.ckpt", weights_only=True)["state_dict"]["net.head.weight"].any()
+
+
+@stages
+def test_after_the_fit_there_is_no_engine_to_write_its_directory(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any
+) -> None:
+    trainer = make_trainer(home, strategy=strategy(home, **arguments, save_engine_directory=True))
+    trainer.fit(module(home), loader())
+    with pytest.warns(UserWarning, match=r"late.ckpt has no directory.*save_last=True"):
         trainer.save_checkpoint(tmp_path / "late.ckpt")
-    assert not (tmp_path / "late.ckpt").exists()
-    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    saved = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-    assert "optimizer_states" not in saved
-    assert all(torch.equal(saved["state_dict"][name], value) for name, value in made.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["late.ckpt"]
 
 
 @stages

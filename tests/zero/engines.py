@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.deepspeed_internals import destroy
-from lightning_solo.zero.engine import make_engine
+from lightning_solo.zero.engine import make_engine, weights_of
 from lightning_solo.zero.extension import load_extension, what_is_missing
 from lightning_solo.zero.process import (
     ONE_PROCESS,
@@ -24,6 +24,7 @@ from lightning_solo.zero.process import (
     open_process_group,
     without_deprecations,
 )
+from lightning_solo.zero.states import read
 
 PLACES = ["stage 2", "stage 3", "nvme"]
 
@@ -91,3 +92,9 @@ def step_engine(engine: Any, seed: int) -> None:
 
 def trained(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def weights_now(engine: Any, module: nn.Module, known: Mapping[Tensor, Tensor] | None = None) -> dict[Tensor, Tensor]:
+    """Return parameter -> its value in full precision, where the parameter itself doesn't hold it."""
+    masters = {p: states.master for p, states in read(engine.optimizer, masters_only=True).items()}
+    return weights_of(engine, module, {**(known or {}), **masters})

@@ -26,12 +26,11 @@ from lightning_solo.zero.checkpoint import (
     plain_state_dict,
     set_counters,
 )
-from lightning_solo.zero.engine import weights_of
 from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import host_optimizer
 from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.states import ParameterStates, read, write
-from tests.zero.engines import PLACES, arguments, batch, engine_of, net, step_engine, step_plain, trained
+from tests.zero.engines import PLACES, arguments, batch, engine_of, net, step_engine, step_plain, trained, weights_now
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io
@@ -103,7 +102,7 @@ def test_the_state_dict_is_that_of_a_plain_run(place: dict[str, Any]) -> None:
     with engine_of(module, sgd(module), **place) as engine:
         step_engine(engine, 0)
         step_plain(plain, sgd(plain), 0)
-        found = plain_state_dict(module, weights_of(engine, module, {}))
+        found = plain_state_dict(module, weights_now(engine, module))
         assert_same(dict(found), dict(plain.state_dict()))
         assert list(found) == list(plain.state_dict())
         assert "out.renamed" in found
@@ -111,7 +110,7 @@ def test_the_state_dict_is_that_of_a_plain_run(place: dict[str, Any]) -> None:
         # Nothing has moved: the engine goes on.
         step_engine(engine, 1)
         step_plain(plain, sgd(plain), 1)
-        assert_same(dict(plain_state_dict(module, weights_of(engine, module, {}))), dict(plain.state_dict()))
+        assert_same(dict(plain_state_dict(module, weights_now(engine, module))), dict(plain.state_dict()))
         del found
 
 
@@ -123,7 +122,7 @@ def test_of_bf16_it_has_the_masters_and_the_frozen_as_they_were(stage: int) -> N
     with engine_of(module, sgd(module), bf16=True, stage=stage) as engine:
         engine.backward(engine(batch(0).bfloat16()).float().square().mean())
         engine.step()
-        state = plain_state_dict(module, weights_of(engine, module, original.weights))
+        state = plain_state_dict(module, weights_now(engine, module, original.weights))
         assert {name: state[name].dtype for name in ("embed.weight", "out.renamed", "frozen")} == dict.fromkeys(
             ("embed.weight", "out.renamed", "frozen"), torch.float32
         )
@@ -206,7 +205,7 @@ def test_the_optimizers_state_dict_is_that_of_a_plain_run(name: str, stage: int)
     """Groups, their options and names, numbers of parameters, frozen ones among them, states and counts."""
     module, plain = net(), net()
     user, optimizer = made(module, name), made(plain, name)
-    host, groups = host_optimizer(user, kind="torch"), groups_of(user)
+    groups, host = groups_of(user), host_optimizer(user, kind="torch")
     with engine_of(module, host.optimizer, stage=stage) as engine:
         for seed in range(3):
             step_engine(engine, seed)
@@ -232,7 +231,7 @@ def test_of_deepspeeds_version_it_is_that_of_torchs(place: dict[str, Any]) -> No
         pytest.skip(f"no DeepSpeedCPUAdam: {missing}")
     module, plain = net(), net()
     user, optimizer = two_groups(module), two_groups(plain)
-    host, groups = host_optimizer(user, kind="deepspeed"), groups_of(user)
+    groups, host = groups_of(user), host_optimizer(user, kind="deepspeed")
     assert type(host.optimizer).__name__ == "DeepSpeedCPUAdam"
     with engine_of(module, host.optimizer, **place) as engine:
         for seed in range(3):
@@ -247,7 +246,7 @@ def test_of_deepspeeds_version_it_is_that_of_torchs(place: dict[str, Any]) -> No
 def test_before_the_first_step_there_is_no_state() -> None:
     module = net()
     user = two_groups(module)
-    host, groups = host_optimizer(user, kind="torch"), groups_of(user)
+    groups, host = groups_of(user), host_optimizer(user, kind="torch")
     with engine_of(module, host.optimizer) as engine:
         assert_same(optimizer_state_dict(host, groups, read(engine.optimizer)), two_groups(net()).state_dict())
 
@@ -266,7 +265,7 @@ def test_a_plain_state_goes_on_in_the_engine(place: dict[str, Any], name: str) -
     saved = copy.deepcopy(optimizer.state_dict())
     module = copy.deepcopy(plain)
     user = made(module, name)
-    host, groups = host_optimizer(user, kind="torch"), groups_of(user)
+    groups, host = groups_of(user), host_optimizer(user, kind="torch")
     with engine_of(module, host.optimizer, **place) as engine:
         masters = {p: states.master for p, states in read(engine.optimizer).items()}
         states = load_optimizer(host, groups, saved, masters)
@@ -292,7 +291,7 @@ def test_a_plain_state_goes_on_in_deepspeeds_version() -> None:
         step_plain(plain, optimizer, seed)
     saved, module = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(plain)
     user = two_groups(module)
-    host, groups = host_optimizer(user, kind="deepspeed"), groups_of(user)
+    groups, host = groups_of(user), host_optimizer(user, kind="deepspeed")
     with engine_of(module, host.optimizer) as engine:
         masters = {p: states.master for p, states in read(engine.optimizer).items()}
         states = load_optimizer(host, groups, saved, masters)
@@ -311,7 +310,7 @@ def small(count: int = 3) -> tuple[list[nn.Parameter], Optimizer]:
 
 
 def loaded(optimizer: Optimizer, saved: dict[str, Any], masters: dict[Tensor, Tensor]) -> dict[Tensor, ParameterStates]:
-    host, groups = host_optimizer(optimizer, kind="torch"), groups_of(optimizer)
+    groups, host = groups_of(optimizer), host_optimizer(optimizer, kind="torch")
     return load_optimizer(host, groups, saved, masters)
 
 

@@ -31,7 +31,7 @@ from lightning_solo.zero.process import (
 )
 from lightning_solo.zero.window import GradientWindow
 from tests.modules import loader, regression
-from tests.zero.engines import PLACES, arguments, batch, engine_of
+from tests.zero.engines import PLACES, arguments, batch, engine_of, weights_now
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds async_io
@@ -76,7 +76,7 @@ def engine_around(module: nn.Module, *, bf16: bool = False, **place: Any) -> Ite
     with engine_of(module, sgd(module), bf16=bf16, **place) as engine:
         yield engine
         leave_forward(engine)
-        weights = weights_of(engine, module, original.weights)
+        weights = weights_now(engine, module, original.weights)
     original.restore(weights)
 
 

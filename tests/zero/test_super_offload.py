@@ -251,7 +251,7 @@ def test_states_are_not_in_a_checkpoint_and_that_is_said_once(on_cpu: None) -> N
         with pytest.warns(UserWarning, match=words):
             assert run.optimizer_state_dict()["state"] == {}
         run.optimizer_state_dict()  # once: another warning would be an error
-        run._worker = Worker(run.zero, {})
+        run._warns_of_states = True
         with pytest.warns(UserWarning, match=words):
             run.load_optimizer_state_dict(optimizer.state_dict(), plain.state_dict())
         assert dict(run.zero.optimizer.state) == {}

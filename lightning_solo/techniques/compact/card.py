@@ -52,8 +52,8 @@ CARD = Card(
     numerics="``master_bits=32, moment_bits=32``: fp32 AdamW with a bf16 forward, on a CPU bit for bit, accumulation"
     " and clipping included. 24 bits drop updates below 2**-17 of a weight; 8-bit moments move an update by some 4 %"
     " (`examples/measure_moments.py`)",
-    conflicts="optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; release with manual optimization, and"
-    " with hooks that read ``.grad`` after backward",
+    conflicts="optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; release with hooks that read ``.grad``"
+    " after backward. By manual optimization nothing is released",
     reference="FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861; Lv et al. 2023, arXiv"
     " 2306.09782",
     owns=lambda settings: _gradients(settings) | {"optimizer_states", "weights"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_solo.cards.catalogue import load_class, own_cards
+from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import SoloStrategy
 from lightning_solo.techniques.compact.card import CARD
 from lightning_solo.units import format_bytes
@@ -21,7 +22,7 @@ class CompactStrategy(SoloStrategy):
     Args:
         master_bits: Of the weights that are stepped: 32, 24, or "16-stochastic" for bf16 rounded stochastically.
         moment_bits: Of each of Adam's moments: 32, 8, or 4, which needs torchao.
-        release_gradients: Use and free each gradient in backward.
+        release_gradients: Use and free each gradient in backward; by manual optimization they are kept all the same.
         gradient_buffer: Where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
         state_budget: Bytes of optimizer states that stay on the device, or a text such as "8GiB"; the others are kept
             in pinned memory of the host. "auto": as many as the first step leaves room for; None: all.
@@ -35,6 +36,7 @@ class CompactStrategy(SoloStrategy):
     """
 
     release_gradients: bool
+    gradient_buffer: str
 
     def __init__(
         self,
@@ -55,15 +57,37 @@ class CompactStrategy(SoloStrategy):
             "checkpoint_weights": checkpoint_weights,
             "back_end": back_end,
         }
-        checked = CARD.check(settings, "strategy")
+        self._checked = CARD.check(settings, "strategy")
         super().__init__()
         vars(self).update(settings)
-        states = _part("compact_states", **{name: settings[name] for name in settings if "gradient" not in name})
-        states.settings = checked  # whose messages name the strategy
-        release = _part("gradient_release", buffer=gradient_buffer)
+        self.brought = self._parts = self._new_parts()
+
+    def _new_parts(self) -> list[Any]:
+        """Return the techniques of which this strategy is made: compact states, and the release of gradients."""
+        arguments = {name: value for name, value in vars(self._checked).items() if "gradient" not in name}
+        states = _part("compact_states", **arguments)
+        states.settings = self._checked  # whose messages name the strategy
+        release = _part("gradient_release", buffer=self.gradient_buffer)
         release.option, release.remedy = "strategy.release_gradients", "write strategy.release_gradients=false"
         states.label = release.label = "compact"
-        self.brought = [states, release] if release_gradients else [states]
+        return [states, release] if self.release_gradients else [states]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state that is copied and pickled, without the techniques, which may be in a run."""
+        state = super().__getstate__()
+        del state["brought"], state["_parts"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `__getstate__` returned."""
+        super().__setstate__(state)
+        self.brought = self._parts = self._new_parts()
+
+    def begin(self, trainer: Any) -> Run:
+        """Return a new run, which by manual optimization keeps gradients: two backward passes may precede a step."""
+        by_hand = not trainer.lightning_module.automatic_optimization
+        self.brought = self._parts[:1] if by_hand else self._parts
+        return super().begin(trainer)
 
     def __repr__(self) -> str:
         return CARD.repr(self)
@@ -72,9 +96,10 @@ class CompactStrategy(SoloStrategy):
         """Set up the run; say what gradients take where they are not released, which says so itself."""
         super().setup(trainer)
         run = self.solo_run
-        if run is not None and run.training and not self.release_gradients:
+        if run is not None and run.training and len(self.brought) == 1:
             kept = sum(p.nbytes for p in run.module.parameters() if p.requires_grad)
-            run.info(f"compact: gradients, kept on the device until the step: {format_bytes(kept)}")
+            why = " (manual optimization: none is released before it)" if self.release_gradients else ""
+            run.info(f"compact: gradients, kept on the device until the step{why}: {format_bytes(kept)}")
 
 
 def _part(name: str, **arguments: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_solo.cards.footprint import Footprint, Request, Sizes
+from lightning_solo.zero.config import merge, zero_config
 from lightning_solo.zero.layout import WEIGHT_BYTES, ZeroLayout, ZeroSettings, zero_layout
 
 if TYPE_CHECKING:
@@ -26,20 +28,22 @@ def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: i
         accumulation: micro-batches per optimizer step.
         cuda: whether the device is a GPU.
     """
-    on_disk = settings.stage == 3 and settings.nvme_path is not None
-    engine = ZeroSettings(
-        stage=settings.stage,
+    config = zero_config(
+        settings.stage,
+        offload_parameters=settings.offload_parameters,
+        nvme_path=settings.nvme_path,
+        pin_memory=settings.pin_memory,
+    )
+    config = merge(config, settings.config)
+    engine = ZeroSettings.of(
+        config,
         precision=precision,
         accumulates=accumulation > 1,
-        offload_parameters=settings.offload_parameters,
-        nvme_optimizer=on_disk,
-        nvme_parameters=on_disk and settings.offload_parameters,
-        pin_memory=settings.pin_memory,
         cuda=cuda,
         step_temporaries=0,  # DeepSpeed's AdamW, or torch's fused one
-        keeps_weights=True,
-        parameter_buffer=max(sizes.trainable),
     )
+    if engine.nvme_parameters and "buffer_size" not in config["zero_optimization"]["offload_param"]:
+        engine = replace(engine, parameter_buffer=max(sizes.trainable))  # as the run's (zero.disk.parameter_buffers)
     return zero_layout([sizes.trainable], engine, frozen=sizes.frozen, buffer_bytes=sizes.buffer_bytes)
 
 

@@ -137,6 +137,7 @@ class ZeroOffloadStrategy(Base):
         self._opened_group: bool | None = None  # False: it is the user's
         self._stack = ExitStack()
         self._run: EngineRun | None = None
+        self._fitted: EngineRun | None = None  # the last one that trained, when it has ended
         self._clipped = False  # whether clip_gradients was called since the last step
 
     def __repr__(self) -> str:
@@ -156,6 +157,13 @@ class ZeroOffloadStrategy(Base):
             if folder is not None and place in merged["zero_optimization"]:
                 merged["zero_optimization"][place]["nvme_path"] = str(folder)
         return merged
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state that is copied and pickled: of an engine nothing."""
+        state = super().__getstate__()
+        if self._run is not None:
+            state |= {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
+        return state | {"_run": None, "_fitted": None, "_opened_group": None, "_clipped": False, "_stack": ExitStack()}
 
     # --- one process ---
 
@@ -246,8 +254,12 @@ class ZeroOffloadStrategy(Base):
         run, self._run = self._run, None
         try:
             if run is not None:
-                self.model, self.optimizers, self.lr_scheduler_configs = self.lightning_module, [], []
+                self.model = self.lightning_module
+                if run.host is not None:
+                    self.optimizers = []
                 run.end()
+                if run.host is not None:  # where a save finds it, as after a plain run
+                    self._fitted, self.optimizers = run, [run.host.original]
         finally:
             opened, self._opened_group, self._clipped = self._opened_group, None, False
             try:
@@ -278,6 +290,8 @@ class ZeroOffloadStrategy(Base):
             folder = self._stack.enter_context(run_folder(self.nvme_path))
         self.config = self._new_config(folder)
         self._config_initialized = False
+        if trainer.training:
+            self._fitted, self.optimizers = None, []  # the states of the run before need not be there beside the new
         precision: Any = self.precision_plugin
         refuse_module(trainer.lightning_module, self.stage)
         self._run = EngineRun(trainer.lightning_module, precision._desired_dtype, self.root_device)
@@ -405,36 +419,40 @@ class ZeroOffloadStrategy(Base):
 
     # --- checkpoints ---
 
+    @property
+    def _saved(self) -> EngineRun | None:
+        """What has the weights, the run or the last one that trained."""
+        return self._run or self._fitted
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with the fp32 masters, as a plain run would have it."""
-        module, run = self._module, self._run
-        state = run.state_dict() if run is not None and run.engine is not None else module.state_dict()
-        left_out = frozen_names(module) if self.exclude_frozen_parameters else ()
+        state = self._module.state_dict() if self._saved is None else self._saved.state_dict()
+        left_out = frozen_names(self._module) if self.exclude_frozen_parameters else ()
         return {key: value for key, value in state.items() if key not in left_out}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state dict that the user's own optimizer would have."""
-        return self._training.optimizer_state_dict()
+        run = self._run if self._fitted is None else self._fitted
+        assert run is not None  # by which there is an optimizer
+        return run.optimizer_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one plain file, and beside it DeepSpeed's directory where asked.
-
-        Raises:
-            CheckpointError: the optimizer is gone with the engine, and weights alone were not asked for.
-        """
-        training = self._run is not None and self._run.host is not None
-        if not training and "optimizer_states" in checkpoint:
-            raise CheckpointError(
-                f"cannot save {filepath} now: the optimizer is gone with the engine, which ends with the fit;"
-                " save while it runs, as ModelCheckpoint(save_last=True) does, or weights alone: weights_only=True"
-            )
+        """Write one plain file, and beside it DeepSpeed's directory where asked, while there is an engine."""
         left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
-        checkpoint["zero_offload"] = {"left_out": left_out, **(self._training.counters() if training else {})}
+        checkpoint["zero_offload"] = {"left_out": left_out, **(self._saved.counters() if self._saved else {})}
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if self.save_engine_directory and training:
-            self._training.engine.save_checkpoint(
-                f"{filepath}.deepspeed", tag="checkpoint", exclude_frozen_parameters=self.exclude_frozen_parameters
+        if not self.save_engine_directory:
+            return
+        if self._run is None or self._run.host is None:
+            warnings.warn(
+                f"{filepath} has no directory of DeepSpeed's engine beside it: the engine ends with the fit; save while"
+                " it runs, as ModelCheckpoint(save_last=True) does",
+                stacklevel=2,
             )
+            return
+        self._run.engine.save_checkpoint(
+            f"{filepath}.deepspeed", tag="checkpoint", exclude_frozen_parameters=self.exclude_frozen_parameters
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file, and DeepSpeed's directory beside it."""
