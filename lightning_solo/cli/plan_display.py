@@ -143,6 +143,8 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
     first = plans[0]
     if first.fits:
         left = f"{format_bytes(first.margin_bytes)} are left" + (": tight" if first.verdict == "tight" else "")
+        if first.device != CPU:
+            left += f"; the device will show {format_bytes(first.reserved_bytes)} as taken"
         again = command(first.preset, overrides, checked, first.micro_batch)
         return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(first.preset)))}\ntrain with it: {again}"
     shortage = (

@@ -104,6 +104,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._where = (str(func), self._names.here())
         return result
 
+    def see_workspace(self, size: int) -> None:
+        """Count bytes that an operator takes and frees before its result is there; for subclasses that know of them."""
+        number = self.log.born("temporaries")
+        self.log.events += [(number, size), (number, -size)]
+        self._peak = max(self._peak, self._now + size)
+
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of one operator; for subclasses."""
         return func(*args, **kwargs)

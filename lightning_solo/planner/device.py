@@ -76,9 +76,11 @@ def assumed(device: Device, precision: str) -> list[str]:
         device: that is planned for.
         precision: of the run, by Lightning's name.
     """
-    assumptions = ["on a CPU kernels' own buffers and the allocator's gaps are not counted"]
+    assumptions = [
+        "on a CPU kernels' own buffers, but for those of convolutions, and the allocator's gaps are not counted"
+    ]
     if device.name != CPU:
-        assumptions = [f"{format_bytes(device.context_bytes)} of CUDA context; cuDNN's workspaces not known"]
+        assumptions = [f"{format_bytes(device.context_bytes)} of CUDA context"]
     if device.calibrated is not None:
         constants = "speeds" if device.name == CPU else "speeds, CUDA context and workspace"
         assumptions.append(f"{constants} of this {device.label}, calibrated on {device.calibrated}")

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_solo.planner.timeline import Span
 from lightning_solo.units import format_bytes
 
-TIGHT = 0.05  # of the need: memory of libraries (cuDNN, sorting) isn't known, and the CUDA context is an estimate
+TIGHT = 0.05  # of the need: workspaces of cuDNN and of sorting aren't known, and the CUDA context is an estimate
 HOST_NOT_JUDGED = (
     "the host has the memory that is kept there; --host-memory 64GiB (in Python host_memory=) would judge it"
 )
@@ -30,6 +30,8 @@ class Plan:
         breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
         phases: the peak of each phase: forward, backward, optimizer_step, between.
         needed_bytes: of the device: the least in which the caching allocator survives, and the CUDA context.
+        reserved_bytes: what the device will show: the allocator reserves it for blocks of all sizes and frees it only
+            under pressure (``torch.cuda.max_memory_reserved``), and the CUDA context; on a CPU what is needed.
         budget_bytes: memory of the device, or the part of it that is allowed.
         verdict: ``fits``, ``tight`` (less than 5 % left, here or on the host), or ``does not fit``.
         host_bytes: kept on the host by the technique.
@@ -50,6 +52,7 @@ class Plan:
     breakdown: dict[str, int]
     phases: dict[str, int]
     needed_bytes: int
+    reserved_bytes: int
     budget_bytes: int
     verdict: str
     host_bytes: int

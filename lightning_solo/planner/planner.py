@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.cards.footprint import ELEMENT_BYTES
-from lightning_solo.planner.allocator import peak_allocated, smallest_capacity, survives
+from lightning_solo.planner.allocator import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
@@ -89,6 +89,7 @@ class Planner:
             breakdown=breakdown,
             phases=_phase_peaks(planned),
             needed_bytes=needed,
+            reserved_bytes=self._reserved(planned, needed),
             budget_bytes=self.budget,
             verdict=verdict_of(needed, self.budget),
             host_bytes=planned.host_bytes,
@@ -117,6 +118,16 @@ class Planner:
         if not self._cuda:
             return trace.log.peak()[0]
         return smallest_capacity(trace.log, self.device.workspace_bytes) + self.device.context_bytes
+
+    def _reserved(self, trace: Trace, needed: int) -> int:
+        """Return what the device shows at most; where it doesn't fit, what it would show with enough memory."""
+        if not self._cuda:
+            return needed
+        workspace, context = self.device.workspace_bytes, self.device.context_bytes
+        reserved = replay(trace.log, None, workspace).peak_reserved
+        if needed <= self.budget < reserved + context:  # unused segments are released in time
+            reserved = replay(trace.log, self.budget - context, workspace).peak_reserved
+        return reserved + context
 
     def _fits_at(self, trace: Trace) -> bool:
         room = int(self.budget / (1 + TIGHT))

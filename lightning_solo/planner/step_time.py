@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lightning_solo.planner.device import Device
+from lightning_solo.planner.device import CPU, Device
 from lightning_solo.planner.timeline import COMPUTE, TO_DEVICE, Operation, Span, length, schedule
 from lightning_solo.planner.tracer import Cost
 
@@ -23,7 +23,7 @@ def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] =
         device: that runs them.
         phases: of each operator, as names of the spans; empty for none.
     """
-    return schedule(operations(costs, device, phases), LAUNCH_S)
+    return schedule(operations(costs, device, phases), _launch_seconds(device))
 
 
 def step_seconds(costs: Sequence[Cost], device: Device) -> float:
@@ -31,7 +31,8 @@ def step_seconds(costs: Sequence[Cost], device: Device) -> float:
 
     Copies to the host that a step leaves unfinished overlap with the next one.
     """
-    once, twice = (schedule(operations([*costs] * times, device), LAUNCH_S) for times in (1, 2))
+    launch_s = _launch_seconds(device)
+    once, twice = (schedule(operations([*costs] * times, device), launch_s) for times in (1, 2))
     return length(twice) - length(once)
 
 
@@ -62,6 +63,11 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
                 emptied[cost.slot] = number
         result.append(Operation(cost.stream, seconds, () if waits < 0 else (waits,), name))
     return result
+
+
+def _launch_seconds(device: Device) -> float:
+    """Return the seconds after which the host launches the next operator; a CPU computes in the meantime itself."""
+    return 0.0 if device.name == CPU else LAUNCH_S
 
 
 def _speed(device: Device, dtype: torch.dtype) -> float:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger, tensors_of
 from lightning_solo.planner.autocast import HALF
+from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
 from lightning_solo.planner.index_bounds import check_indices
 from lightning_solo.planner.timeline import COMPUTE
@@ -105,6 +106,11 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         if self.fake and func in NORMS and result[1].dtype in HALF and (self.cuda or _mixed(args)):
             # torch's rule for fake tensors has the statistics in 16 bits; the kernels keep them in fp32
             result = (result[0], result[1].float(), result[2].float(), *result[3:])
+        if func in CONVOLUTIONS and self.cuda:
+            self.assume("convolutions: cuDNN's workspaces are not counted, which depend on the algorithms it chooses")
+        elif func in CONVOLUTIONS:
+            for size in workspaces(func, args, result):
+                self.see_workspace(size)
         if not func.is_view and func not in _FREE:  # type: ignore[attr-defined]
             self.costs.append(_cost(func, args, kwargs, result))
         return result

@@ -39,6 +39,7 @@ def planned(name: str, verdict: str = "fits", seconds: float = 1.0, needed: int 
             "breakdown": {"weights": needed // 2, "activations": needed - needed // 2},
             "phases": {},
             "needed_bytes": needed,
+            "reserved_bytes": needed,
             "budget_bytes": 2 * GiB,
             "verdict": verdict,
             "host_bytes": 0,

@@ -80,7 +80,7 @@ def test_a_plan_says_that_its_device_is_calibrated() -> None:
     table = device("t4")
     assert not any("calibrated" in said for said in assumed(table, "16-mixed"))
     said = assumed(calibrated(table, READINGS), "16-mixed")
-    assert said[0] == "200.00 MiB of CUDA context; cuDNN's workspaces not known"
+    assert said[0] == "200.00 MiB of CUDA context"
     assert said[1] == "speeds, CUDA context and workspace of this Tesla T4, calibrated on 2026-11-22"
     assert assumed(calibrated(device("cpu"), READINGS), "32-true")[1] == "speeds of this CPU, calibrated on 2026-11-22"
 

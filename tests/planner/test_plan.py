@@ -30,6 +30,7 @@ def planned(**given: Any) -> Plan:
             "breakdown": {"weights": GiB},
             "phases": {"forward": 2, "optimizer_step": 3},
             "needed_bytes": 2 * GiB,
+            "reserved_bytes": 3 * GiB,
             "budget_bytes": 20 * GiB,
             "verdict": "fits",
             "host_bytes": 10 * GiB,

@@ -22,6 +22,8 @@ from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.planner import traces
+from lightning_solo.planner.allocator import replay
+from lightning_solo.planner.capture import capture
 from lightning_solo.planner.device import Device, device
 from lightning_solo.planner.plan import TIGHT, Plan
 from lightning_solo.planner.planner import Planner
@@ -163,6 +165,16 @@ def test_the_parts_are_the_peak(preset: str, on: Device) -> None:
     assert max(plan.phases.values()) == exact
     assert plan.needed_bytes >= plan.peak_bytes
     json.dumps(plan.as_dict())
+
+
+def test_the_device_shows_more_than_is_needed_and_no_more_than_it_has() -> None:
+    plenty = planned(Attends, examples(), on=GPU)
+    assert plenty.peak_bytes + GPU.context_bytes < plenty.needed_bytes <= plenty.reserved_bytes
+    trace = capture(Attends, examples(), {"precision": "32-true"})
+    unlimited = replay(trace.log, None, GPU.workspace_bytes).peak_reserved + GPU.context_bytes
+    assert plenty.reserved_bytes == unlimited
+    assert planned(Attends, examples(), on=GPU, budget=plenty.needed_bytes).reserved_bytes <= plenty.needed_bytes
+    assert planned(Attends, examples()).reserved_bytes == plan_of("as it is").peak_bytes
 
 
 def test_a_gpu_takes_workspace_context_and_whole_blocks() -> None:
