@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -14,6 +16,22 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+VERSIONS = "versions.json"
+"""File of a run: the `versions` at its start."""
+PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "hydra-core", "deepspeed")
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and the packages that a run depends on; imports none of them."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
 
 
 def is_installed(package: str) -> bool:

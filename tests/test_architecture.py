@@ -20,6 +20,7 @@ LEVELS = {
     "attributes": 0,
     "errors": 0,
     "machine": 0,
+    "processes": 0,
     "units": 0,
     "cards": 0.8,
     "presets": 1.2,

@@ -28,12 +28,14 @@ from lightning_solo.ladder.display import details, memory_in_words, noise_in_wor
 from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, as_json
 from lightning_solo.ladder.ladder import Ladder
 from lightning_solo.ladder.rungs import BASELINE
+from lightning_solo.machine import versions
 from lightning_solo.report.write import write_report
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import application_of
 from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.outcome import FINISHED
+from lightning_solo.sweeps.outcome import INTERRUPTED as INTERRUPTED_JOB
 from lightning_solo.units import format_bytes
 
 PRELOAD = ("lightning_solo.ladder.measurement",)
@@ -87,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         with display.shown():
             rows = ladder.run()
     except KeyboardInterrupt:
-        done = [row for row in ladder.figures() if row.status not in AGAIN]
+        done = [row for row in ladder.figures() if row.status != INTERRUPTED_JOB]
         write(folder, options, command, done)
         display.console.print(
             f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}", soft_wrap=True
@@ -124,7 +126,7 @@ def write(folder: SweepFolder, options: LadderOptions, command: str, rows: Seque
             "steps": options.steps,
             "memory": memory_in_words(rows),
             "hardware": of_jobs[0].hardware if of_jobs else before.get("hardware"),
-            "versions": dict(of_jobs[0].versions) if of_jobs else results.versions(),
+            "versions": dict(of_jobs[0].versions) if of_jobs else versions(),
             "command": command,
             "rows": as_json(rows),
         },
@@ -139,16 +141,12 @@ def failed(row: Figures) -> bool:
 
 def tell(display: Display, names: dict[int, str], event: str, number: int | None, detail: str) -> None:
     """Pass an event to the display, with the rung's name; print a line of its own where the display shows none."""
-    if number is not None and number not in names:  # of an earlier command, before this one has named it
-        start = read_json(display.folder.job(number).start) or {}
-        names[number] = Path(start.get("folder", f"#{number}")).name.replace("+", " + ")
     display.names = names
-    if number is not None and number not in display.states:
-        display.states.update(dict.fromkeys(names, "waiting") | display.states)
+    if number is not None:
+        display.states = dict.fromkeys(names, "waiting") | display.states
     display.tell(event, number, detail)
     if number is not None and event != "anew" and not display.console.is_terminal:
-        words = {"started": event, "adopted": "still running, started by an earlier command"}
-        line = words.get(event, detail.replace("failed CapabilityError", NOT_RUN))
+        line = event if event == "started" else detail.replace("failed CapabilityError", NOT_RUN)
         line += ", by an earlier command" if event == "kept" else ""
         print_lines(display.console, [f"{names[number]}: {line}"])
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
-from lightning_solo.sweeps.results import VERSIONS, versions
+from lightning_solo.machine import VERSIONS, versions
 
 FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 

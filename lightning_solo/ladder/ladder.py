@@ -13,7 +13,6 @@ from lightning_solo.ladder.rungs import Technique, folder_name, name_of
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job_process import plain
 from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.sweep import Sweep
@@ -186,7 +185,7 @@ class Ladder:
                 continue
             self.names[rung.number] = rung.name
             folder, prepared = self.folder.path / folder_name(rung.techniques), rung.prepared
-            argument = partial(plain, prepared.argument)
+            argument = partial(self._sweep.application.dumps, prepared.argument)
             jobs.append(Job(rung.number, prepared.overrides, folder, prepared.config_hash, argument))
         self._sweep.run(jobs)
         self._rows |= self._sweep.rows

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from lightning_solo.errors import PlanError
+from lightning_solo.processes import end_with_parent
 
 Result = TypeVar("Result")
-
-
-def end_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends, for whatever reason; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:

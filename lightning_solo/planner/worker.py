@@ -21,8 +21,8 @@ import cloudpickle
 
 from lightning_solo.errors import CapabilityError, PlanError, SoloError
 from lightning_solo.planner.device import CPU
-from lightning_solo.planner.forks import end_with_parent
 from lightning_solo.presets.schema import composition
+from lightning_solo.processes import end_with_parent
 
 
 @dataclass

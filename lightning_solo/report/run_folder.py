@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
+from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.memory.events import CATEGORIES, PHASES
 from lightning_solo.report.csv_files import read_memory, read_metrics
 from lightning_solo.report.figures import line_figure, stacked_figure, summary
 from lightning_solo.report.model import Figure, Report, plain
 from lightning_solo.report.series import Series
 from lightning_solo.report.step_times import of_metrics, of_tensorboard, source_of
-from lightning_solo.sweeps.results import VERSIONS, versions
 from lightning_solo.units import GiB, MiB
 
 PLACES = ("csv", ".", "*", "*/*")

@@ -19,7 +19,7 @@ from lightning_solo.report.series import Series
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.sweeps.results import Row, pareto_front
+from lightning_solo.sweeps.results import Row
 from lightning_solo.units import GiB, format_bytes, shorter_numbers
 
 BEGUN = "begun, no result yet"
@@ -154,6 +154,22 @@ def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
 def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
     """Return the jobs that no other beats in both loss and cost."""
     return pareto_front(comparable(rows, cost), ("loss", cost))
+
+
+def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
+    """Return the Pareto front: the rows that no other one matches in all costs and beats in one.
+
+    Args:
+        rows: those that lack one of the costs are left out.
+        costs: attributes of a row; less is better.
+    """
+    points = [(row, tuple(getattr(row, cost) for cost in costs)) for row in rows if row.status == "finished"]
+    points = [(row, point) for row, point in points if all(value is not None and value == value for value in point)]
+
+    def dominated(point: tuple[float, ...]) -> bool:
+        return any(other != point and all(o <= p for o, p in zip(other, point, strict=True)) for _, other in points)
+
+    return [row for row, point in points if not dominated(point)]
 
 
 def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:

@@ -1,95 +1,177 @@
-"""Where a user's task function is defined, and its import in another process."""
+"""A task function for other processes: imported there by its name, or carried by value where it can't be."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
+import pickle
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import cloudpickle
 
 from lightning_solo.errors import ConflictError
 
 
 @dataclass(frozen=True)
 class Application:
-    """Where a task function is defined.
+    """A task function, and what it needs around it in another process.
 
     Attributes:
         module: the name to import it by.
         file: its script, where it was run as one: `python train.py`.
         function: its name in the module.
-        unwrap: how many decorators, such as `hydra.main`, wrap it there.
+        unwrap: how many decorators, such as `hydra.main`, wrap it there; None where it can't be imported.
         path: `sys.path` of the command.
         arguments: `sys.argv` of the command.
         preload: modules to import before the first job; by default ``PRELOAD`` of its module.
-        resolvers: names of OmegaConf's resolvers in the command; importing the module has to register them too.
+        resolvers: the command's resolvers of OmegaConf, pickled; None for one that can't be.
+        carried: pickled: the function where it can't be imported, else None, and Hydra's state.
+        code: a hash of the file that defines it; empty where there is none.
     """
 
     module: str
     file: str | None
     function: str
-    unwrap: int
+    unwrap: int | None
     path: tuple[str, ...]
     arguments: tuple[str, ...]
     preload: tuple[str, ...] = ()
-    resolvers: tuple[str, ...] = ()
+    resolvers: Mapping[str, bytes | None] = field(default_factory=dict)
+    carried: bytes = pickle.dumps((None, None))
+    code: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its script or module, or of the function where there is neither."""
+        by = self.function if self.file is None and self.module == "__main__" else self.module
+        return by.rpartition(".")[2].strip("<>")
+
+    def dumps(self, value: object) -> bytes:
+        """Return an object as bytes for a process that has loaded this application.
+
+        Raises:
+            ConflictError: some of it can't be pickled.
+        """
+        return _dumps(value, by_value=self.unwrap is None)
 
 
-def application_of(task: Callable[..., Any], preload: tuple[str, ...] = ()) -> Application:
-    """Return where a task function is defined.
+def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydra_context: Any = None) -> Application:
+    """Return a task function for other processes.
+
+    Args:
+        task: any function or callable object.
+        preload: modules to import before the first job.
+        hydra_context: where Hydra runs the jobs; without it a job is a plain call.
 
     Raises:
-        ConflictError: another process could not find it.
+        ConflictError: it can neither be imported nor pickled.
     """
     name, file = task.__module__, None
+    importable = True
     if name == "__main__":
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        importable = file is not None and _is_guarded(Path(file))
         if spec is not None:  # python -m
             name, file = spec.name, None
-        elif file is not None and Path(file).is_file():
+        elif file is not None:
             name, file = Path(file).stem, str(Path(file).absolute())
-        else:
-            raise ConflictError(
-                f"hydra/launcher=solo: {_name(task)} lives in an interactive session, where a job's own process can't"
-                " find it; write it to a file"
-            )
-    function = _name(task)
-    wrapped: Any = sys.modules[task.__module__]
+    function = str(getattr(task, "__qualname__", type(task).__qualname__))
+    unwrap = _decorators(task, function) if importable else None
+    state = None if hydra_context is None else (hydra_context, _singletons(without_store=unwrap is not None))
+    carried = _dumps((task if unwrap is None else None, state), by_value=unwrap is None)
+    module = sys.modules.get(task.__module__)
+    source = Path(getattr(module, "__file__", None) or "")
+    return Application(
+        module=name,
+        file=file,
+        function=function,
+        unwrap=unwrap,
+        path=tuple(sys.path),
+        arguments=tuple(sys.argv),
+        preload=tuple(preload or getattr(module, "PRELOAD", ())),
+        resolvers=_pickled_resolvers(),
+        carried=carried,
+        code=hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else "",
+    )
+
+
+def _is_guarded(script: Path) -> bool:
+    """Return whether a script asks for its `__name__` at its top level, so that an import of it doesn't run it."""
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # not of Python's text, such as an archive
+        return False
+    tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in ast.walk(test))
+
+
+def _decorators(task: Callable[..., Any], function: str) -> int | None:
+    """Return how many decorators wrap a function under its name in its module; None where it is not there."""
+    found: Any = sys.modules.get(task.__module__)
     for part in function.split("."):
-        wrapped = getattr(wrapped, part, None)
-    unwrap = 0
-    while wrapped is not None and wrapped is not task:
-        wrapped, unwrap = getattr(wrapped, "__wrapped__", None), unwrap + 1
-    if wrapped is None:
+        found = getattr(found, part, None)
+    count = 0
+    while found is not None and found is not task:
+        found, count = getattr(found, "__wrapped__", None), count + 1
+    return None if found is None else count
+
+
+def _dumps(value: object, *, by_value: bool) -> bytes:
+    """Return a pickled object; ``by_value``: the other process doesn't import what the command defines."""
+    if not by_value:
+        with suppress(pickle.PicklingError, AttributeError, TypeError):
+            return pickle.dumps(value)
+    try:
+        dumped: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # whatever an object of the user's raises
         raise ConflictError(
-            f"hydra/launcher=solo: no {function} in {file or name}, where a job's own process would look for it; define"
-            " the task function at the top level of its module"
-        )
-    preload = preload or getattr(sys.modules[task.__module__], "PRELOAD", ())
-    return Application(name, file, function, unwrap, tuple(sys.path), tuple(sys.argv), tuple(preload), _resolvers())
+            f"hydra/launcher=solo: the task function, the configuration or one of hydra.callbacks can't be handed to"
+            f" another process: {error}; define it at the top level of a module that can be imported, or make what"
+            " can't be pickled inside the task function"
+        ) from None
+    return dumped
 
 
-def _resolvers() -> tuple[str, ...]:
+def _singletons(*, without_store: bool) -> dict[Any, Any]:
+    """Return Hydra's singletons; ``without_store``: an import fills the store of configurations."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.singleton import Singleton
+
+    instances: dict[Any, Any] = Singleton.get_state()["instances"]
+    return {kind: one for kind, one in instances.items() if not (without_store and kind is ConfigStore)}
+
+
+def _resolvers() -> dict[str, Any]:
     from omegaconf.basecontainer import BaseContainer
 
-    return tuple(sorted(name for name in BaseContainer._resolvers if not name.startswith("hydra")))
+    return BaseContainer._resolvers
 
 
-def _name(task: Callable[..., Any]) -> str:
-    return getattr(task, "__qualname__", type(task).__qualname__)
+def _pickled_resolvers() -> dict[str, bytes | None]:
+    pickled: dict[str, bytes | None] = {}
+    for name in sorted(name for name in _resolvers() if not name.startswith(("hydra", "oc."))):
+        pickled[name] = None
+        with suppress(ConflictError):
+            pickled[name] = _dumps(_resolvers()[name], by_value=True)
+    return pickled
 
 
-def load(application: Application) -> Callable[..., Any]:
-    """Import an application in this process, and return its task function.
+def load(application: Application) -> Callable[[Any], Any]:
+    """Return the task function in this process, as a function of a configuration or of the argument of a plain call.
 
     Raises:
-        ConflictError: importing the module does not register a resolver that the command has.
+        ConflictError: a resolver of the command can neither be registered by an import nor be pickled.
     """
     sys.path[:] = application.path
     sys.argv[:] = application.arguments
@@ -98,22 +180,38 @@ def load(application: Application) -> Callable[..., Any]:
 
     for name in application.preload:
         importlib.import_module(name)
-    target: Any = _import(application)
+    target: Any = None
+    if application.unwrap is not None:
+        target = _import(application)
     setup_globals()
-    Plugins.instance()  # which may register some
-    if missing := sorted(set(application.resolvers) - set(_resolvers())):
-        raise ConflictError(
-            f"{', '.join(missing)}: resolvers that {application.file or application.module} doesn't register when it is"
-            " imported, as a job's own process does; register them at its top level, not below `if __name__ =="
-            ' "__main__"`'
-        )
-    sys.modules["__main__"] = target  # its name in what the command has pickled
-    for part in application.function.split("."):
-        target = getattr(target, part)
-    for _ in range(application.unwrap):
-        target = target.__wrapped__
-    task: Callable[..., Any] = target
-    return task
+    Plugins.instance()  # which may register resolvers
+    _register(application)
+    if application.unwrap is not None:
+        sys.modules["__main__"] = target  # its name in what the command has pickled
+    task, state = pickle.loads(application.carried)
+    if application.unwrap is None:  # classes that the function uses can be pickled under the name that they have
+        vars(sys.modules["__main__"]).update(getattr(task, "__globals__", {}))
+    else:
+        task = target
+        for part in application.function.split("."):
+            task = getattr(task, part)
+        for _ in range(application.unwrap):
+            task = task.__wrapped__
+    return task if state is None else partial(under_hydra, task, *state)
+
+
+def _register(application: Application) -> None:
+    """Register the command's resolvers that no import has registered."""
+    for name, pickled in application.resolvers.items():
+        if name in _resolvers():
+            continue
+        if pickled is None:
+            raise ConflictError(
+                f"{name}: a resolver that can't be handed to another process, and that"
+                f" {application.file or application.module} doesn't register when it is imported there; register it at"
+                ' its top level, not below `if __name__ == "__main__"`'
+            )
+        _resolvers()[name] = pickle.loads(pickled)
 
 
 def _import(application: Application) -> ModuleType:
@@ -127,3 +225,27 @@ def _import(application: Application) -> ModuleType:
     sys.modules[application.module] = module
     spec.loader.exec_module(module)
     return module
+
+
+def under_hydra(task: Callable[[Any], Any], hydra_context: Any, instances: dict[Any, Any], config: Any) -> Any:
+    """Return what a task function returns under Hydra's `run_job`; exceptions of it pass through."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
+    from hydra.core.singleton import Singleton
+    from hydra.core.utils import JobStatus, run_job, setup_globals
+
+    setup_globals()
+    here = {ConfigStore: ConfigStore.instance(), Plugins: Plugins.instance()}
+    Singleton.set_state({**Singleton.get_state(), "instances": {**here, **instances}})
+    HydraConfig.instance().set_config(config)
+    job_return = run_job(
+        task_function=task,
+        config=config,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+        hydra_context=hydra_context,
+    )
+    if job_return.status != JobStatus.COMPLETED:
+        raise job_return._return_value
+    return job_return.return_value

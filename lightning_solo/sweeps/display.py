@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lightning_solo.atomic_files import read_json
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.output import FILE, tail
 from lightning_solo.sweeps.results import Row
 from lightning_solo.units import GiB, format_duration
@@ -65,26 +65,21 @@ class Display:
         if number is None:
             log.warning("each job starts from a fresh interpreter, some seconds slower: %s", detail)
             return
-        if event in ("started", "adopted", "again"):
+        if event in ("started", "again"):
             self.states[number] = "running"
             self.started[number] = time.monotonic()
         elif event != "anew":
             self.states[number] = detail
             if number in self.started:
                 self.seconds.append(time.monotonic() - self.started.pop(number))
-        if self._live is None or (event == "adopted" and detail):  # its process may have to be killed by hand
+        if self._live is None:
             words = {
-                "adopted": f"still running, started by an earlier command{detail and f': {detail}'}",
                 "kept": f"{detail}, by an earlier command",
                 "again": f"{detail}; started again",
                 "anew": "runs again, from the beginning; its former folder is renamed",
                 "started": "started",
             }
-            log.info("#%s %s: %s", number, self._name(number), words.get(event, detail))
-
-    def _name(self, number: int) -> str:
-        """Return a job's overrides, also of a job of an earlier command."""
-        return self.names.get(number) or " ".join((read_json(self.folder.job(number).start) or {}).get("overrides", []))
+            log.info("#%s %s: %s", number, self.names.get(number, ""), words.get(event, detail))
 
     def look(self, running: Sequence[int]) -> None:
         """Refresh the live display."""
@@ -116,7 +111,7 @@ class Display:
         took = time.monotonic() - self.started[number] if number in self.started else None
         return [
             str(number),
-            Text(self._name(number)),
+            Text(self.names.get(number, "")),
             Text("running" if runs else state, style=style),
             "" if step is None else f"{step}/{steps}" if steps else str(step),
             "" if loss is None else f"{loss:.4g}",
@@ -155,6 +150,6 @@ def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) ->
             output = Path(row.folder, FILE)
             lines = [f"job {row.number}: {output}", *(f"    {line}" for line in tail(output, tail_lines))]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        if rerun and any(row.status not in AGAIN for row in failed):
+        if rerun and any(row.status != INTERRUPTED for row in failed):
             console.print("\nto run the failed ones again: the same command with hydra.launcher.rerun=failed")
     return captured.get()

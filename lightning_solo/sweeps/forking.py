@@ -40,17 +40,6 @@ def openblas_threads() -> int:
     return len(loaded) * (threads - 1)
 
 
-def leave_to_this_process(lock: int) -> None:
-    """Keep the lock from what this process starts: it shows that the job lives, not that a process of it was left."""
-    os.set_inheritable(lock, False)
-
-    def close() -> None:
-        with suppress(OSError):
-            os.close(lock)
-
-    os.register_at_fork(after_in_child=close)
-
-
 def seed_afresh() -> None:
     """Seed the random numbers of a forked process, which would otherwise repeat those of its siblings."""
     random.seed()

@@ -1,4 +1,4 @@
-"""A job's own process: runs the task function, under Hydra or by a plain call, and writes its result."""
+"""A job's own process: calls the task function and writes its result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.atomic_files import write_json
 from lightning_solo.sweeps import entry_points
-from lightning_solo.sweeps.files import JobFiles, SweepFolder, write_in_room
+from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 
 VARIABLE = "LIGHTNING_SOLO_JOB"
@@ -31,54 +31,19 @@ class JobRequest:
 
     Attributes:
         resumes: whether an earlier attempt began the job.
-        failures: earlier attempts that count against ``settings.retries``.
-        context: from `pickled` or `plain`, for a process of the same user.
+        argument: of the task function, from `Application.dumps`.
         settings: of the sweep.
     """
 
     number: int
     attempt: int
     resumes: bool
-    failures: int
-    overrides: tuple[str, ...]
     folder: str
-    config_hash: str
-    context: bytes
+    argument: bytes
     settings: Settings
 
 
-def pickled(hydra_context: Any, config: Any) -> bytes:
-    """Return what Hydra needs to run a job, as bytes for a process of the same user.
-
-    Raises:
-        ConflictError: some of it can't be pickled.
-    """
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.singleton import Singleton
-
-    instances = {kind: one for kind, one in Singleton.get_state()["instances"].items() if kind is not ConfigStore}
-    try:
-        return pickle.dumps((hydra_context, config, instances))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConflictError(
-            f"hydra/launcher=solo: the configuration, or one of hydra.callbacks, can't be handed to another process:"
-            f" {error}; define its classes at the top level of a module"
-        ) from None
-
-
-@dataclass(frozen=True)
-class Plain:
-    """The context of a job that is a call of the task function with one argument, without Hydra."""
-
-    argument: Any
-
-
-def plain(argument: Any) -> bytes:
-    """Return the argument of a plain call as bytes for a process of the same user."""
-    return pickle.dumps(Plain(argument))
-
-
-def run(task: Callable[..., Any], request: JobRequest, files: JobFiles) -> int:
+def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int:
     """Run the task function, write its result, and return the exit status of the process."""
     from hydra.errors import CompactHydraException
 
@@ -90,61 +55,22 @@ def run(task: Callable[..., Any], request: JobRequest, files: JobFiles) -> int:
     if request.resumes:
         os.environ[RESUMES] = "1"
     result: dict[str, Any] = {"attempt": request.attempt}
-    status = 1
     try:
-        context = pickle.loads(request.context)
-        value = task(context.argument) if isinstance(context, Plain) else under_hydra(task, *context)
-        result |= returned(value)
-        status = 0
+        result |= returned(task(pickle.loads(request.argument)))
     except BaseException as error:  # SystemExit and Ctrl-C too: they are a result as well
         with contextlib.suppress(OSError):  # a full disk has no room for its output
             if type(error) is CompactHydraException:  # a refusal, whose message is complete
                 print(error, file=sys.stderr)
             elif not isinstance(error, SystemExit):
                 traceback.print_exc()
-        status = _status_of(error)
         result["error"] = {"type": type(error).__name__, "message": _message(error)}
     faulthandler.cancel_dump_traceback_later()
-    result |= peaks()
     try:
-        write_in_room(files.result, result)
-    except OSError as error:  # a full disk, and a value too large for the room that was kept
-        with contextlib.suppress(OSError):
-            too_large = {"type": "OSError", "message": f"what it returned could not be written: {error}"}
-            write_in_room(files.result, {"attempt": request.attempt, "error": too_large})
-        return 1
-    return status
-
-
-def under_hydra(task: Callable[..., Any], hydra_context: Any, config: Any, instances: Any) -> Any:
-    """Return what the task function returns under Hydra's `run_job`; exceptions of it pass through."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.plugins import Plugins
-    from hydra.core.singleton import Singleton
-    from hydra.core.utils import JobStatus, run_job, setup_globals
-
-    setup_globals()
-    # Filled when the application was imported, in the process that forks the jobs
-    filled = {Plugins: Plugins.instance(), ConfigStore: ConfigStore.instance()}
-    Singleton.set_state({**Singleton.get_state(), "instances": {**instances, **filled}})
-    HydraConfig.instance().set_config(config)
-    job_return = run_job(
-        task_function=task,
-        config=config,
-        job_dir_key="hydra.sweep.dir",
-        job_subdir_key="hydra.sweep.subdir",
-        hydra_context=hydra_context,
-    )
-    if job_return.status != JobStatus.COMPLETED:
-        raise job_return._return_value
-    return job_return.return_value
-
-
-def _status_of(error: BaseException) -> int:
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+        write_json(files.result, result | peaks())
+    except OSError as error:  # a full disk, which may have room for less
+        result = {"attempt": request.attempt, "error": {"type": "OSError", "message": f"its result: {error}"}}
+        write_json(files.result, result)
+    return int("error" in result)
 
 
 def _message(error: BaseException) -> str:

@@ -23,7 +23,8 @@ class Settings:
         timeout_s: seconds that a job may take; None for no limit.
         grace_s: seconds between a signal to a job to end and the signal that kills it.
         retries: how often a job that failed is started again.
-        rerun: which jobs of an earlier command are run again: never, failed, all.
+        rerun: which jobs of an earlier command are run again: never, failed, all. Those of another configuration are in
+            any case; those of another script too, but for ``failed``.
         output_mib: of a job's output that are kept; 0 for all.
         tail_lines: of a failed job's output that are shown.
     """
@@ -48,13 +49,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to be run; ``context`` returns the context of its `JobRequest`, when it is needed."""
+    """A job to be run; ``argument`` returns that of its task function, from `Application.dumps`, when it is needed."""
 
     number: int
     overrides: tuple[str, ...]
     folder: Path
     config_hash: str
-    context: Callable[[], bytes]
+    argument: Callable[[], bytes]
 
 
 class Try(NamedTuple):

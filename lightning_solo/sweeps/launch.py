@@ -24,7 +24,6 @@ from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job_process import pickled
 from lightning_solo.sweeps.jobs import Job, Settings, check_folders
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
@@ -56,7 +55,7 @@ class Launch:
             self.hydra_context = hydra_context
             self.config = config
             self.settings = Settings(**settings)
-            self.application = application_of(task, preload)
+            self.application = application_of(task, preload, hydra_context)
             refuse_count(config, max_jobs)
             refuse_first(hydra_context, config)
             self.folder = SweepFolder(Path(sweep_dir(config, self.application)))
@@ -97,7 +96,7 @@ class Launch:
             jobs = [self._job(config) for config in configs]
             check_folders(self.folder.path, jobs)
             if jobs:
-                jobs[0].context()
+                jobs[0].argument()
         names = {job.number: " ".join(job.overrides) for job in jobs}
         with ExitStack() as stack:
             if self._kept is None:
@@ -136,7 +135,7 @@ class Launch:
             overrides=tuple(task_overrides(config)),
             folder=self.folder.path / subdir,
             config_hash=config_hash(config),
-            context=partial(pickled, self.hydra_context, config),
+            argument=partial(self.application.dumps, config),
         )
 
 
@@ -230,7 +229,7 @@ def sweep_dir(config: DictConfig, application: Application) -> str:
     overrides = task_overrides(config)
     what = [application.file or application.module, application.function, config.hydra.job.config_name, overrides]
     digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
-    return f"{before}{application.module.rpartition('.')[2]}-{digest}{after}"
+    return f"{before}{application.name}-{digest}{after}"
 
 
 def task_overrides(config: DictConfig) -> list[str]:

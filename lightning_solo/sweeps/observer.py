@@ -38,27 +38,20 @@ def observer(home: str, path: Path) -> Any:
     return cls(JobFiles(path))
 
 
-def pruning_of(files: JobFiles) -> Any:
-    """Return the `Pruning` of a job whose search prunes, else None."""
-    if not SweepFolder(files.path.parents[2]).pruning.exists():
-        return None
-    from lightning_solo.sweeps import pruning
-
-    return pruning.pruning_of(files.path)
-
-
 class JobObserver:
     """Writes `progress.json` about once a second, and at the end of each run of the Trainer."""
 
     def __init__(self, files: JobFiles) -> None:
         self._files = files
-        self._pruning = pruning_of(files)
+        self._pruning: Any = None
+        if SweepFolder(files.path.parents[2]).pruning.exists():
+            from lightning_solo.sweeps.pruning import pruning_of
+
+            self._pruning = pruning_of(files.path)
         self._written = 0.0
-        self._started = time.time()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the clock: the time before is no part of a step's."""
-        self._started = time.time()
+        """Write the number of steps."""
         self._write(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -93,7 +86,6 @@ class JobObserver:
                 {
                     "step": trainer.global_step,
                     "of_steps": total_steps(trainer),
-                    "trained_s": time.time() - self._started,
                     "loss": loss_of(metrics),
                     "metrics": metrics,
                     "pruned_at": self._pruning and self._pruning.pruned_at,

@@ -9,7 +9,6 @@ from typing import Any
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
-LOST = "lost"
 STATUSES = {
     FINISHED: "the task function returned",
     "failed": "it raised an exception",
@@ -20,10 +19,7 @@ STATUSES = {
     "killed": "a signal from elsewhere ended it",
     "exited": "it left by sys.exit or os._exit before the task function returned",
     INTERRUPTED: "Ctrl-C; the same command runs it again",
-    LOST: "the machine went down, or all processes were killed; the same command runs it again",
 }
-AGAIN = (INTERRUPTED, LOST)
-"""Statuses of jobs that the same command runs again; all others are results."""
 OWN_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SIGTRAP")
 DEVICE_MEMORY = (
     "CUDA out of memory",

@@ -32,15 +32,10 @@ def storage(folder: Path, *, new: bool) -> RDBStorage:
 
 
 @functools.cache  # one per job: a job with several Trainers is still one trial
-def pruning_of(job: Path) -> Pruning | None:
-    """Return the `Pruning` of a job, or None in a sweep that doesn't prune.
-
-    Args:
-        job: the folder of its `JobFiles`.
-    """
+def pruning_of(job: Path) -> Pruning:
+    """Return the `Pruning` of a job, by the folder of its `JobFiles`, in a sweep that prunes."""
     sweep = SweepFolder(job.parents[2])
-    settings = read_json(sweep.pruning)
-    return None if settings is None else Pruning(sweep, JobFiles(job), settings)
+    return Pruning(sweep, JobFiles(job), read_json(sweep.pruning) or {})
 
 
 class Pruning:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import json
 import os
-import platform
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +13,6 @@ from typing import Any
 from lightning_solo.errors import CheckpointError
 
 VERSION = 1
-VERSIONS = "versions.json"
-"""File of a run: the `versions` at its start."""
-PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "hydra-core", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -137,31 +131,3 @@ def read(path: Path) -> list[Row]:
             )
         rows[values["number"]] = Row(**{**values, "overrides": tuple(values["overrides"])})
     return [rows[number] for number in sorted(rows)]
-
-
-def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
-    """Return the Pareto front: the rows that no other one matches in all costs and beats in one.
-
-    Args:
-        rows: those that lack one of the costs are left out.
-        costs: attributes of a row; less is better.
-    """
-    points = [(row, tuple(getattr(row, cost) for cost in costs)) for row in rows if row.status == "finished"]
-    points = [(row, point) for row, point in points if all(value is not None and value == value for value in point)]
-
-    def dominated(point: tuple[float, ...]) -> bool:
-        return any(other != point and all(o <= p for o, p in zip(other, point, strict=True)) for _, other in points)
-
-    return [row for row, point in points if not dominated(point)]
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Return the versions of Python and the packages that a run depends on; imports none of them."""
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed

@@ -27,7 +27,7 @@ from lightning_solo.sweeps import results
 from lightning_solo.sweeps.display import failures
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.launch import JobsFailed
-from lightning_solo.sweeps.outcome import AGAIN, FINISHED
+from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.pruning import STUDY
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.search_settings import OBJECTIVES, SAMPLERS, VALUE, number, settings
@@ -120,7 +120,7 @@ class Search:
             successive = [number for _, number in group]  # as a launcher numbers its jobs
             self.launcher.launch([space.overrides(params[number]) for number in successive], successive[0])
         rows = self._rows()
-        again = {trial for trial in numbers if rows[trial].status in AGAIN}
+        again = {trial for trial in numbers if rows[trial].status == INTERRUPTED}
         for trial in sorted({*numbers} - again):
             self._settle(study, rows[trial])
         return again

@@ -1,42 +1,51 @@
-"""The process between a sweep and its jobs: imports the application once, forks each job, and records how it ended.
+"""The process between a sweep and its jobs: loads the application once, forks each job, and tells how it ended.
 
-It outlives its command. If a command is killed in the middle of a job, the job keeps running and this process records
-its end; the same command, run again, waits for that and resumes. A forked job starts within milliseconds, from memory
-in which nothing has run yet. CUDA does not survive a fork: if an application uses CUDA or starts threads while it is
-imported, each of its jobs starts from a fresh interpreter instead, and the log says so.
+A forked job starts within milliseconds, from memory in which nothing has run yet. CUDA does not survive a fork: if an
+application uses CUDA or starts threads while it is imported, each of its jobs starts from a fresh interpreter instead,
+and the log says so. If the command ends, for whatever reason, this process interrupts the jobs and ends with them; if
+this process ends, the kernel kills them.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import gc
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_solo.atomic_files import try_lock, write_json
 from lightning_solo.errors import SoloError
+from lightning_solo.processes import end_with_parent
 from lightning_solo.sweeps.application import Application, load
-from lightning_solo.sweeps.files import JobFiles, SweepFolder, keep_room, room_of, write_in_room
-from lightning_solo.sweeps.forking import leave_to_this_process, seed_afresh, why_not_fork
+from lightning_solo.sweeps.files import JobFiles, SweepFolder
+from lightning_solo.sweeps.forking import seed_afresh, why_not_fork
 from lightning_solo.sweeps.job_process import JobRequest, run
 from lightning_solo.sweeps.outcome import oom_kills, outcome
 from lightning_solo.sweeps.output import cut_output, output_file, redirect_output
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job's process ended; ``peak_host_bytes`` are resident, of the largest process of the job."""
+
+    status: str
+    detail: str
+    seconds: float | None = None
+    peak_host_bytes: int | None = None
 
 
 @dataclass
@@ -60,14 +69,21 @@ class Running:
 
 
 class Server:
-    """Starts jobs on demand, and exits when its command is gone and its jobs have ended."""
+    """Starts jobs on demand, and ends with its command.
+
+    Args:
+        sweep: whose jobs they are.
+        connection: to the command, which sends an `Application`, then a `JobRequest` for each job, and None to
+            interrupt those that run; it gets ("ready", why not forked) or ("failed", why), then (number, `End`).
+        lock: the sweep's, which the command has locked.
+    """
 
     def __init__(self, sweep: SweepFolder, connection: Connection, lock: int) -> None:
         self.sweep = sweep
         self.connection: Connection | None = connection
         self.lock = lock
         self.running: dict[int, Running] = {}
-        self.task: Callable[..., Any] | None = None  # None: each job imports the application itself
+        self.task: Callable[[Any], Any] | None = None  # None: each job loads the application itself
         self.application: Application | None = None
 
     def serve(self) -> None:
@@ -87,103 +103,71 @@ class Server:
     def _read(self) -> None:
         assert self.connection is not None
         try:
-            what, value = self.connection.recv()
+            received = self.connection.recv()
         except (EOFError, OSError):
-            self.connection.close()
-            self.connection = None
-            return
-        if what == "application":
-            self._load(value)
-        elif what == "run":
+            self.connection = received = None
+        if isinstance(received, Application):
+            self._load(received)
+        elif isinstance(received, JobRequest):
             try:
-                self._start(value)
+                self._start(received)
             except OSError as error:  # such as no process left
-                log_exception()
-                if error.errno in FULL:
-                    self._send("full", (value.number, str(error)))
-                else:
-                    self._send("ended", (value.number, could_not_start(value, error)))
-        elif what == "interrupt":
+                self._send((received.number, End("failed", f"could not be started: {error}", seconds=0.0)))
+        else:
             for job in self.running.values():
                 job.interrupted = True
                 self._stop(job, signal.SIGINT)
 
-    def _send(self, what: str, value: Any) -> None:
+    def _send(self, message: tuple[Any, Any]) -> None:
         if self.connection is not None:
             with suppress(OSError):
-                self.connection.send((what, value))
+                self.connection.send(message)
 
     def _load(self, application: Application) -> None:
         self.application = application
-        before = os.environ.get(NVML)
-        os.environ[NVML] = "1"  # else a search for a device during the import starts CUDA, which can't be forked
         try:
-            self.task = load(application)
+            with _cuda_untouched():
+                self.task = load(application)
         except BaseException as error:
-            log_exception()
-            refused = isinstance(error, SoloError)
-            self._send("failed", str(error) if refused else "".join(traceback.format_exception(error)))
+            text = str(error) if isinstance(error, SoloError) else "".join(traceback.format_exception(error))
+            self._send(("failed", text))
             self.connection = None
             return
-        finally:
-            if before is None:
-                del os.environ[NVML]
-            else:
-                os.environ[NVML] = before
         why = why_not_fork()
         if why:
             self.task = None
         gc.collect()
         gc.freeze()  # the objects of now are shared by all jobs
-        self._send("ready", why)
+        self._send(("ready", why))
 
     def _start(self, request: JobRequest) -> None:
         files = self.sweep.job(request.number)
-        for file in (files.result, files.end):
-            keep_room(file)
-        write_json(
-            files.start,
-            {
-                "attempt": request.attempt,
-                "overrides": list(request.overrides),
-                "folder": request.folder,
-                "config_hash": request.config_hash,
-                "failures": request.failures,
-                "started": time.time(),
-            },
-        )
-        files.clear()
-        output = os.open(output_file(request.folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            pid = self._fork(request, files, output) if self.task else self._spawn(request, files, output)
-        finally:
-            os.close(output)
-        with suppress(OSError):  # only a later command reads it, where this process is gone
-            write_json(files.process, {"attempt": request.attempt, "pid": pid}, durable=False)
-        job = Running(request, files, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
-        self.running[request.number] = job
+        with output_file(request.folder).open("ab") as output:
+            start = self._fork if self.task else self._spawn
+            pid = start(request, files, output.fileno())
+        self.running[request.number] = Running(request, files, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
 
     def _fork(self, request: JobRequest, files: JobFiles, output: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
+        server = os.getpid()
         pid = os.fork()
         if not pid:
-            self._become(request, files, output)
+            self._become(request, files, output, server)
         return pid
 
-    def _become(self, request: JobRequest, files: JobFiles, output: int) -> NoReturn:
-        """Turn a fork into the job, which keeps nothing of the server but its lock: a job of the sweep lives."""
+    def _become(self, request: JobRequest, files: JobFiles, output: int, server: int) -> NoReturn:
+        """Turn a fork into the job, which keeps nothing of the server."""
         status = 1
         try:
+            end_with_parent(server)
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in the background ignores it
             redirect_output(output)
-            os.close(output)
+            for descriptor in (output, self.lock, *(job.descriptor for job in self.running.values())):
+                os.close(descriptor)
             if self.connection is not None:
                 self.connection.close()
-            for job in self.running.values():
-                os.close(job.descriptor)
-            leave_to_this_process(self.lock)
             seed_afresh()
             assert self.task is not None
             status = run(self.task, request, files)
@@ -198,16 +182,12 @@ class Server:
             os._exit(status)
 
     def _spawn(self, request: JobRequest, files: JobFiles, output: int) -> int:
-        files.request.touch(mode=0o600)
-        files.request.write_bytes(pickle.dumps((self.application, request)))
-        process = subprocess.Popen(
-            interpreter("job", str(self.sweep.path), str(files.request), str(self.lock)),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            pass_fds=[self.lock],
-        )
+        with tempfile.TemporaryFile() as file:
+            pickle.dump((self.application, request), file)
+            file.flush()
+            file.seek(0)
+            command = interpreter("job", str(self.sweep.path), str(os.getpid()))
+            process = subprocess.Popen(command, stdin=file, stdout=output, stderr=output, start_new_session=True)
         process.returncode = 0  # `_ended` waits for it
         return process.pid
 
@@ -228,56 +208,40 @@ class Server:
             os.killpg(job.pid, number)
 
     def _ended(self, job: Running) -> None:
+        request, settings = job.request, job.request.settings
         _, wait_status, usage = os.wait4(job.pid, 0)
         os.close(job.descriptor)
-        del self.running[job.request.number]
+        del self.running[request.number]
         with suppress(ProcessLookupError, PermissionError):  # processes that the job started and left
             os.killpg(job.pid, signal.SIGKILL)
-        cut_output(output_file(job.request.folder), job.request.settings.output_mib * 2**20)
-        exit_code = os.waitstatus_to_exitcode(wait_status)
+        cut_output(output_file(request.folder), settings.output_mib * 2**20)
+        if self.connection is None and "error" in (job.files.result_of(request.attempt) or {}):
+            job.files.result.unlink()  # it failed of the interrupt, since the command is gone: no result of its own
         status, detail = outcome(
-            exit_code,
-            job.files.result_of(job.request.attempt),
+            os.waitstatus_to_exitcode(wait_status),
+            job.files.result_of(request.attempt),
             timed_out=job.timed_out,
             interrupted=job.interrupted,
             oom_kills=oom_kills() - job.oom_kills,
         )
         if status == "timed out":
-            limit = f"after {job.request.settings.timeout_s:g} s (hydra.launcher.timeout_s)"
-            detail = f"{limit}, {detail}".removesuffix(", ")
-        end = {
-            "attempt": job.request.attempt,
-            "status": status,
-            "detail": detail,
-            "exit_code": exit_code,
-            "seconds": time.monotonic() - job.started,
-            "ended": time.time(),
-            "peak_host_bytes": usage.ru_maxrss * 1024,
-        }
-        job.files.request.unlink(missing_ok=True)
-        room_of(job.files.result).unlink(missing_ok=True)  # of a job that wrote no result
-        try:
-            write_in_room(job.files.end, end)
-        except OSError:  # the command gets it all the same
-            log_exception()
-        self._send("ended", (job.request.number, end))
+            detail = f"after {settings.timeout_s:g} s (hydra.launcher.timeout_s), {detail}".removesuffix(", ")
+        seconds = time.monotonic() - job.started
+        self._send((request.number, End(status, detail, seconds, usage.ru_maxrss * 1024)))
 
 
-def log_exception() -> None:
-    """Write the exception being handled to this process's log, if there is room for it."""
-    with suppress(OSError):
-        traceback.print_exc()
-
-
-def could_not_start(request: JobRequest, error: OSError) -> dict[str, Any]:
-    """Return the end of a job that never began."""
-    return {
-        "attempt": request.attempt,
-        "status": "failed",
-        "detail": f"could not be started: {error}",
-        "seconds": 0.0,
-        "ended": time.time(),
-    }
+@contextmanager
+def _cuda_untouched() -> Iterator[None]:
+    """Keep a search for a device during the import from starting CUDA, which can't be forked."""
+    before = os.environ.get(NVML)
+    os.environ[NVML] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NVML]
+        else:
+            os.environ[NVML] = before
 
 
 def interpreter(*arguments: str) -> list[str]:
@@ -286,22 +250,21 @@ def interpreter(*arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def run_job_here(sweep: SweepFolder, file: Path, lock: int) -> NoReturn:
-    """Run the job of a request's file in this fresh interpreter, and exit."""
+def run_job_here(sweep: SweepFolder, server: int) -> NoReturn:
+    """Run the job whose request is on standard input in this fresh interpreter, and exit."""
+    end_with_parent(server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave_to_this_process(lock)
-    application, request = pickle.loads(file.read_bytes())
-    status = run(load(application), request, sweep.job(request.number))
-    raise SystemExit(status)
+    application, request = pickle.load(sys.stdin.buffer)
+    redirect_output(1)
+    raise SystemExit(run(load(application), request, sweep.job(request.number)))
 
 
 def main(arguments: list[str]) -> None:
-    """``serve <sweep's folder> <descriptor of the connection>``, or ``job <folder> <request> <lock>``."""
-    what, folder, third, *more = arguments
+    """``serve <folder> <connection> <lock>``, two open files, or ``job <folder> <server's process>``."""
+    what, folder, number, *lock = arguments
     sweep = SweepFolder(Path(folder))
     if what == "job":
-        run_job_here(sweep, Path(third), int(more[0]))
-    lock = os.open(sweep.server_lock, os.O_RDWR | os.O_CREAT, 0o644)
-    if not try_lock(lock):
-        raise SystemExit("another process starts the jobs of this sweep")
-    Server(sweep, Connection(int(third)), lock).serve()
+        run_job_here(sweep, int(number))
+    for descriptor in (number, *lock):
+        os.set_inheritable(int(descriptor), False)
+    Server(sweep, Connection(int(number)), int(*lock)).serve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,6 @@ from typing import Any
 
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job_process import plain
 from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.sweep import Sweep
 
@@ -90,7 +90,7 @@ def note(asked):
 def plain_jobs(folder: Path, count: int) -> list[Job]:
     """Return jobs of a sweep without Hydra, each of which notes that it began, and returns its number."""
     (folder / "noting.py").write_text(PLAIN)
-    return [Job(n, (), folder / str(n), "hash", partial(plain, (str(folder), n))) for n in range(count)]
+    return [Job(n, (), folder / str(n), "hash", partial(pickle.dumps, (str(folder), n))) for n in range(count)]
 
 
 def plain_sweep(folder: Path, tell: Callable[[str, int | None, str], None] = lambda *_: None, **settings: Any) -> Sweep:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_solo.sweeps.results import read
-from tests.sweeps.applications import TRAIN, environment, sweep, sweep_folder
+from tests.sweeps.applications import THREAD, TRAIN, environment, sweep, sweep_folder
 
 pytestmark = pytest.mark.timeout(300)
 PLUGIN = """
@@ -45,9 +45,11 @@ def outer(function):
 @hydra.main"""
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments, "-m", "hydra/launcher=solo", "n=1"]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, input=given
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,11 +71,87 @@ def test_decorators_above_hydras_are_no_part_of_the_task(tmp_path: Path) -> None
     assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [1.5]
 
 
-def test_an_interactive_session_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "-c", TRAIN)
+# --- those that can't be imported ---
+
+CALL = "    train()\n"
+GUARD = 'if __name__ == "__main__":\n'
+MAIN = "hydra.main(config_path=None, config_name='config', version_base='1.3')"
+CLOSURE = f"""    def outer():
+        offset = 10
+        def inner(cfg):
+            return cfg.n * 1.5 + offset
+        return inner
+    {MAIN}(outer())()
+"""
+METHOD = f"""    class Task:
+        offset = 10
+        def run(self, cfg):
+            return cfg.n * 1.5 + self.offset
+    {MAIN}(Task().run)()
+"""
+RESOLVER = """    from omegaconf import OmegaConf
+    offset = 10
+    OmegaConf.register_new_resolver("mine", lambda number: 1.5 * number + offset)
+    train()
+"""
+OWN_CLASS = "import pickle; assert type(pickle.loads(pickle.dumps(Model()))) is Model\n    return cfg.n * 1.5 + 10"
+MADE = """node=__import__('dataclasses').make_dataclass(
+    'Made', [('n', int, 0), ('kind', str, ''), ('sleep', float, 0.0)])"""
+SCRIPTS = {
+    "a lambda": TRAIN.replace(CALL, f"    {MAIN}(lambda cfg: cfg.n * 1.5 + 10)()\n"),
+    "a closure": TRAIN.replace(CALL, CLOSURE),
+    "a method": TRAIN.replace(CALL, METHOD),
+    "no guard": TRAIN.replace(GUARD + CALL, "train()\n").replace("return cfg.n * 1.5", OWN_CLASS),
+    "a resolver below the guard": TRAIN.replace(CALL, RESOLVER)
+    .replace("n: int = 0", 'n: int = 0\n    y: float = "${mine:${n}}"')
+    .replace("return cfg.n * 1.5", "return cfg.y"),
+    "a class of no module": TRAIN.replace("node=Config", MADE).replace("return cfg.n * 1.5", "return cfg.n * 1.5 + 10"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_any_task_function_runs(tmp_path: Path, script: str) -> None:
+    sweep(tmp_path, "n=1,2", script=script)
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [11.5, 13.0]
+
+
+def test_a_closure_runs_in_fresh_interpreters_too_and_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
+    for told in ("fresh interpreter", "by an earlier command"):
+        script = SCRIPTS["a closure"].replace("class Model:", "PRELOAD = ('in_a_thread',)\n\nclass Model:")
+        (tmp_path / "in_a_thread.py").write_text(f"import time\n{THREAD}\n    pass\n")
+        assert told in sweep(tmp_path, "n=1,2", script=script).stdout
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert [(row.returned, row.attempt) for row in rows] == [(11.5, 1), (13.0, 1)]
+
+
+USES_ITS_CLASS = TRAIN.replace("return cfg.n * 1.5", OWN_CLASS)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [(None, ["-c", USES_ITS_CLASS]), (USES_ITS_CLASS, ["-"])],
+    ids=["python -c", "standard input"],
+)
+def test_what_has_no_file_runs(tmp_path: Path, given: str | None, arguments: list[str]) -> None:
+    done = run(tmp_path, *arguments, given=given)
+    assert done.returncode == 0, done.stderr
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [11.5]
+
+
+def test_what_can_not_be_carried_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        TRAIN.replace("class Model:", "import threading\nLOCK = threading.Lock()\n\nclass Model:")
+        .replace("return cfg.n * 1.5", "return LOCK.locked()")
+        .replace(GUARD + CALL, "train()\n")
+    )
+    done = run(tmp_path, "train.py")
     assert done.returncode == 1
-    assert "train lives in an interactive session" in done.stderr
+    assert "can't be handed to another process" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "multirun").glob("*"))
+
+
+# --- imports ---
 
 
 def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from lightning_solo.processes import is_running
 from lightning_solo.sweeps.results import read
 from tests.sweeps.applications import THREAD, TRAIN, command, environment, popen, starts, sweep, sweep_folder
 
 pytestmark = pytest.mark.timeout(300)
-KINDS = ["fine", "raise", "segfault", "killed", "exit_3", "exit_0", "hang", "memory", "cuda", "object"]
+KINDS = ["fine", "raise", "segfault", "killed", "exit_3", "exit_0", "memory", "cuda", "object"]
 EXPECTED = {
     "fine": "finished",
     "raise": "failed",
@@ -26,14 +27,13 @@ EXPECTED = {
     "killed": "killed",
     "exit_3": "exited",
     "exit_0": "exited",
-    "hang": "timed out",
     "memory": "out of host memory",
     "cuda": "out of device memory",
     "object": "finished",
 }
 
 
-def until(condition: object, seconds: float = 30.0) -> None:
+def until(condition: object, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
@@ -44,14 +44,14 @@ def until(condition: object, seconds: float = 30.0) -> None:
 
 
 def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> None:
-    done = sweep(tmp_path, f"kind={','.join(KINDS)}", "n=1,2", "hydra.launcher.timeout_s=1", code=1)
+    done = sweep(tmp_path, f"kind={','.join(KINDS)}", "n=1,2", code=1)
     rows = read(sweep_folder(tmp_path) / "results.jsonl")
-    assert [row.number for row in rows] == list(range(20))
+    assert [row.number for row in rows] == list(range(18))
     assert {row.overrides[0].removeprefix("kind="): row.status for row in rows} == EXPECTED
-    assert starts(tmp_path) == {1: 10, 2: 10}
+    assert starts(tmp_path) == {1: 9, 2: 9}
     assert [row.returned for row in rows if row.overrides[0] == "kind=fine"] == [1.5, 3.0]
     assert {row.detail for row in rows if row.overrides[0] == "kind=object"} == {"returned a Model, which is not kept"}
-    assert "16 of 20 jobs did not finish" in done.stderr
+    assert "14 of 18 jobs did not finish" in done.stderr
     for number in (row.number for row in rows if row.status != "finished"):  # all failures are named, not the first
         assert f"{number}/output.log" in done.stderr
     assert "ValueError: bad luck" in done.stderr
@@ -82,16 +82,22 @@ def test_a_job_starts_from_clean_memory_and_draws_numbers_of_its_own(tmp_path: P
     assert len({number for _, number, _ in found}) == len({number for *_, number in found}) == 3
 
 
-def test_jobs_run_side_by_side_where_asked(tmp_path: Path) -> None:
-    script = TRAIN.replace("return cfg.n * 1.5", "return [begun, time.time()]").replace(
-        "    time.sleep(cfg.sleep)", "    begun = time.time(); time.sleep(cfg.sleep)"
-    )
-    for parallel, together in ((1, False), (2, True)):
-        folder = tmp_path / str(parallel)
-        folder.mkdir()
-        sweep(folder, "n=1,2", "sleep=0.5", f"hydra.launcher.parallel={parallel}", script=script)
-        (first, second) = (row.returned for row in read(sweep_folder(folder) / "results.jsonl"))
-        assert (second[0] < first[1]) is together
+MEET = """
+    begun = time.time()
+    open(f"begun-{cfg.n}", "w").close()
+    while cfg.kind == "meet" and not os.path.exists(f"begun-{3 - cfg.n}"):
+        time.sleep(0.02)
+    return [begun, time.time()]
+"""
+
+
+@pytest.mark.parametrize(("parallel", "kind"), [(1, "fine"), (2, "meet")])
+def test_jobs_run_side_by_side_where_asked(tmp_path: Path, parallel: int, kind: str) -> None:
+    """Each of two that meet ends only when the other has begun."""
+    script = TRAIN.replace("    return cfg.n * 1.5", MEET)
+    sweep(tmp_path, "n=1,2", f"kind={kind}", f"hydra.launcher.parallel={parallel}", script=script)
+    (first, second) = (row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl"))
+    assert (second[0] < first[1]) is (parallel == 2)
 
 
 def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
@@ -124,11 +130,11 @@ def test_tries_are_counted_over_commands(tmp_path: Path) -> None:
         assert starts(tmp_path) == {1: tries}
 
 
-def test_a_job_that_ignores_the_request_to_end_is_ended(tmp_path: Path) -> None:
-    settings = ["hydra.launcher.timeout_s=0.5", "hydra.launcher.grace_s=0.5"]
-    sweep(tmp_path, "n=1", "kind=deaf", *settings, code=1)
+@pytest.mark.parametrize(("kind", "by"), [("hang", "SIGTERM"), ("deaf", "SIGKILL")])
+def test_a_job_that_takes_too_long_is_ended(tmp_path: Path, kind: str, by: str) -> None:
+    sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=4", "hydra.launcher.grace_s=0.5", code=1)
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
-    assert (row.status, row.detail) == ("timed out", "after 0.5 s (hydra.launcher.timeout_s), ended by SIGKILL")
+    assert (row.status, row.detail) == ("timed out", f"after 4 s (hydra.launcher.timeout_s), ended by {by}")
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
     assert "train.py" in told  # where it hung
     assert " in do" in told
@@ -139,7 +145,7 @@ def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
     wait = """sys.stdout.flush()
     output = os.path.join(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir, "output.log")
     begun = time.time()
-    while os.path.getsize(output) > 2 * 2**20 and time.time() < begun + 30:
+    while os.path.getsize(output) > 2 * 2**20 and time.time() < begun + 120:
         time.sleep(0.05)
     size = os.path.getsize(output)
     print("y" * 3 * 10**6 + " the last word")
@@ -158,14 +164,7 @@ def test_what_a_job_left_running_is_ended_with_it(tmp_path: Path) -> None:
     script = TRAIN.replace("return cfg.n * 1.5", "import subprocess; return subprocess.Popen(['sleep', '1000']).pid")
     sweep(tmp_path, "n=1", script=script)
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
-    until(lambda: not is_alive(row.returned))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    until(lambda: not is_running(row.returned))
 
 
 # --- the same command goes on ---
@@ -194,8 +193,18 @@ def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path)
     ]
 
 
+def test_another_script_under_the_same_command_runs_again_but_where_only_failed_jobs_are_to(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1,2", "kind=raise,fine", code=1)
+    edited = TRAIN.replace('raise ValueError("bad luck")', "return 7")
+    sweep(tmp_path, "n=1,2", "kind=raise,fine", "hydra.launcher.rerun=failed", script=edited)
+    assert starts(tmp_path) == {1: 3, 2: 3}
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [7, 1.5, 7, 3.0]
+    sweep(tmp_path, "n=1,2", "kind=raise,fine", script=edited)
+    assert starts(tmp_path) == {1: 4, 2: 4}  # those that ran under the former script
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_random_moments_no_job_runs_twice_and_no_row_is_lost(tmp_path: Path, seed: int) -> None:
+def test_killed_at_random_moments_no_job_is_missing_and_none_that_ended_runs_again(tmp_path: Path, seed: int) -> None:
     """20 kills in all; the last command is left to end."""
     moments = random.Random(seed)
     overrides = ["n=range(20)", "sleep=0.1", "hydra.launcher.parallel=2"]
@@ -204,82 +213,72 @@ def test_killed_at_random_moments_no_job_runs_twice_and_no_row_is_lost(tmp_path:
         process = popen(tmp_path, *overrides)
         with process:
             try:
-                process.wait(timeout=moments.uniform(0.3, 1.2))
+                process.wait(timeout=moments.uniform(0.3, 2.5))
             except subprocess.TimeoutExpired:
                 process.kill()
                 kills += 1
             else:
                 break
     sweep(tmp_path, *overrides)
-    assert starts(tmp_path) == dict.fromkeys(range(20), 1)
     lines = (sweep_folder(tmp_path) / "results.jsonl").read_text().splitlines()
     rows = read(sweep_folder(tmp_path) / "results.jsonl")
     assert len(lines) == len(rows) == 20
     assert [row.returned for row in rows] == [1.5 * n for n in range(20)]
+    assert sum(row.attempt for row in rows) <= 20 + 2 * kills  # a kill ends two jobs at most
+    assert all(starts(tmp_path)[row.number] <= row.attempt for row in rows)
 
 
-def test_a_job_of_a_command_that_was_killed_is_waited_for(tmp_path: Path) -> None:
-    """And its end is known, though it could not tell it itself."""
-    wait = "begun = time.time()\n    while not os.path.exists('go') and time.time() < begun + 60: time.sleep(0.02)\n"
-    crash = f"{wait}    os.kill(os.getpid(), signal.SIGSEGV)"
-    script = TRAIN.replace("return cfg.n * 1.5", crash)
-    with popen(tmp_path, "n=1", script=script) as process:
-        until(lambda: starts(tmp_path) == {1: 1})
+WAIT = """
+    open(f"pid-{os.getpid()}", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    return os.environ.get("LIGHTNING_SOLO_RESUMES")
+"""
+DEAF = "\n    signal.signal(signal.SIGINT, signal.SIG_IGN)" + WAIT
+
+
+def pids(folder: Path) -> list[int]:
+    """Return the processes of the jobs that have begun to wait."""
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+@pytest.mark.parametrize("wait", [WAIT, DEAF], ids=["hears", "deaf"])
+def test_a_job_ends_with_its_command_and_the_same_command_resumes_it(tmp_path: Path, wait: str, fresh: bool) -> None:
+    script = TRAIN.replace("    return cfg.n * 1.5", wait)
+    script = script.replace("class Model:", THREAD) if fresh else script
+    with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1", script=script) as process:
+        until(lambda: pids(tmp_path))
         process.kill()
-    with popen(tmp_path, "n=1", script=script, stdout=subprocess.PIPE) as process:  # Ctrl-C ends the wait alone
-        assert "#0 n=1: still running, started by an earlier command" in process.stdout.readline()  # type: ignore[union-attr]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
-    with popen(tmp_path, "n=1", script=script, stdout=subprocess.PIPE) as process:
-        assert "still running" in process.stdout.readline()  # type: ignore[union-attr]
+    (tmp_path / "go").touch() if wait == WAIT else None
+    (job,) = pids(tmp_path)
+    with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1", script=script) as process:  # waits for its end
+        until(lambda: starts(tmp_path) == {1: 2})
+        assert not is_running(job)
         (tmp_path / "go").touch()
-        said, _ = process.communicate(timeout=30)
-    assert "#0 n=1: crashed, by an earlier command" in said
-    assert starts(tmp_path) == {1: 1}
+        assert process.wait(timeout=120) == 0
+    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert (row.status, row.attempt, row.returned) == ("finished", 2, "1")
 
 
-def test_killed_with_all_its_processes_the_job_runs_again(tmp_path: Path) -> None:
-    process = popen(tmp_path, "n=1", "sleep=1000")
-    with process:
-        until(lambda: starts(tmp_path) == {1: 1})
-        state = sweep_folder(tmp_path) / ".sweep"
-        for pid in holders(state / "server.lock"):
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
-    (tmp_path / "starts.txt").unlink()
-    with popen(tmp_path, "n=1", "sleep=1000") as process:
-        until(lambda: starts(tmp_path) == {1: 1})
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
-
-
-def holders(file: Path) -> list[int]:
-    """Return the processes that have a file open."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(link) == str(file) for link in (folder / "fd").iterdir()):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def test_if_the_process_between_dies_the_sweep_goes_on(tmp_path: Path) -> None:
-    with popen(tmp_path, "n=1,2", "sleep=1") as process:
-        until(lambda: starts(tmp_path) == {1: 1})
-        (job,) = [int(p) for p in children_of_server(sweep_folder(tmp_path))]
+@pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+def test_if_the_process_between_dies_its_jobs_do_and_the_same_command_resumes(tmp_path: Path, fresh: bool) -> None:
+    script = TRAIN.replace("    return cfg.n * 1.5", WAIT)
+    script = script.replace("class Model:", THREAD) if fresh else script
+    with popen(tmp_path, "n=1,2", script=script) as process:
+        until(lambda: pids(tmp_path))
+        (job,) = pids(tmp_path)
         server = int(Path(f"/proc/{job}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(server, signal.SIGKILL)
-        assert process.wait(timeout=60) == 0
-    assert starts(tmp_path) == {1: 1, 2: 1}  # the job lived on, and what it said at its end counts
-    assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["finished"] * 2
-
-
-def children_of_server(folder: Path) -> list[int]:
-    pids = holders(folder / ".sweep" / "server.lock")
-    parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
-    return [pid for pid in pids if parents[pid] in pids]
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "the process that starts the jobs died" in said
+    assert "Traceback" not in said
+    until(lambda: not is_running(job))
+    (tmp_path / "go").touch()
+    sweep(tmp_path, "n=1,2", script=script)
+    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    assert [(row.status, row.attempt, row.returned) for row in rows] == [("finished", 2, "1"), ("finished", 1, None)]
 
 
 def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Path) -> None:
@@ -289,7 +288,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
     with popen(tmp_path, "n=1,2,3", "sleep=3", "hydra.launcher.grace_s=20", **arguments) as process:
         until(lambda: starts(tmp_path) == {1: 1})
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted with 0 of 3 jobs done; the same command resumes" in said
     assert "Traceback" not in said
@@ -307,7 +306,7 @@ def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> 
         process.send_signal(signal.SIGTERM)
         until(lambda: (tmp_path / "asked").exists())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
     assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"]
 
 
@@ -323,18 +322,20 @@ def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fr
         until(lambda: starts(tmp_path) == {1: 1, 2: 1})
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=120) == 130
     assert starts(tmp_path) == {1: 1, 2: 1}
     assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"] * 2
 
 
 def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
-    with popen(tmp_path, "n=1", "sleep=5") as first:
-        until(lambda: starts(tmp_path) == {1: 1})
-        second = sweep(tmp_path, "n=1", "sleep=5", code=1)
+    script = TRAIN.replace("    return cfg.n * 1.5", WAIT)
+    with popen(tmp_path, "n=1", script=script) as first:
+        until(lambda: pids(tmp_path))
+        second = sweep(tmp_path, "n=1", script=script, code=1)
         assert f"process {first.pid} works on this sweep" in second.stderr
         assert "Traceback" not in second.stderr
-        assert first.wait(timeout=60) == 0
+        (tmp_path / "go").touch()
+        assert first.wait(timeout=120) == 0
     assert starts(tmp_path) == {1: 1}
 
 
@@ -362,7 +363,7 @@ def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: 
     assert "Traceback" not in done.stderr
     assert starts(tmp_path) == {}
     assert not list(tmp_path.glob("multirun/*"))
-    assert time.monotonic() - begun < 30  # a million jobs are counted, not composed
+    assert time.monotonic() - begun < 60  # a million jobs are counted, not composed
 
 
 def test_odd_characters_in_the_sweeps_folder(tmp_path: Path) -> None:
@@ -387,19 +388,15 @@ def test_a_folder_may_be_named_by_what_hydra_knows_of_the_job(tmp_path: Path) ->
 
 NOT_HERE = "if __name__ != '__main__':\n    raise OSError('not here')\n\nclass Model:"
 DIES = "if __name__ != '__main__':\n    os._exit(5)\n\nclass Model:"
-RESOLVER = "    from omegaconf import OmegaConf\n    OmegaConf.register_new_resolver('mine', str)\n    train()\n"
-LAMBDA = "    hydra.main(config_path=None, config_name='config', version_base='1.3')(lambda cfg: 1)()\n"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("class Model:", NOT_HERE, "not here"),
-        ("    train()\n", RESOLVER, "mine: resolvers that"),
-        ("    train()\n", LAMBDA, "define the task function at the top level"),
-        ("class Model:", DIES, "the process that starts the jobs died before the first"),
+        ("class Model:", DIES, "the process that starts the jobs died"),
     ],
-    ids=["import fails", "resolver", "lambda", "import ends the process"],
+    ids=["import fails", "import ends the process"],
 )
 def test_an_application_that_another_process_cannot_have_is_refused(
     tmp_path: Path, old: str, new: str, said: str

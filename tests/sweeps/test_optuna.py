@@ -233,8 +233,8 @@ def test_the_same_command_adds_what_is_missing_and_draws_what_it_would_have_draw
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments_each_trial_starts_once(tmp_path: Path, seed: int) -> None:
-    """The command is killed up to eight times; its jobs, which it can't take along, go on."""
+def test_killed_at_random_moments_each_trial_keeps_its_parameters(tmp_path: Path, seed: int) -> None:
+    """The command is killed up to eight times, and its job with it, which the next command resumes."""
     moments = random.Random(seed)
     (tmp_path / "train.py").write_text(TRAIN)
     overrides = (*SPACE, "sleep=0.3", "hydra.sweeper.n_trials=6")
@@ -246,9 +246,10 @@ def test_killed_at_random_moments_each_trial_starts_once(tmp_path: Path, seed: i
     search(tmp_path, *overrides)
     found = trials(tmp_path)
     assert [trial.params for trial in found] == drawn_by_optuna_alone(6)
-    assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
+    assert set(starts(tmp_path)) == {(t.number, f"{t.params['x']} {t.params['width']}") for t in found}
     assert [trial.state for trial in found] == [TrialState.COMPLETE] * 6
-    assert [(row.number, row.status, row.attempt) for row in rows(tmp_path)] == [(n, "finished", 1) for n in range(6)]
+    assert [(row.number, row.status) for row in rows(tmp_path)] == [(n, "finished") for n in range(6)]
+    assert sum(row.attempt for row in rows(tmp_path)) <= 6 + 8  # a kill ends one job at most
 
 
 KILLED = """

@@ -84,7 +84,7 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
 def hold(folder: Path, ready: Any, done: Any) -> None:
     with SweepFolder(folder).lock():
         ready.set()
-        done.wait(30)
+        done.wait(120)
 
 
 def test_a_sweep_is_one_commands_at_a_time(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_sweep_is_one_commands_at_a_time(tmp_path: Path) -> None:
     process = context.Process(target=hold, args=(tmp_path, ready, done))
     process.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         with (
             pytest.raises(CheckpointError, match=rf"process {process.pid} works on this sweep.*run=\.\.\."),
             SweepFolder(tmp_path).lock(),

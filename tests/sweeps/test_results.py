@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.sweeps.results import Row, append, line_of, pareto_front, read
+from lightning_solo.report.sweep_folder import pareto_front
+from lightning_solo.sweeps.results import Row, append, line_of, read
 
 ROW = Row(number=0, overrides=("solo=bf16", "lr=1"), status="finished", returned=[1, {"a": 0.5}], metrics={"loss": 2.0})
 

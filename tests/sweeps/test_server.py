@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_solo.atomic_files import read_json, try_lock
 from lightning_solo.errors import CapabilityError
 from lightning_solo.sweeps import forking, server
 from lightning_solo.sweeps.application import Application
@@ -19,7 +17,7 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
-from tests.sweeps.applications import THREAD, TRAIN, starts, sweep, sweep_folder
+from tests.sweeps.applications import TRAIN, starts, sweep, sweep_folder
 
 pytestmark = pytest.mark.timeout(300)
 LAST = "return cfg.n * 1.5"
@@ -65,13 +63,13 @@ def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyP
 # --- what a job has of it ---
 
 
-def test_a_job_holds_nothing_of_the_server_but_its_lock(tmp_path: Path) -> None:
+def test_a_job_holds_nothing_of_the_server(tmp_path: Path) -> None:
     held = "of = '/proc/self/fd/%s'; return [os.readlink(of % n) for n in range(100) if os.path.lexists(of % n)]"
     sweep(tmp_path, "n=1,2", "sleep=0.5", "hydra.launcher.parallel=2", script=TRAIN.replace(LAST, held))
     for row in rows(tmp_path):
         own = [name for name in row.returned if name.startswith(("socket:", "anon_inode:[pidfd]"))]
         assert own == []
-        assert str(sweep_folder(tmp_path) / ".sweep" / "server.lock") in row.returned
+        assert str(sweep_folder(tmp_path) / ".sweep" / "lock") not in row.returned
 
 
 def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
@@ -81,12 +79,6 @@ def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=TRAIN.replace(LAST, end))
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text().split("\n")
     assert told[-3:] == ["thread", "at exit", ""]
-
-
-def test_only_its_user_may_read_what_a_fresh_interpreter_is_asked(tmp_path: Path) -> None:
-    mode = "return os.stat(os.path.join(os.environ['LIGHTNING_SOLO_JOB'], 'request.pickle')).st_mode & 0o777"
-    sweep(tmp_path, "n=1", script=TRAIN.replace(LAST, mode).replace("class Model:", THREAD))
-    assert [row.returned for row in rows(tmp_path)] == [0o600]
 
 
 def test_a_job_knows_its_number_and_folder(tmp_path: Path) -> None:
@@ -117,13 +109,6 @@ def test_the_kernels_kills_count_for_the_job_in_whose_time_they_were(tmp_path: P
     count += "server.oom_kills = lambda: next(counts)\n\nclass Model:"
     sweep(tmp_path, "n=1,2", "kind=killed", script=TRAIN.replace("class Model:", count), code=1)
     assert [row.status for row in rows(tmp_path)] == ["out of host memory", "killed"]
-
-
-def test_exit_statuses_are_those_of_a_script(tmp_path: Path) -> None:
-    script = TRAIN.replace(LAST, "raise [SystemExit('words'), SystemExit(None), KeyboardInterrupt][cfg.n]")
-    sweep(tmp_path, "n=0,1,2", script=script, code=1)
-    state = SweepFolder(sweep_folder(tmp_path))
-    assert [(read_json(state.job(n).end) or {})["exit_code"] for n in range(3)] == [1, 0, 130]
 
 
 def test_a_refusal_has_no_trace_and_a_message_may_be_anything(tmp_path: Path) -> None:
@@ -161,13 +146,6 @@ def no_room(file: str) -> str:
     return TRAIN.replace(LAST, make)
 
 
-def test_ends_that_can_not_be_written_are_told(tmp_path: Path) -> None:
-    sweep(tmp_path, "n=1,2", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/end.json'"))
-    first, second = rows(tmp_path)
-    assert (first.status, second.status) == ("finished", "finished")
-    assert first.returned == second.returned  # the same process started them
-
-
 def test_a_job_that_can_not_write_its_word_ends_as_its_process_did(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/result.json'"), code=1)
     assert [row.detail for row in rows(tmp_path)] == ["with status 1, before the task function returned"]
@@ -183,24 +161,6 @@ def test_rows_that_can_not_be_written_are_missed_at_the_end_and_written_by_the_s
     sweep(tmp_path, "n=1,2", "hydra.sweep.dir=here", script=script)
     assert starts(tmp_path) == {1: 1, 2: 1}
     assert [row.status for row in read(file)] == ["finished"] * 2
-
-
-def test_a_server_that_dies_again_and_again_ends_the_sweep(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "n=1,2,3,4", script=TRAIN.replace(LAST, "os.kill(os.getppid(), 9)"), code=1)
-    assert "the process that starts the jobs died 3 times" in done.stderr
-    assert starts(tmp_path) == {1: 1, 2: 1, 3: 1}
-    assert [row.status for row in rows(tmp_path)] == ["finished"] * 3
-
-
-def test_there_is_one_server_at_a_time(tmp_path: Path) -> None:
-    folder = SweepFolder(tmp_path)
-    folder.state.mkdir()
-    ours, theirs = Pipe()
-    ours.close()
-    with folder.server_lock.open("a") as file, theirs:
-        assert try_lock(file.fileno())
-        with pytest.raises(SystemExit, match="another process starts the jobs"):
-            server.main(["serve", str(tmp_path), str(theirs.fileno())])
 
 
 def test_elsewhere_than_on_linux_it_says_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
