@@ -187,7 +187,7 @@ def sweep_table(result: dict[str, Any]) -> str:
     failed = sum(count for status, count in failures["statuses"].items() if status != "finished")
     rows = [
         ["from the end of a job to the first line of the next, median", f"{gap['median_s']:.2f} s"],
-        ["the same, longest", f"{gap['longest_s']:.2f} s (target {result['targets']['gap_s']:.0f} s)"],
+        ["the same, longest", f"{gap['longest_s']:.2f} s (target {result['targets']['gap_s']:g} s)"],
         [
             "importing torch and Lightning, which the launcher saves each job",
             f"{gap['imports_from_cold_s']:.1f} s",
