@@ -18,10 +18,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/lightning-solo train
 
-# DeepSpeed's extensions are built once, before the tests' timeout counts; what can't be built is skipped by name there.
+# What protects a change; DeepSpeed's extensions are built, and tested, in `test-all` alone.
 test: $(VENV)/.installed
-	$(BIN)/python -c "from lightning_solo.zero.extension import BUILDERS, load_extension, what_is_missing; \
-	  [load_extension(name) for name in BUILDERS if what_is_missing(name) is None]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=300 --numprocesses=2
 	$(MAKE) simcuda
 
@@ -31,7 +29,9 @@ simcuda: $(VENV)/.installed
 	$(SIMULATED) -m "(gpu or simcuda or every_change) and not long" -k "not pytorch_lightning" tests
 
 # And all that takes minutes; with whole suites on the simulated device, of which `simcuda` runs what is marked every_change.
+# DeepSpeed's extensions are built once, before the tests' timeout counts; what can't be built is skipped by name there.
 test-all: test
+	-$(BIN)/lightning-solo doctor --build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1000 --numprocesses=2 -m "long and not gpu and not simcuda"
 	$(SIMULATED) -m "gpu or simcuda or any_device" tests
 	$(MAKE) kernels

@@ -102,6 +102,8 @@ def load_extension(name: str) -> ModuleType:
     with environment({}, everything=True):
         builder = _builder(name)
         if name in STANDS_ON:
+            if missing := what_is_missing(name):  # before the other one is built for nothing
+                raise CapabilityError(missing)
             load_extension(STANDS_ON[name])
         if _is_ready(builder):
             return _load(builder)

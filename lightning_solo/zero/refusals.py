@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError
-from lightning_solo.zero.extension import load_extension, what_is_missing
+from lightning_solo.errors import ConflictError, NothingToDoError
 
 ONE_OPTIMIZER = (
     "write one with several parameter groups, or take a preset without ZeRO, such as bf16_true or checkpointing"
@@ -101,15 +100,3 @@ def refuse_accumulation(technique: str, accumulates: bool, why: str) -> None:
             f"{technique} and gradient accumulation or manual optimization: {why}; write accumulate_grad_batches=1"
             " without an AccumulationSchedule, and automatic_optimization=True, or solo=zero_offload"
         )
-
-
-def require_extension(name: str) -> None:
-    """Load one of DeepSpeed's extensions, building it once.
-
-    Raises:
-        CapabilityError: what the build needs is not here; names the remedy.
-    """
-    missing = what_is_missing(name)
-    if missing is not None:
-        raise CapabilityError(f"DeepSpeed's {name} can't be built here: {missing}")
-    load_extension(name)

@@ -193,7 +193,7 @@ def test_tied_weights_are_saved_under_both_names_and_stay_tied(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("host", ["auto", "torch", "deepspeed"])
+@pytest.mark.parametrize("host", ["auto", "torch", pytest.param("deepspeed", marks=pytest.mark.long)])
 @stages
 def test_a_save_after_the_fit_is_that_of_its_end(
     home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any, precision: Any, host: str

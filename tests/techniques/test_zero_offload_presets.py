@@ -234,6 +234,7 @@ def run(folder: Path, home: str, code: str, name: str, **values: Any) -> dict[st
 
 # --- each preset trains, saves and resumes in fresh processes ---
 
+# Neither is run on every change: the first test of a machine's life builds DeepSpeed's extension.
 ON_DISK = pytest.mark.skipif(
     bool(missing := what_is_missing("async_io")), reason=f"nothing can be put on disk here: {missing}"
 )
@@ -282,8 +283,8 @@ NOTHING_MORE = {
     [
         ("zero_offload", "lightning.pytorch"),
         ("zero_offload_parameters", "pytorch_lightning"),
-        pytest.param("zero_offload_nvme", "lightning.pytorch", marks=ON_DISK),
-        ("zenflow", "pytorch_lightning"),
+        pytest.param("zero_offload_nvme", "lightning.pytorch", marks=[ON_DISK, pytest.mark.long]),
+        pytest.param("zenflow", "pytorch_lightning", marks=pytest.mark.long),
     ],
 )
 def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: str, tmp_path: Path) -> None:
@@ -336,6 +337,7 @@ def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: 
 
 
 # DeepSpeed's own call, on torch 2.13
+@pytest.mark.long  # builds DeepSpeed's extension
 @pytest.mark.filterwarnings("ignore:`torch._utils.is_compiling` is deprecated")
 def test_zenflow_trains_the_weights_it_was_given(home: ModuleType, make_trainer: Any) -> None:
     torch.manual_seed(0)
@@ -384,6 +386,7 @@ finish(found=found)
 
 
 @ON_DISK
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_weights_beyond_those_that_are_kept_in_memory_stay_on_disk(tmp_path: Path, blocks: int) -> None:
     """DeepSpeed keeps the first 1e9 weights in memory whatever was asked for; of a larger model the rest is on disk."""
@@ -494,9 +497,12 @@ finish(**fit(1, Meet())[1])
 """
 
 
-def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "preset",
+    ["zero_offload_parameters", pytest.param("zero_offload_nvme", marks=[ON_DISK, pytest.mark.long])],
+)
+def test_two_runs_at_the_same_time(tmp_path: Path, preset: str) -> None:
     """No port, no name and no folder is the same for both, though the nvme_path is."""
-    preset = "zero_offload_parameters" if what_is_missing("async_io") else "zero_offload_nvme"
     for pipe in ("begin", "together"):
         os.mkfifo(tmp_path / pipe)
     jobs = [job_of(tmp_path, "lightning.pytorch", f"run{n}", preset=preset, second=n) for n in range(2)]

@@ -26,7 +26,7 @@ from lightning_solo.zero.process import (
 )
 from lightning_solo.zero.states import read
 
-PLACES = ["stage 2", "stage 3", "nvme"]
+PLACES = ["stage 2", "stage 3", pytest.param("nvme", marks=pytest.mark.long)]  # builds async_io
 
 
 def arguments(place: str, folder: Path) -> dict[str, Any]:

@@ -222,6 +222,7 @@ def test_the_optimizers_state_dict_is_that_of_a_plain_run(name: str, stage: int)
         del found
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_of_deepspeeds_version_it_is_that_of_torchs(place: dict[str, Any]) -> None:
     """Same entries, of values that differ by rounding: DeepSpeed multiplies and adds in one.
 
@@ -281,6 +282,7 @@ def test_a_plain_state_goes_on_in_the_engine(place: dict[str, Any], name: str) -
         del masters, states
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_a_plain_state_goes_on_in_deepspeeds_version() -> None:
     """Which counts its steps in a plain integer."""
     if missing := what_is_missing("cpu_adam"):

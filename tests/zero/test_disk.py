@@ -214,6 +214,7 @@ class Biased(nn.Sequential):
         super().__init__(nn.Linear(7, 5), nn.Linear(5, 521), nn.Linear(521, 523), nn.Linear(523, 509))
 
 
+@pytest.mark.long  # builds async_io
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_bias_before_matrices_trains_as_plain(tmp_path: Path, accumulates: bool) -> None:
     given, module, plain = arguments("nvme", tmp_path), Biased(), Biased()
@@ -272,6 +273,7 @@ def fit(make_trainer: Any, optimizer: Callable[[Any], torch.optim.Optimizer], gi
     return module
 
 
+@pytest.mark.long  # builds async_io
 @pytest.mark.usefixtures("contained")
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -299,7 +301,7 @@ class Interrupted(torch.optim.AdamW):
     [
         "stage 2",
         "stage 3",
-        "nvme",
+        pytest.param("nvme", marks=pytest.mark.long),
     ],
 )
 def test_a_step_that_fails_leaves_nothing_behind(make_trainer: Any, tmp_path: Path, place: str) -> None:

@@ -25,7 +25,7 @@ from lightning_solo.zero import extension
 from lightning_solo.zero.extension import cache_folder, load_extension, what_is_missing
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
-pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds cpu_adam
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test of a machine's life builds cpu_adam
 ROOT = Path(__file__).parents[2]
 LOAD = """
 import os, sys

@@ -95,6 +95,7 @@ class Lamb(Optimizer):
 # --- DeepSpeed's versions compute the same ---
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 @pytest.mark.parametrize("name", MAKERS)
 def test_two_groups_train_as_torch_does(name: str) -> None:
     ours, theirs = parameters(), parameters()
@@ -107,6 +108,7 @@ def test_two_groups_train_as_torch_does(name: str) -> None:
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_what_a_schedule_writes_at_each_step_is_honoured() -> None:
     results = []
     for kind in ("deepspeed", "torch"):
@@ -148,6 +150,7 @@ def test_what_deepspeed_computes_otherwise_stays_the_users(make: Any, reason: st
         assert host_optimizer(optimizer) == HostOptimizer(optimizer, optimizer, {})
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_deepspeeds_lion_moves_what_has_no_gradient() -> None:
     # Why Lion is not replaced: should this fail one day, it can be.
     from lightning_solo.zero.extension import load_extension
@@ -163,6 +166,7 @@ def test_deepspeeds_lion_moves_what_has_no_gradient() -> None:
     assert not torch.equal(walks, torch.ones(40))
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_deepspeeds_own_is_kept() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -183,6 +187,7 @@ def fused_adam(of: list[nn.Parameter], adam_w_mode: int) -> Optimizer:
     return made  # type: ignore[no-any-return]
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 @pytest.mark.parametrize(("mode", "same_as"), [(1, AdamW), (0, Adam)])
 def test_fused_adam_becomes_the_one_for_the_host(mode: int, same_as: Any) -> None:
     ours, theirs = parameters(), parameters()
@@ -200,6 +205,7 @@ def test_fused_adam_becomes_the_one_for_the_host(mode: int, same_as: Any) -> Non
 # --- groups and schedulers ---
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_groups_are_the_same_dictionaries() -> None:
     of = parameters()
     host = host_optimizer(AdamW(groups(of)), kind="deepspeed")
@@ -209,6 +215,7 @@ def test_groups_are_the_same_dictionaries() -> None:
     assert host.optimizer.param_groups[0]["params"][0] is of[0]
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_schedulers_are_bound_to_the_new_one_without_a_warning() -> None:
     optimizer = AdamW(groups(parameters()))
     warm_up = lr_scheduler.LinearLR(optimizer, total_iters=2)
@@ -225,6 +232,7 @@ def test_schedulers_are_bound_to_the_new_one_without_a_warning() -> None:
     assert host.optimizer.param_groups[0]["lr"] != before
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_the_order_of_steps_is_still_watched() -> None:
     optimizer = AdamW(groups(parameters()))
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -233,6 +241,7 @@ def test_the_order_of_steps_is_still_watched() -> None:
         schedule.step()
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_hooks_and_state_move_along() -> None:
     of, calls = parameters(), []
     optimizer = AdamW(groups(of))
@@ -249,6 +258,7 @@ def test_hooks_and_state_move_along() -> None:
 # --- states ---
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 @pytest.mark.parametrize("name", [name for name in MAKERS if "tensor" not in name])
 def test_a_state_continues_in_torch_and_back(name: str) -> None:
     ours, theirs = parameters(), parameters()
@@ -310,6 +320,7 @@ def test_by_default_torchs_fused_loop_steps_and_nothing_is_built(name: str) -> N
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_torchs_fused_loop_and_deepspeeds_adamw_train_alike() -> None:
     results = []
     for kind in ("auto", "deepspeed"):
@@ -331,6 +342,7 @@ def test_a_loop_that_the_user_chose_stays() -> None:
     assert optimizer.param_groups[0]["fused"] is None
 
 
+@pytest.mark.long  # builds DeepSpeed's extension
 def test_what_needs_deepspeeds_adamw_gets_it_where_it_computes_the_same() -> None:
     host = host_optimizer(AdamW(parameters()), prefers_deepspeed=True)
     assert type(host.optimizer).__name__ == "DeepSpeedCPUAdam"

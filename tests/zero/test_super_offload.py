@@ -39,7 +39,7 @@ from lightning_solo.zero.super_offload import Worker
 from tests.zero.engines import batch, step_plain
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
-pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds cpu_adam
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test of a machine's life builds cpu_adam
 SECTION = {
     # Three sub-groups: 42 elements of the first weight; a bias, a weight, a bias of 6 + 30 + 5; and 35 + 5 of the side
     "sub_group_size": 40,

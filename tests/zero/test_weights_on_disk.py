@@ -20,6 +20,7 @@ from tests.modules import loader, regression
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 MISSING = what_is_missing("async_io")
 pytestmark = [
+    pytest.mark.long,  # the first test of a machine's life builds async_io
     pytest.mark.skipif(MISSING is not None, reason=f"async_io: {MISSING}"),
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
 ]

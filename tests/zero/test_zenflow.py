@@ -22,6 +22,7 @@ from tests.zero.engines import batch, engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(600),  # the first test of a machine's life builds cpu_adam
     # DeepSpeed's own call, on torch 2.13
     pytest.mark.filterwarnings("ignore:`torch._utils.is_compiling` is deprecated"),

@@ -36,6 +36,7 @@ from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_
 from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zenflow_of, zero_config
 from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.disk import parameter_buffers, run_folder
+from lightning_solo.zero.extension import load_extension
 from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings
 from lightning_solo.zero.process import (
@@ -53,7 +54,6 @@ from lightning_solo.zero.refusals import (
     refuse_clipping_by_value,
     refuse_module,
     refuse_trainer,
-    require_extension,
     the_optimizer,
 )
 from lightning_solo.zero.run import EngineRun
@@ -107,18 +107,19 @@ class ZeroOffloadStrategy(Base):
         exclude_frozen_parameters: bool = False,
         allow_cpu: bool = False,
     ) -> None:
-        values = {
-            "stage": stage,
-            "offload_parameters": offload_parameters,
-            "nvme_path": nvme_path,
-            "pin_memory": pin_memory,
-            "host_optimizer": host_optimizer,
-            "config": config,
-            "save_engine_directory": save_engine_directory,
-            "exclude_frozen_parameters": exclude_frozen_parameters,
-            "allow_cpu": allow_cpu,
-        }
-        self._settings = CARD.check(values)
+        self._settings = CARD.check(
+            {
+                "stage": stage,
+                "offload_parameters": offload_parameters,
+                "nvme_path": nvme_path,
+                "pin_memory": pin_memory,
+                "host_optimizer": host_optimizer,
+                "config": config,
+                "save_engine_directory": save_engine_directory,
+                "exclude_frozen_parameters": exclude_frozen_parameters,
+                "allow_cpu": allow_cpu,
+            }
+        )
         self.stage = stage
         self.offload_parameters = offload_parameters
         self.nvme_path = nvme_path
@@ -228,7 +229,7 @@ class ZeroOffloadStrategy(Base):
         run.window.gradients_stay = False  # the engine takes them in backward
         if self.nvme_path is not None:
             disk_budget(self.nvme_path)
-            require_extension("async_io")
+            load_extension("async_io")
         # Lightning would put a shuffling sampler for several processes into every training loader.
         run.undo.enter_context(patches.without_distributed_sampler(self._trainer))
         self._trainer.accelerator.setup_device(self.root_device)
