@@ -43,9 +43,9 @@ PRELOAD = ("lightning_solo.ladder.measurement",)
 
 def rung(config: RungConfig) -> dict[str, Any]:
     """Train one combination in this process and return its measurements."""
-    from lightning_solo.ladder.measurement import Clock, measure
+    from lightning_solo.ladder.measurement import Clock, counted_of, measure
 
-    clock, checked = Clock(), config.checked
+    clock, checked = Clock(counted_of(config.steps)), config.checked
     arguments = trainer_arguments(checked.solo, callbacks=[clock], allow=checked.allow)
     import lightning as L
 

@@ -22,6 +22,8 @@ class Figures:
 
     Attributes:
         detail: why it did not finish, or what keeps it from being compared with the baseline.
+        counted_bytes: peak of what training stores in tensors, as `memory.ledger` counts them; None for a single step.
+        counted_change: against the baseline; -0.25 is a quarter less.
         peak_bytes: of the device, or of this process where there is none.
         before_bytes: of the same memory, before training.
         peak_change: against the baseline; -0.25 is a quarter less.
@@ -38,6 +40,8 @@ class Figures:
     name: str
     status: str
     detail: str = ""
+    counted_bytes: int | None = None
+    counted_change: float | None = None
     peak_bytes: int | None = None
     peak_change: float | None = None
     step_s: float | None = None
@@ -84,6 +88,8 @@ def compare(
         name=name_of(techniques),
         status=status,
         detail="; ".join(text for text in remarks_ if text),
+        counted_bytes=measures.get("counted_bytes"),
+        counted_change=change(measures.get("counted_bytes"), base.get("counted_bytes")),
         peak_bytes=measures.get("peak_bytes"),
         peak_change=change(measures.get("peak_bytes"), base.get("peak_bytes")),
         step_s=measures.get("step_s"),

@@ -1,4 +1,4 @@
-"""Measurements of a ladder's rung in its own process: peak memory, seconds per step, loss and a fingerprint."""
+"""Measurements of a ladder's rung in its own process: bytes counted and read, seconds per step, loss, fingerprint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
+from lightning_solo.memory.category_peaks import CategoryPeaks
 from lightning_solo.memory.reading import read
 from lightning_solo.sweeps.results import loss_of
 
+COUNTED = 2
+"""Steps at the start whose bytes a `memory.ledger` counts, which is slow; the first has no optimizer states yet."""
 WARM_UP = 5
 """Steps that are not timed, or half of them where there are fewer than ten."""
 LAST = 5
@@ -35,9 +38,14 @@ OWN_ARGUMENTS = {
 
 
 class Clock(L.Callback):
-    """Seconds, loss and samples of each optimizer step; a step is all micro-batches of its window, the loader aside."""
+    """Seconds, loss and samples of each optimizer step; a step is all micro-batches of its window, the loader aside.
 
-    def __init__(self) -> None:
+    Args:
+        counted: optimizer steps at the start in which the bytes of training are counted.
+    """
+
+    def __init__(self, counted: int = 0) -> None:
+        self.counts = CategoryPeaks(counted)
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.samples: list[int] = []
@@ -49,14 +57,16 @@ class Clock(L.Callback):
         self._seconds, self._samples = 0.0, 0
         self._losses: list[Tensor] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Start the clock."""
+        self.counts.enter(pl_module, trainer.optimizers, trainer.strategy.root_device, trainer.global_step)
         self._started = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop the clock when the device is done, and close the step where the optimizer has stepped."""
+        self.counts.leave()
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
         self._seconds += time.perf_counter() - self._started
@@ -74,7 +84,16 @@ class Clock(L.Callback):
             self.seconds.append(self._seconds)
             self.samples.append(self._samples)
             self.losses += [statistics.fmean(map(float, self._losses))] if self._losses else []
+            self.counts.take(self._step)
             self._begin()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count no longer: a module may have skipped the rest of an epoch, within a batch that never ends."""
+        self.counts.leave()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Count no longer."""
+        self.counts.discard()
 
 
 def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, steps: int) -> dict[str, Any]:
@@ -100,8 +119,10 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
             f"data: the train_dataloader of {type(data or model).__name__} gave no batch to train on; give one that"
             " does, or check data and trainer.limit_train_batches"
         )
+    counted = clock.counts.largest
     return {
         "device": device.type,
+        "counted_bytes": counted and counted[0].bytes,
         "steps": runner.global_step,  # two optimizers under manual optimization take two a batch
         "peak_bytes": reading.peak_allocated or reading.peak_resident,
         "before_bytes": before.resident if before.allocated is None else before.allocated,
@@ -114,12 +135,21 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
 
 
 def timed(seconds: Sequence[float]) -> Sequence[float]:
-    """Return the steps after the warm-up.
+    """Return the steps after the warm-up and those that are counted.
 
-    >>> timed([9.0, 1.0]), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0])
-    ([1.0], [1.0, 2.0, 3.0, 2.0, 2.0])
+    >>> timed([9.0, 1.0]), timed([9.0, 9.0, 1.0]), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0])
+    ([1.0], [1.0], [1.0, 2.0, 3.0, 2.0, 2.0])
     """
-    return seconds[min(WARM_UP, len(seconds) // 2) :]
+    return seconds[max(min(WARM_UP, len(seconds) // 2), counted_of(len(seconds))) :]
+
+
+def counted_of(steps: int) -> int:
+    """Return how many of a rung's steps are counted: at least one is timed.
+
+    >>> [counted_of(steps) for steps in (1, 2, 3, 25)]
+    [0, 1, 2, 2]
+    """
+    return min(COUNTED, steps - 1)
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:

@@ -15,7 +15,7 @@ from lightning_solo.report.model import Cell, Figure, Report, Table, number, pla
 from lightning_solo.units import GiB, format_bytes, format_seconds
 
 FILE = "ladder.json"
-NUMBERS = ("peak_bytes", "step_s", "loss", "loss_difference")
+NUMBERS = ("counted_bytes", "peak_bytes", "step_s", "loss", "loss_difference")
 NOISE = " ~: within the noise, the middle halves of the step times overlap the baseline's, or are not known."
 
 
@@ -36,8 +36,10 @@ def read_ladder(folder: Path) -> Report:
         "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions_of(ladder).items()),
     }
     report.facts.update({name: plain(value) for name, value in facts.items() if value})
+    counted = any(row["counted_bytes"] is not None for row in rows)  # not before 0.2.0, nor of a single step
+    title, key = ("Ladder: memory of training", "counted_bytes") if counted else ("Ladder: peak memory", "peak_bytes")
     drawn = [
-        bar_figure("ladder_memory", "Ladder: peak memory", rows, baseline, "peak_bytes", "GiB", format_bytes),
+        bar_figure("ladder_memory", title, rows, baseline, key, "GiB", format_bytes),
         bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", format_seconds),
     ]
     report.figures.extend(figure for figure in drawn if figure is not None)
@@ -114,7 +116,7 @@ def bar_figure(
     """Return bars of one figure, or None where no row has it."""
     if all(row[key] is None for row in rows):
         return None
-    scale = GiB if key == "peak_bytes" else 1
+    scale = GiB if unit == "GiB" else 1
     drawn, cells = [], []
     for row, distinct in zip(rows, distinct_names([row["name"] for row in rows]), strict=True):
         differs = change(rows, baseline, row, key)
@@ -151,18 +153,19 @@ def distinct_names(names: list[str]) -> list[str]:
 
 def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
     """Return every row with its changes against the baseline."""
-    headings = ("combination", "status", "peak memory", "change", "step time", "spread", "change", "loss",
-                "loss − baseline's", "exact", "detail")  # fmt: skip
+    headings = ("combination", "status", "training", "change", "peak memory", "change", "step time", "spread",
+                "change", "loss", "loss − baseline's", "exact", "detail")  # fmt: skip
     cells = []
     for row in rows:
-        changes = [change(rows, baseline, row, key) for key in ("peak_bytes", "step_s")]
-        peak, step = row["peak_bytes"], row["step_s"]
+        changes = [change(rows, baseline, row, key) for key in ("counted_bytes", "peak_bytes", "step_s")]
+        counted, peak, step = row["counted_bytes"], row["peak_bytes"], row["step_s"]
         cells.append((
             Cell(row["name"], row["name"]),
             Cell(plain(row.get("status") or "–"), plain(row.get("status") or "")),
-            Cell("–") if peak is None else Cell(format_bytes(int(peak)), peak), percent(changes[0]),
+            Cell("–") if counted is None else Cell(format_bytes(int(counted)), counted), percent(changes[0]),
+            Cell("–") if peak is None else Cell(format_bytes(int(peak)), peak), percent(changes[1]),
             Cell("–") if step is None else Cell(format_seconds(step), step), spread(row),
-            percent(changes[1], noise(row, "step_s")),
+            percent(changes[2], noise(row, "step_s")),
             number(row["loss"]), number(row["loss_difference"]),
             Cell({"True": "yes", "False": "no"}.get(str(row.get("exact")), "–")),
             Cell(plain(row.get("detail") or "")),

@@ -28,6 +28,8 @@ from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB
 from tests.modules import loader, regression
 
@@ -267,9 +269,11 @@ def test_every_rung_is_what_its_name_says() -> None:
 # --- what is measured ---
 
 
-def measured(callbacks: list[Any], steps: int, folder: Path, **trainer: Any) -> tuple[dict[str, Any], Clock, Any]:
+def measured(
+    callbacks: list[Any], steps: int, folder: Path, counted: int = 0, **trainer: Any
+) -> tuple[dict[str, Any], Clock, Any]:
     torch.manual_seed(0)
-    clock, module = Clock(), regression(L.pytorch)
+    clock, module = Clock(counted), regression(L.pytorch)
     module.train_dataloader = lambda: loader(batches=12)
     arguments = trainer_arguments(compose("baseline"), callbacks=[*callbacks, clock])
     quiet = {"logger": False, "accelerator": "cpu", "default_root_dir": str(folder), "log_every_n_steps": 1, **trainer}
@@ -291,6 +295,28 @@ def test_a_step_is_all_its_micro_batches(tmp_path: Path) -> None:
     assert window.losses[0] == pytest.approx(sum(first) / 4)
     assert clock.losses[0] == pytest.approx(first[0])
     assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), fresh.parameters(), strict=True))
+
+
+def test_the_bytes_of_training_are_counted_in_the_first_steps_alone(tmp_path: Path) -> None:
+    plain, _, module = measured([], 6, tmp_path)
+    parameters = sum(p.numel() for p in module.parameters())
+    assert plain["counted_bytes"] is None
+    measured([logger := MemoryLogger(category_steps=2)], 6, tmp_path)
+    assert logger.category_peak is not None
+    found, clock, _ = measured([], 6, tmp_path, counted=2)
+    assert found["counted_bytes"] == logger.category_peak.bytes > 16 * parameters  # AdamW: weight, gradient, 2 states
+    assert clock.counts.steps_left == 0
+    assert found["fingerprint"] == plain["fingerprint"]
+    released, _, _ = measured([GradientRelease()], 6, tmp_path, counted=2)
+    assert released["counted_bytes"] <= found["counted_bytes"] - parameters  # of 4 bytes; the peak moves elsewhere then
+    assert found["fingerprint"] == released["fingerprint"]
+
+
+def test_a_rung_of_one_step_is_timed_and_not_counted(tmp_path: Path) -> None:
+    assert [measurement.counted_of(steps) for steps in (1, 2, 3)] == [0, 1, 2]
+    found, _, _ = measured([], 1, tmp_path, counted=measurement.counted_of(1))
+    assert found["counted_bytes"] is None
+    assert found["step_s"] > 0
 
 
 @pytest.mark.parametrize("kind", ["allocated", "resident"])
@@ -389,11 +415,11 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     rows = by_name(stub(tmp_path, does).run())
     assert [rows[name].step_within_noise for name in ("baseline", "a", "b", "c")] == [None, True, False, True]
     assert [cells(rows[name])[3:5] for name in ("baseline", "a", "b", "c")] == [
-        ["±10%", "+0%"], ["±5%", "~ +10%"], ["±4%", "+20%"], ["", "~ +20%"],
+        ["2 s ±10%", "+0%"], ["2.2 s ±5%", "~ +10%"], ["2.4 s ±4%", "+20%"], ["2.4 s", "~ +20%"],
     ]  # fmt: skip
     found = json.loads(json.dumps(as_json([rows["a"]])))[0]
     assert (found["step_quartiles_s"], found["step_within_noise"]) == ([2.1, 2.3], True)
-    spread, overlap = "spread: half the interquartile range of the step times", "; ~: within the noise, the middle"
+    spread, overlap = "±: half the interquartile range of the step times", "; ~: within the noise, the middle"
     overlap += " halves of the step times overlap the baseline's"
     assert noise_in_words([rows["baseline"], rows["b"]]) == spread
     assert noise_in_words([rows["baseline"], rows["a"]]) == spread + overlap
@@ -421,17 +447,34 @@ def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
 
 
 def test_the_table() -> None:
-    rows = [Figures("baseline", "finished", peak_bytes=2**30, step_s=0.5, loss=2.0, device="cpu", before_bytes=2**29)]
+    rows = [Figures("baseline", "finished", peak_bytes=2**34, step_s=0.5, loss=2.0, device="cpu", before_bytes=2**29)]
     rows += [Figures("a", "out of device memory", "RuntimeError: CUDA out of memory")]
-    numbers = {"peak_bytes": 399 * 2**20, "step_s": 0.123, "step_quartiles_s": (0.1, 0.14), "loss": 12.0}
-    changes = {"peak_change": -0.5, "step_change": 1.2, "step_within_noise": True, "loss_difference": -1e-4}
+    numbers = {
+        "counted_bytes": 77 * 2**20,
+        "peak_bytes": 399 * 2**20,
+        "step_s": 0.123,
+        "step_quartiles_s": (0.1, 0.14),
+        "loss": 12.0,
+    }
+    changes = {"counted_change": -0.5, "step_change": 1.2, "step_within_noise": True, "loss_difference": -1e-4}
     rows += [Figures("bf16 + checkpointing + accumulation", "finished", exact=False, **numbers, **changes)]
     console = Console(width=80)
     with console.capture() as captured:
         console.print(table(rows, 5))
     printed = captured.get()
     assert "…" not in printed
-    for cell in ("checkpointing", "399.00 MiB", "123 ms", "±16%", "~ +120%", "12.0000", "-1.0e-04", "no"):
+    for cell in (
+        "checkpointing",
+        "77.0 MiB",
+        "-50%",
+        "399 MiB",
+        "123 ms",
+        "±16%",
+        "~ +120%",
+        "12",
+        "-1.0e-04",
+        "no",
+    ):
         assert cell in printed
     assert details(rows) == ["a: out of device memory: RuntimeError: CUDA out of memory"]
-    assert memory_in_words(rows) == "resident set of the process, peak, 512.00 MiB of it before training"
+    assert memory_in_words(rows).endswith("resident set of the process, 512.00 MiB of it before training")

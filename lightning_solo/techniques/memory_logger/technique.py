@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.cards.arguments import Parameter, check_arguments
+from lightning_solo.memory.category_peaks import CategoryPeaks, describe
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below
 from lightning_solo.memory.reading import Reading
 from lightning_solo.techniques.memory_logger.card import CARD
-from lightning_solo.techniques.memory_logger.category_peaks import CategoryPeaks, describe
 from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
 from lightning_solo.techniques.memory_logger.summary_table import SummaryTable

@@ -76,7 +76,7 @@ class CategoryPeaks:
         if compiled:
             self._warned = True
             warnings.warn(
-                f"MemoryLogger: compiled: {', '.join(compiled)}; in the steps whose categories are counted it runs "
+                f"compiled: {', '.join(compiled)}; in the steps whose categories are counted it runs "
                 "as written, so its activations and temporaries are those of the uncompiled code: what the "
                 "compiled code holds is not seen",
                 stacklevel=2,
