@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 
+from hydra_plugins.lightning_solo.launcher import SoloLauncherConf
+from hydra_plugins.lightning_solo.sweeper import SoloOptunaSweeperConf
+from lightning_solo import errors
 from lightning_solo.cards.catalogue import own_cards
 from lightning_solo.cli import COMMANDS
 from lightning_solo.cli import results as results_command
@@ -27,6 +31,7 @@ from lightning_solo.cli.ladder_line import parse as parse_ladder
 from lightning_solo.cli.plan_line import compose as compose_plan
 from lightning_solo.cli.plan_line import parse as parse_plan
 from lightning_solo.presets.compose import compose, hydra_of_our_own
+from lightning_solo.sweeps.outcome import STATUSES
 from tests.pages import DOCS, FILES, PAGES, ROOT, TABLES, Page
 
 NUMBER = re.compile(r"\d+\.\d+")
@@ -267,6 +272,37 @@ def test_paths_and_targets_that_it_names_exist(page: Page) -> None:
         check_make([command])
     for command in re.findall(r"`lightning-solo (\w+)", page.text):
         assert command in COMMANDS, command
+
+
+def settings_in(page: str, beginning: str) -> list[str]:
+    """Return the names in the first column of a table of settings, in order."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    table = text[text.index(beginning) :].partition("\n\n")[0]
+    return [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+
+
+def test_all_settings_of_sweeps_and_searches_are_explained() -> None:
+    launcher = [field.name for field in fields(SoloLauncherConf) if not field.name.startswith("_")]
+    assert settings_in("guides/sweeps.md", "| setting | default") == launcher
+    sweeper = [field.name for field in fields(SoloOptunaSweeperConf) if not field.name.startswith("_")]
+    assert sorted(settings_in("guides/sweeps.md", "| setting, below")) == sorted(sweeper)
+
+
+def test_each_way_a_job_can_end_is_explained() -> None:
+    text = (DOCS / "guides" / "sweeps.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z ]+)` \| [a-zA-Z]", text[: text.index("### The same")], re.MULTILINE) == [*STATUSES]
+
+
+def test_each_preset_is_in_a_table_of_when_to_use_it() -> None:
+    text = (DOCS / "presets.md").read_text(encoding="utf-8").partition("## All presets")[0]
+    named = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted([*named, "auto"]) == sorted(path.stem for path in TABLES.PRESETS.glob("*.yaml"))
+
+
+def test_each_error_has_its_section() -> None:
+    text = (DOCS / "errors.md").read_text(encoding="utf-8")
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert set(re.findall(r"^## (\w+Error)$", text, re.MULTILINE)) == kinds - {"SoloError"}
 
 
 def test_doctests_of_the_tables() -> None:
