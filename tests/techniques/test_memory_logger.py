@@ -344,7 +344,7 @@ def test_compiled_parts_are_named_once_and_stay_compiled(
         module.fast, name = torch.compile(module.net.forward, backend=backend), "fast"
         module.step = lambda batch: nn.functional.mse_loss(module.fast(batch[0]), batch[1])
     trainer = make_trainer(home, callbacks=[MemoryLogger(category_steps=2)])
-    with pytest.warns(UserWarning, match=rf"MemoryLogger: compiled: {name}; .*not seen") as caught:
+    with pytest.warns(UserWarning, match=rf"compiled: {name}; .*not seen") as caught:
         trainer.fit(module, loader(5, batch_size=64))
     assert len([w for w in caught if "compiled:" in str(w.message)]) == 1
     found, plain = (
