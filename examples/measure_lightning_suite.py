@@ -52,7 +52,8 @@ def outcomes(tests: Path, part: str, ours: bool, results: Path) -> dict[str, str
     if run.returncode not in (0, 1):
         raise SystemExit(f"{part} was not run:\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
     cases = ElementTree.parse(results).getroot().iter("testcase")
-    return {f"{case.get('classname')}::{case.get('name')}": ending(case) for case in cases}
+    names = {case: str(case.get("name")).replace("SoloStrategy", "SingleDeviceStrategy") for case in cases}
+    return {f"{case.get('classname')}::{name}": ending(case) for case, name in names.items()}
 
 
 def ending(case: ElementTree.Element) -> str:

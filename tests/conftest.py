@@ -20,6 +20,28 @@ hypothesis.settings.load_profile("solo")
 HOMES = (lightning.pytorch.__name__, pytorch_lightning.__name__)
 
 
+ENGINE = ("tests/zero/", "tests/techniques/test_zero_offload")
+WITHOUT_ENGINE = ("test_config.py", "test_deepspeed_names.py", "test_disk.py", "test_layout.py", "test_process.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` the other home of Lightning, but for the seams', and tests of DeepSpeed's engine.
+
+    What protects a change has them all the same: the contract of every technique runs under both homes, and under
+    `zero_offload`.
+    """
+    root = Path(__file__).parents[1]
+    for item in items:
+        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
+        callspec = getattr(item, "callspec", None)
+        other_home = callspec is not None and callspec.params.get("home") == HOMES[1]
+        if other_home and not path.startswith(("tests/seams/", "tests/contract/")):
+            item.add_marker(pytest.mark.long)
+        if path.startswith(ENGINE) and item.path.name not in WITHOUT_ENGINE:
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(params=HOMES)
 def home(request: pytest.FixtureRequest) -> ModuleType:
     """Each of the two packages whose Trainer people use; their classes are not the same."""
