@@ -54,6 +54,7 @@ def trained(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_a_run_and_the_one_that_goes_on_check_the_plan(tmp_path: Path) -> None:
     (tmp_path / "their_project.py").write_text(PROJECT)

@@ -168,6 +168,7 @@ def test_the_file_is_as_promised(folder: Path) -> None:
     assert found["hardware"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_until_names_the_first_that_fits_and_its_command_trains(folder: Path, rows: dict[str, Any]) -> None:
     before = starts(folder)
@@ -183,6 +184,7 @@ def test_until_names_the_first_that_fits_and_its_command_trains(folder: Path, ro
     assert f"none fits in {format_bytes(least - 1)}; the smallest, " in printed
 
 
+@pytest.mark.long
 def test_a_module_without_blocks_is_a_row_with_the_reason(folder: Path) -> None:
     options = ["+model.layers=0", "--techniques", "checkpointing", "--steps", "2", "run=flat"]
     printed = call(folder, "ladder", *MODULE, *options)

@@ -141,6 +141,7 @@ def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path)
         assert len(png.convert("RGB").getcolors(2**20) or []) > 3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_json_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = called(capsys, *CARD, "--presets", "zero_offload,bf16", "--micro-batch", "8", "--budget", "1GiB", "--json")
@@ -170,6 +171,7 @@ def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]
     assert re.match(r"bf16: fits, \d+\.\d\d MiB\nfp16: fits, ", err)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_none_fits_names_the_nearest_and_a_smaller_batch(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = called(capsys, *CARD, "data.batch_size=64", "solo=bf16", "--budget", "550MiB", code=1)
@@ -191,6 +193,7 @@ def test_without_a_gpu_and_without_a_device_it_is_the_cpu(capsys: pytest.Capture
     assert "zero_offload: could not be planned" in err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     process = subprocess.Popen(
@@ -231,6 +234,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*CARD, "solo=zero_offload", "model.depth=2"]

@@ -78,6 +78,7 @@ def test_a_run_says_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
     assert OmegaConf.load(folder / "config.yaml").solo.precision == "bf16-mixed"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
     folder = tmp_path / "runs" / "first"

@@ -704,6 +704,7 @@ def test_compiled_it_does_the_same_and_is_compiled_once(monkeypatch: pytest.Monk
         assert (codes != 0).float().mean() < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("adam", [False, True], ids=["adamw", "adam"])
 def test_hyperparameters_that_change_compile_nothing_anew(adam: bool, monkeypatch: pytest.MonkeyPatch):

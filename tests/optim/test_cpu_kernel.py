@@ -336,6 +336,7 @@ def test_without_a_compiler_torch_steps(monkeypatch: pytest.MonkeyPatch):
         cpu_kernel.kernel.cache_clear()
 
 
+@pytest.mark.long
 def test_two_processes_that_build_at_once_do_not_meet(built: Path, compiler: Any, tmp_path: Path):
     # each writes the first half, and the second when the other has begun
     made = compiler(

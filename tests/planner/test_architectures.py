@@ -30,8 +30,14 @@ def measuring() -> Any:
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("text/gpt2", "text/llama", "text/mamba", "text/mixtral", "text/gemma", "text/qwen2_moe"),
-        *("masked/bert", "masked/deberta-v2", "encoder_decoder/t5", "image/vit", "image/resnet", "audio/wav2vec2"),
+        *("text/llama", "masked/bert"),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (
+                *("text/gpt2", "text/mamba", "text/mixtral", "text/gemma", "text/qwen2_moe", "masked/deberta-v2"),
+                *("encoder_decoder/t5", "image/vit", "image/resnet", "audio/wav2vec2"),
+            )
+        ),
     ],
 )
 def test_planned_steps_hold_what_real_steps_hold(measuring: Any, architecture: str) -> None:

@@ -135,6 +135,7 @@ def test_the_host_is_this_one_wherever_the_device_is(monkeypatch: pytest.MonkeyP
 # --- among which ---
 
 
+@pytest.mark.long
 def test_precision_and_accumulation_stay_what_they_are() -> None:
     config = compose("auto", ["precision=32-true", "accumulate_grad_batches=4"])
     found = candidates(config, lambda config: None, None, ())
@@ -268,6 +269,7 @@ def test_a_smaller_budget_chooses_another_and_a_fit_runs_with_it(make_trainer: A
     assert trainer.global_step == 2
 
 
+@pytest.mark.long
 def test_a_budget_for_none_names_the_nearest_and_its_need() -> None:
     with pytest.raises(BudgetError, match=r"no preset fits in 1\.00 MiB; the nearest, checkpointing, needs"):
         trainer_kwargs("auto", [*TOLD, f"auto.budget={MiB}"], module=byte_gpt(), batch=text())
