@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_solo.optim import kernels
-from lightning_solo.optim.compressed_moments import BLOCK, blocks
+from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.kernels import Control, Piece
 from lightning_solo.optim.staging import Staging
 
@@ -65,9 +65,7 @@ class DeviceSteps:
             control: of the step.
             staging: how tensors of the host pass through the device.
         """
-        size = self.kernels.piece // BLOCK
-        for first in range(0, blocks(whole.numel), size):
-            part = whole.blocks(first, first + size)
+        for part in whole.split(self.kernels.piece // BLOCK):
             pieces = {name: part.tensors[name] for name in on_host}
             with staging.on_device(pieces, unchanged=("grad",)) as staged:
                 self.kernels.step([replace(part, tensors={**part.tensors, **staged})], control)

@@ -91,6 +91,17 @@ class Piece:
         parts = {name: x[first * self.width(name) : last * self.width(name)] for name, x in self.tensors.items()}
         return Piece(parts, self.scalars, self.first_row + first, self.index)
 
+    def split(self, count: int) -> list[Piece]:
+        """Return the piece in parts of ``count`` blocks, views of its tensors; the last may be a short one."""
+        parts = {
+            name: x.split(count * self.width(name))  # type: ignore[no-untyped-call]
+            for name, x in self.tensors.items()
+        }
+        return [
+            Piece(dict(zip(parts, tensors, strict=True)), self.scalars, self.first_row + number * count, self.index)
+            for number, tensors in enumerate(zip(*parts.values(), strict=True))
+        ]
+
 
 @dataclass(frozen=True)
 class Sum:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.atomic_files import write_whole
 from lightning_solo.errors import CapabilityError
 from lightning_solo.machine import nvidia_driver, processor, user_cache
 from lightning_solo.presets.devices import CPU, KINDS, Device, file_name
@@ -114,10 +115,7 @@ def keep(device: Device, readings: Readings) -> Path:
     if path is None:
         raise CapabilityError("this user has no home folder to keep readings in; write XDG_CACHE_HOME=<a folder>")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.part")
-        partial.write_text(json.dumps({"device": device.label, **asdict(readings)}, indent=2) + "\n")
-        partial.replace(path)
+        write_whole(path, f"{json.dumps({'device': device.label, **asdict(readings)}, indent=2)}\n".encode())
     except OSError as error:
         raise CapabilityError(
             f"{path} can't be written: {error.strerror}; write XDG_CACHE_HOME=<a folder of yours> before the command"

@@ -34,8 +34,7 @@ from lightning_solo.planner.fake_modules import (
     to_random,
     with_numbers,
 )
-from lightning_solo.planner.host_staging import planned_host_memory
-from lightning_solo.planner.kernels import planned_kernels
+from lightning_solo.planner.kernels import planned_host_memory, planned_kernels
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
 from lightning_solo.seams.patches import batches_through

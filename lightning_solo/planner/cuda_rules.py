@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_solo.planner.attention import fused_attention, math_attention
 from lightning_solo.planner.autocast import cuda_autocast_on_cpu, register_autocast
-from lightning_solo.planner.host_staging import cuda_chunk_sizes
+from lightning_solo.planner.kernels import cuda_chunk_sizes
 from lightning_solo.planner.optimizer_rules import capturable_on_cpu, register_fused_steps
 
 

@@ -1,21 +1,24 @@
-"""The kernels of compact states in a plan: they record the bytes they move; of a loop over chunks two are traced.
+"""Optimizers on compact and host states in a plan: their kernels and copies record the bytes that they move.
 
-Without it a step would be traced chunk by chunk: minutes, for a module of some billion parameters.
+A step is not traced chunk by chunk, which would take minutes for a module of some billion parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_solo.attributes import replaced
-from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order
+from lightning_solo.optim import adamw_update, cpu_kernel, host_slabs, kernels, memory_order, split_weights, staging
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import CpuKernels
+from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
 from lightning_solo.planner.tracer import Tracer
 
 
@@ -73,7 +76,7 @@ def _moved(piece: Piece) -> int:
     return sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
 
 
-@contextlib.contextmanager
+@contextmanager
 def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     """Make optimizers and sums of gradients use a plan's kernels: Triton's on a GPU, C++ or operators on a CPU.
 
@@ -86,14 +89,64 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
     def two_chunks(count: int, size: int) -> Iterator[slice]:
         yield from chunks(min(size, count), size)
-        if count > size:
+        if count > size and tracer.phases:  # not in a conversion, which nothing records
             begin = len(tracer.costs)
             yield slice(size, min(2 * size, count))
             tracer.multiply(begin, max(count / size - 1, 1))
 
     chunks = memory_order.chunks
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(replaced(kernels, "kernels_on", kernels_on))
         if tracer.fake:
             stack.enter_context(replaced(memory_order, "chunks", two_chunks))
+        yield
+
+
+@contextmanager
+def cuda_chunk_sizes() -> Iterator[None]:
+    """Unpack compact states in chunks, and stage them in buffers, of the sizes and numbers that a GPU has."""
+    tables = (adamw_update.CHUNK, split_weights.CHUNK, staging.SLOTS)
+    originals = [table["cpu"] for table in tables]
+    for table in tables:
+        table["cpu"] = table["cuda"]
+    try:
+        yield
+    finally:
+        for table, original in zip(tables, originals, strict=True):
+            table["cpu"] = original
+
+
+@contextmanager
+def planned_host_memory(
+    on_host: Callable[[], AbstractContextManager[None]], copied: Callable[[str, int, int], None]
+) -> Iterator[None]:
+    """Mark allocations of host memory, which on a CPU look like those of the device.
+
+    Tensors that pass through a staging buffer allocate it on the device, and aren't copied.
+
+    Args:
+        on_host: returns the context in which host memory is allocated.
+        copied: is called with stream, bytes and staging buffer of each copy that a GPU would make.
+    """
+    allocate = host_slabs.host_tensors
+
+    def host_tensors(*arguments: Any) -> list[Tensor]:
+        with on_host():
+            return allocate(*arguments)
+
+    @contextmanager
+    def on_device(
+        self: staging.Staging,
+        pieces: Mapping[str, Tensor],
+        *,
+        unread: bool = False,
+        unchanged: Collection[str] = (),
+    ) -> Iterator[dict[str, Tensor]]:
+        slot, _ = self.next_slot(pieces)
+        copied(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), slot)
+        yield dict(pieces)
+        copied(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
+
+    on_gpu = replaced(staging.Staging, "on_device", on_device)
+    with replaced(host_slabs, "host_tensors", host_tensors), on_gpu:
         yield

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_solo.cards.footprint import ELEMENT_BYTES
+from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
-from lightning_solo.planner.engine_states import with_buffers
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.rules import WINDOW, Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
@@ -21,6 +21,7 @@ from lightning_solo.planner.tracer import PHASES, Cost
 from lightning_solo.planner.traces import ScalableTrace, scalable_trace
 from lightning_solo.presets.schema import SoloConfig
 
+STATES = ("weights", "gradients", "optimizer_states")
 MOST = 2**20  # the largest micro-batch that is tried
 
 
@@ -74,7 +75,9 @@ class Planner:
             trace = scalable.at(size)
             if arranged.states is None:
                 return trace
-            return with_buffers(trace, *arranged.states.buffers(trace.sizes, arranged.precision, arranged.accumulation))
+            return _with_buffers(
+                trace, *arranged.states.buffers(trace.sizes, arranged.precision, arranged.accumulation)
+            )
 
         assert self.micro_batch is not None
         planned = at(self.micro_batch)
@@ -187,8 +190,8 @@ class Planner:
                 return capture(self.make, batch, arranged.arguments(), fake=fake, cuda=cuda, attention=attention)
 
             assert self.micro_batch is not None
-            is_line = any(other.is_line for other in self._traces.values())
-            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes, is_line=is_line)
+            pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
+            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes, pair)
         return self._traces[key]
 
 
@@ -203,3 +206,30 @@ def _phase_peaks(trace: Trace) -> dict[str, int]:
     for (first, _, name), last in zip(trace.phases, ends, strict=True):
         peaks[name] = max(peaks[name], trace.log.peak(first, last)[0])
     return peaks
+
+
+def _with_buffers(trace: Trace, buffers: Sequence[tuple[str, int]], host_bytes: int) -> Trace:
+    """Return the trace with an engine's buffers in place of the model states.
+
+    Args:
+        trace: of a run without the engine.
+        buffers: (category, bytes) of each on the device.
+        host_bytes: that the engine stores on the host.
+    """
+    labels = list(trace.log.labels)
+    firsts = [first for first, _, _ in trace.phases]
+    dropped = {number for number, label in enumerate(labels) if label in STATES}
+    events = []
+    for index, (storage, change) in enumerate(trace.log.events):
+        if change > 0 and trace.phases[bisect_right(firsts, index) - 1][2] == "optimizer_step":
+            dropped.add(storage)
+        if storage not in dropped:
+            events.append((index, (storage, change)))
+    held = {storage: size for storage, size in trace.log.held.items() if storage not in dropped}
+    for category, size in buffers:
+        held[len(labels)] = size
+        labels.append(category)
+    kept = [index for index, _ in events]
+    phases = [(bisect_left(kept, first), costs, name) for first, costs, name in trace.phases]
+    log = EventLog([event for _, event in events], labels, held)
+    return replace(trace, log=log, phases=phases, host_bytes=host_bytes)

@@ -20,6 +20,7 @@ from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.units import format_bytes
 
 SMALL = (2, 3, 4)  # micro-batches that are traced besides the given one; 1 may have special cases in torch
+FAKE = "fake tensors"
 UNLIKE = "two micro-batches did not do the same: only the one given is planned"
 
 
@@ -32,14 +33,14 @@ class ScalableTrace:
         trace: of it.
         affine: traces of other micro-batches, or None if none can be derived.
         how: the kind of tensors, in words.
-        is_line: whether two other micro-batches predicted this one, as they then do under any preset.
+        pair: two micro-batches from which all others follow, this one excepted where it is 1; so under any preset.
     """
 
     size: int
     trace: Trace
     affine: AffineTrace | None
     how: str
-    is_line: bool = False
+    pair: tuple[int, int] | None = None
 
     def at(self, size: int) -> Trace:
         """Return the trace of a micro-batch of ``size`` examples."""
@@ -47,7 +48,11 @@ class ScalableTrace:
 
 
 def scalable_trace(
-    capture: Callable[..., Trace], make: Callable[[], Any], size: int, weight_bytes: int, *, is_line: bool = False
+    capture: Callable[..., Trace],
+    make: Callable[[], Any],
+    size: int,
+    weight_bytes: int,
+    pair: tuple[int, int] | None = None,
 ) -> ScalableTrace:
     """Trace by the first way that works: fake tensors, those with math attention, real steps on the CPU.
 
@@ -56,7 +61,7 @@ def scalable_trace(
         make: returns the module.
         size: examples per micro-batch.
         weight_bytes: per element of a weight, for the error's estimate.
-        is_line: as `ScalableTrace` of the same module and size says under another preset: two traces suffice then.
+        pair: that of the same module and size under another preset: no third micro-batch has to be predicted then.
 
     Raises:
         PlanError: none works; says why, and what the model states alone take.
@@ -67,7 +72,7 @@ def scalable_trace(
             if not fake:
                 _check_host_memory(make)
             one = partial(capture, fake=fake, attention=attention)
-            scalable = _on_fake_tensors(one, size, is_line=is_line) if fake else _by_real_steps(one, size)
+            scalable = _on_fake_tensors(one, size, pair) if fake else _by_real_steps(one, size)
         except Exception as error:
             first = first or error
             continue
@@ -78,22 +83,24 @@ def scalable_trace(
     raise PlanError(f"{_reason(first)}; {_least(make, weight_bytes)}") from first
 
 
-def _on_fake_tensors(capture: Callable[[int], Trace], size: int, *, is_line: bool) -> ScalableTrace:
+def _on_fake_tensors(capture: Callable[[int], Trace], size: int, known: tuple[int, int] | None = None) -> ScalableTrace:
     """Return the trace of a micro-batch, and of all others if two small ones predict it, or else a third."""
     low, high, third = [*(other for other in SMALL if other != size), max(SMALL)][:3]
-    pair = sorted((size, low)) if is_line else [low, high]
+    pair = known or (low, high)
     sizes = list(dict.fromkeys((size, *pair)))
     traces = dict(zip(sizes, run_in_forks(*(partial(capture, each) for each in sizes)), strict=True))
     trace = traces[size]
     affine = affine_trace(pair[0], traces[pair[0]], pair[1], traces[pair[1]])
     if affine is None:
         trace.assumptions.append(UNLIKE)
-    elif not is_line:
-        is_line = affine.predicts(size, trace)
-        if not is_line and not (size == 1 and affine.predicts(third, capture(third))):
-            affine = None  # scores of each example against each, say
+        return ScalableTrace(size, trace, None, FAKE)
+    if known is None:
+        if affine.predicts(size, trace):
+            pair = min(size, low), max(size, low)
+        elif size > 1 or not affine.predicts(third, capture(third)):  # scores of each example against each, say
             trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
-    return ScalableTrace(size, trace, affine, "fake tensors", is_line and affine is not None)
+            return ScalableTrace(size, trace, None, FAKE)
+    return ScalableTrace(size, trace, affine, FAKE, pair)
 
 
 def _by_real_steps(capture: Callable[[int], Trace], size: int) -> ScalableTrace:
