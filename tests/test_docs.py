@@ -268,6 +268,8 @@ def test_paths_and_targets_that_it_names_exist(page: Page) -> None:
         assert (ROOT / path).exists(), path
     for path in re.findall(r"`(conf/(?:library|app)/[\w/.]+)`", page.text):
         assert (ROOT / path).exists(), path
+    for target in re.findall(r"\]\(([\w/.]+\.md)(?:#[\w-]+)?\)", page.text):
+        assert (page.path.parent / target).is_file(), target
     for command in re.findall(r"`make (\w+)", page.text):
         check_make([command])
     for command in re.findall(r"`lightning-solo (\w+)", page.text):
