@@ -231,6 +231,20 @@ def planner_table(result: dict[str, Any]) -> str:
     return table(["what", "measured", "target"], rows) + note(result, result["command"], size)
 
 
+def plan_order_table(result: dict[str, Any]) -> str:
+    """Return how planned times order presets, against real ones, by the table's speeds and by calibrated ones."""
+    kinds = [result["as_in_the_table"], result["as_calibrated"]]
+    parts = {
+        "Spearman, all modules and presets": "spearman_all",
+        "Spearman over the presets of a module, median": "spearman_of_a_module_median",
+        "the preset planned as fastest is within 10 % of it": "fastest_chosen_within_10_percent",
+        "planned over real, median": "planned_over_real_median",
+    }
+    rows = [[words, *(str(kind[key]) for kind in kinds)] for words, key in parts.items()]
+    what = f"{len(result['rows'])} runs of {result['modules']} modules; calibrated while other work used the processor."
+    return table(["what", "speeds of the table", "calibrated"], rows) + note(result, result["command"], what)
+
+
 def architectures_table(result: dict[str, Any]) -> str:
     """Return how many architectures of transformers are planned to the byte."""
     summary = result["summary"]
@@ -420,6 +434,7 @@ TABLES = {
     "compact_cpu.json": compact_table,
     "step_cost.json": step_cost_table,
     "sweep_cpu.json": sweep_table,
+    "plan_order_cpu.json": plan_order_table,
     "planner_cpu.json": planner_table,
     "architectures_cpu.json": architectures_table,
     "moments_cpu.json": moments_table,
