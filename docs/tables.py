@@ -33,8 +33,10 @@ MARK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table; every column but the first and the last is right-aligned."""
-    rule = ["---", *["---:"] * (len(headers) - 1)]
+    """Return a Markdown table; columns of which most cells begin with a number are right-aligned."""
+    columns = [[cell for cell in column if cell] for column in zip(*rows, strict=True)]
+    numbers = [sum(cell[0] in "0123456789+-~±" for cell in column) * 2 > len(column) for column in columns]
+    rule = ["---:" if number else "---" for number in numbers]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [headers, rule, *rows]) + "\n"
 
 
@@ -132,7 +134,7 @@ def compact_table(result: dict[str, Any]) -> str:
         what = f"loss on held-out text after 1,000 steps, {len(losses[preset])} seeds"
         rows.append([f"`{preset}`", what, f"{mean:.4f} (seeds within {spread:.4f}){change}"])
     for row in result.get("states", ()):
-        rows.append([f"`{row['preset']}`", "bytes per parameter behind a step, counted", f"{row['in_all']:.2f}"])
+        rows.append([f"`{row['preset']}`", "bytes per parameter after a step, counted", f"{row['in_all']:.2f}"])
     for part, what in (("resident", "peak resident set"), ("largest", "three steps of a larger model")):
         for row in result.get(part, ()):
             size = (
