@@ -261,6 +261,22 @@ def architectures_table(result: dict[str, Any]) -> str:
     )
 
 
+def lightning_suite_table(result: dict[str, Any]) -> str:
+    """Return how Lightning's own tests end with its strategy for one device, and with ours in its place."""
+    kinds = ("passed", "skipped", "failure", "error")
+    rows = [
+        [
+            part,
+            *(f"{stock}, {ours}" for stock, ours in (row[kind] for kind in kinds)),
+            str(len(row["fails_with_ours_alone"])),
+        ]
+        for part, row in result["parts"].items()
+    ]
+    headers = ["tests of Lightning", "passed", "skipped", "failed", "errors", "fail with `SoloStrategy` alone"]
+    explained = "Each with `SingleDeviceStrategy`, then with `SoloStrategy` in its place, and nothing attached."
+    return table(headers, rows) + note(result, "python examples/measure_lightning_suite.py <checkout>", explained)
+
+
 def moments_table(result: dict[str, Any]) -> str:
     """Return how far 8-bit moments move an update from that of fp32."""
     rows = [
@@ -439,6 +455,7 @@ TABLES = {
     "plan_order_cpu.json": plan_order_table,
     "planner_cpu.json": planner_table,
     "architectures_cpu.json": architectures_table,
+    "lightning_suite.json": lightning_suite_table,
     "moments_cpu.json": moments_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
