@@ -347,24 +347,6 @@ def zero_host_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, "python examples/measure_zero_host.py", size)
 
 
-def lightning_suite_table(result: dict[str, Any]) -> str:
-    """Return how Lightning's own tests end with its strategy for one device, and with the one that has seams."""
-    rows = []
-    for name, part in result["parts"].items():
-        not_passed = [part["failure"][n] + part["error"][n] for n in (0, 1)]
-        ours_alone = str(len(part["fails_with_ours_alone"]))
-        rows.append([f"`{name}`", *map(str, part["passed"]), *map(str, not_passed), ours_alone])
-    heads = [
-        "Lightning's tests",
-        "passed, stock",
-        "passed, ours",
-        "failed, stock",
-        "failed, ours",
-        "failed with ours alone",
-    ]
-    return table(heads, rows) + note(result, "python examples/measure_lightning_suite.py lightning")
-
-
 def presets() -> str:
     """Return the presets with the first line of each file."""
     rows = []
@@ -461,7 +443,6 @@ def prose(text: str) -> str:
 
 
 TABLES = {
-    "lightning_suite.json": lightning_suite_table,
     "ladder_cpu.json": ladder_table,
     "ladder_gpu.json": ladder_table,
     "callbacks_cpu.json": callbacks_table,
