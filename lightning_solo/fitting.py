@@ -76,8 +76,9 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
     """Return what a preset's model states need with AdamW and a margin; None where that isn't known."""
     if config.strategy is not None and "name" not in config.strategy:
         return None
-    request = Request(sizes, config.precision, config.accumulate_grad_batches or 1, cuda)
-    footprint = footprint_of(composition(config).techniques, request)
+    parts = composition(config)
+    accumulation = max(parts.first_factor, 2 if parts.accumulates else 1)  # which bytes are kept, not how often
+    footprint = footprint_of(parts.techniques, Request(sizes, config.precision, accumulation, cuda))
     if footprint is None:
         return None
     device, host = (footprint.device, footprint.host) if cuda else (0, footprint.total)

@@ -19,7 +19,7 @@ import lightning_solo as solo
 from lightning_solo import fitting
 from lightning_solo.cards.footprint import Request, Sizes, plain_footprint
 from lightning_solo.errors import BudgetError, CapabilityError
-from lightning_solo.fitting import Room, free_room, presets_that_fit
+from lightning_solo.fitting import Room, free_room, model_states, presets_that_fit
 from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
@@ -113,6 +113,23 @@ def test_what_other_libraries_keep_is_counted_by_their_own_sizes(back_end: str, 
     for release, kept in ((True, 0), (False, gradient)):
         settings = Settings(back_end=back_end, release_gradients=release)
         assert footprint(settings, request, plain_footprint(request)).device == 256_000 * (each + kept)
+
+
+@pytest.mark.parametrize("name", ["compact", "gradient_release"])
+def test_released_gradients_that_accumulate_need_their_sum(name: str) -> None:
+    """4 bytes per parameter, by a factor or by a schedule, on the device or on the host."""
+    buffer = "strategy.gradient_buffer" if name == "compact" else "callback.gradient_release.buffer"
+    sizes, mib = Sizes((2**20,), (), 0), 4 * 2**20 * MARGIN
+
+    def room(*overrides: str) -> Room:
+        need = model_states(compose(name, overrides), sizes, cuda=True)
+        assert need is not None
+        return need
+
+    for accumulates in ("accumulate_grad_batches=4", "+callback=accumulation_schedule"):
+        assert room(accumulates).device - room().device == pytest.approx(mib, abs=1)
+        on_host = room(accumulates, f"{buffer}=host")
+        assert (on_host.device, on_host.host) == (room().device, pytest.approx(mib, abs=1))
 
 
 @pytest.mark.usefixtures("once")

@@ -59,9 +59,9 @@ def catalogue() -> Catalogue:
         try:
             card = _loaded(point)
             if card.name in cards:
-                raise PresetError(f"a technique of the name {card.name!r} is there already, {cards[card.name].target}")
+                raise PresetError(f"the name {card.name!r} is taken by {cards[card.name].target}")
             folder = _configuration(point, card)
-        except Exception as error:  # whatever another package does, ours must go on
+        except Exception as error:  # whatever another package does, ours must still work
             broken[f"{point.name} = {point.value}"] = f"{type(error).__name__}: {error}"
             continue
         cards[card.name] = card
@@ -109,7 +109,7 @@ def _loaded(point: EntryPoint) -> Card:
     """Return the card behind an entry point, checked."""
     card = point.load()
     if not isinstance(card, Card):
-        raise PresetError(f"{point.value} is a {type(card).__name__}, a lightning_solo.cards.card.Card is needed")
+        raise PresetError(f"{point.value} is a {type(card).__name__}; write a lightning_solo.cards.card.Card")
     for problem in problems(card):
         raise PresetError(problem)
     return card
@@ -185,11 +185,11 @@ def _configuration(point: EntryPoint, card: Card) -> Path:
 
 def _check_yaml(path: Path, card: Card) -> None:
     """Refuse a YAML file that doesn't hold each setting with the card's default."""
-    import yaml  # for other packages' techniques alone
+    from omegaconf import OmegaConf  # for other packages' techniques alone; it reads 1e-3 as a number, as Hydra will
 
-    node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    node = OmegaConf.to_container(OmegaConf.load(path))
     node = node.get(card.name) if card.group == "callback" and isinstance(node, dict) else node
-    written = {key: value for key, value in (node or {}).items() if key != "name"} if isinstance(node, dict) else {}
+    written = {str(key): value for key, value in node.items() if key != "name"} if isinstance(node, dict) else {}
     expected = {field.name: field.default for field in fields(card.settings)}
     for name in sorted({*written, *expected}):
         if name not in written or name not in expected or _plain(written[name]) != _plain(expected[name]):

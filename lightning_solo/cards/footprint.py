@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from lightning_solo.cards.composition import Chosen
@@ -74,6 +74,20 @@ def plain_footprint(request: Request) -> Footprint:
     element, trained = ELEMENT_BYTES.get(request.precision or "", 4), sum(request.sizes.trainable)
     weights = element * (trained + sum(request.sizes.frozen)) + request.sizes.buffer_bytes
     return Footprint(weights, element * trained, 2 * element * trained)
+
+
+def without_gradients(before: Footprint, request: Request, buffer: str) -> Footprint:
+    """Return the bytes where gradients are released; with accumulation their fp32 sum is kept.
+
+    Args:
+        before: the bytes without release.
+        request: for what.
+        buffer: where the sum is kept, ``"device"`` or ``"host"``.
+    """
+    kept = 0 if request.accumulation == 1 else 4 * sum(request.sizes.trainable)
+    if buffer == "host":
+        return replace(before, gradients=0, host=before.host + kept)
+    return replace(before, gradients=kept)
 
 
 def footprint_of(techniques: Iterable[Chosen], request: Request) -> Footprint | None:

@@ -45,6 +45,7 @@ class Clock(L.Callback):
     """
 
     def __init__(self, counted: int = 0) -> None:
+        self.counted = counted
         self.counts = CategoryPeaks(counted)
         self.seconds: list[float] = []
         self.losses: list[float] = []
@@ -119,28 +120,28 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
             f"data: the train_dataloader of {type(data or model).__name__} gave no batch to train on; give one that"
             " does, or check data and trainer.limit_train_batches"
         )
-    counted = clock.counts.largest
+    counted, seconds = clock.counts.largest, timed(clock.seconds, clock.counted)
     return {
         "device": device.type,
         "counted_bytes": counted and counted[0].bytes,
         "steps": runner.global_step,  # two optimizers under manual optimization take two a batch
         "peak_bytes": reading.peak_allocated or reading.peak_resident,
         "before_bytes": before.resident if before.allocated is None else before.allocated,
-        "step_s": statistics.median(timed(clock.seconds)),
-        "step_quartiles_s": quartiles(timed(clock.seconds)),
+        "step_s": statistics.median(seconds) if seconds else None,
+        "step_quartiles_s": quartiles(seconds),
         "loss": statistics.fmean(clock.losses[-LAST:]) if clock.losses else None,
         "samples_per_step": clock.samples[0] or None,
         "fingerprint": fingerprint(model, clock.losses),
     }
 
 
-def timed(seconds: Sequence[float]) -> Sequence[float]:
-    """Return the steps after the warm-up and those that are counted.
+def timed(seconds: Sequence[float], counted: int) -> Sequence[float]:
+    """Return the steps after the warm-up and after those that are counted; none where a run ended within these.
 
-    >>> timed([9.0, 1.0]), timed([9.0, 9.0, 1.0]), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0])
-    ([1.0], [1.0], [1.0, 2.0, 3.0, 2.0, 2.0])
+    >>> timed([9.0, 9.0, 1.0], counted=2), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0], counted=2), timed([9.0], counted=2)
+    ([1.0], [1.0, 2.0, 3.0, 2.0, 2.0], [])
     """
-    return seconds[max(min(WARM_UP, len(seconds) // 2), counted_of(len(seconds))) :]
+    return seconds[max(min(WARM_UP, len(seconds) // 2), counted) :]
 
 
 def counted_of(steps: int) -> int:

@@ -146,10 +146,10 @@ except solo.ConflictError as error:
 
 BROKEN = {
     "raises": ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
-    "no_card": ("CARD = 3", "CARD is a int, a lightning_solo.cards.card.Card is needed"),
+    "no_card": ("CARD = 3", "CARD is a int; write a lightning_solo.cards.card.Card"),
     "no_class": (CARD.format(**{**GOOD, "target": "frozen_embeddings.technique:Missing"}), "has no 'Missing'"),
     "no_module": (CARD.format(**{**GOOD, "target": "frozen_embeddings.missing:A"}), "there is no module"),
-    "same_name": (CARD.format(**{**GOOD, "name": "memory_logger"}), "'memory_logger' is there already"),
+    "same_name": (CARD.format(**{**GOOD, "name": "memory_logger"}), "the name 'memory_logger' is taken"),
     "no_default": (CARD.format(**{**GOOD, "default": "field()"}).replace("import dataclass", "import dataclass, field"),
                    "the setting 'size' has no default"),
     "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: DATA"),
@@ -178,6 +178,17 @@ print(json.dumps([str(warning.message) for warning in caught if "left out" in st
     for name, (_, reason) in BROKEN.items():
         (message,) = [message for message in messages if f"'{name} = {name}.card:CARD'" in message]
         assert reason in message
+
+
+def test_numbers_of_its_yaml_are_read_as_hydra_reads_them(installed: Path, tmp_path: Path) -> None:
+    card = CARD.format(**{**GOOD, "default": "setting(1e-3, 'rate')"}).replace("size: int", "size: float")
+    package(tmp_path, "adapters", card)
+    (tmp_path / "adapters" / "conf" / "solo" / "callback" / "adapter.yaml").write_text("adapter:\n  size: 1e-3\n")
+    code = """
+from lightning_solo.cards.catalogue import catalogue
+print(dict(catalogue().broken), "adapter" in catalogue().cards)
+"""
+    assert run(code, installed, tmp_path, cwd=tmp_path).strip() == "{} True"
 
 
 def test_a_constructor_that_lacks_a_setting_of_its_card_is_named(installed: Path, tmp_path: Path) -> None:

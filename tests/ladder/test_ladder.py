@@ -319,6 +319,14 @@ def test_a_rung_of_one_step_is_timed_and_not_counted(tmp_path: Path) -> None:
     assert found["step_s"] > 0
 
 
+def test_a_run_that_ends_within_the_counted_steps_has_no_step_time(tmp_path: Path) -> None:
+    found, clock, _ = measured([], 25, tmp_path, counted=2, limit_train_batches=2, max_epochs=1)
+    assert len(clock.seconds) == found["steps"] == 2
+    assert found["counted_bytes"] > 0
+    assert found["step_s"] is None
+    assert measured([], 25, tmp_path, counted=2, limit_train_batches=3, max_epochs=1)[0]["step_s"] is not None
+
+
 @pytest.mark.parametrize("kind", ["allocated", "resident"])
 def test_the_peak_is_that_of_the_run_not_what_is_left_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

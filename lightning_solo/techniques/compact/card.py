@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement, Rung
-from lightning_solo.cards.footprint import Footprint, Request
+from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 from lightning_solo.optim import state_settings
 from lightning_solo.optim.state_settings import StateSettings, cuda_remedy, refuse_precision
@@ -33,9 +33,9 @@ def _gradients(settings: Settings) -> frozenset[str]:
 
 
 def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint:
-    """Return the bytes of compact states, without gradients where they are released, one micro-batch per step."""
+    """Return the bytes of compact states, without gradients where they are released."""
     compact = state_settings.footprint(settings, request, plain)
-    return replace(compact, gradients=0) if settings.release_gradients else compact
+    return without_gradients(compact, request, settings.gradient_buffer) if settings.release_gradients else compact
 
 
 CARD = Card(

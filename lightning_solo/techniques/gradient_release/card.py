@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.composition import Composition
-from lightning_solo.cards.footprint import Footprint, Request
+from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 
 
@@ -32,11 +32,8 @@ def _scaled_gradients(settings: Settings, composition: Composition) -> str | Non
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
-    """Return the bytes without gradients; with accumulation their sum is kept, 4 bytes each."""
-    kept = 0 if request.accumulation == 1 else 4 * sum(request.sizes.trainable)
-    if settings.buffer == "host":
-        return replace(before, gradients=0, host=before.host + kept)
-    return replace(before, gradients=kept)
+    """Return the bytes without gradients, or with their sum."""
+    return without_gradients(before, request, settings.buffer)
 
 
 CARD = Card(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_solo.techniques.zero_offload.card import Settings
 
 WEIGHTS = ("weights", "live_weights", "buffers")  # parts of the layout; the others are gradients on their way
-HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, measured by no one
+HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, not measured
 DISK_BANDWIDTH = 3e9  # bytes/s of an SSD, each way; assumed
 UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master and states written, all fp32
 
@@ -79,11 +79,9 @@ class ZeroStates:
         Gradients go down at each micro-batch, weights come up after each step; with ``offload_parameters`` they come up
         twice a micro-batch as well, for forward and for backward.
         """
-        layout = layout_for(self.settings, sizes, precision, accumulation, cuda=True)
         trained = sum(sizes.trainable)
-        weight = max(layout.device.get("gradients", 0) // max(*sizes.trainable, 1), 2)
         fetched = 2 * accumulation if self.settings.offload_parameters else 1
-        moved = min(weight, 4) * trained * (accumulation + fetched)
+        moved = WEIGHT_BYTES[precision] * trained * (accumulation + fetched)  # a gradient is as large as its weight
         # on disk what else would be in host memory is read and written at each step
         swapped = UPDATE_BYTES * trained / DISK_BANDWIDTH if self.settings.nvme_path else 0.0
         return moved / host_bandwidth, max(UPDATE_BYTES * trained / HOST_BANDWIDTH, swapped)
