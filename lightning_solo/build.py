@@ -125,7 +125,7 @@ def _require_package(wanted: Requirement, words: str) -> None:
 
 
 def check_versions(lightning: str = "lightning.pytorch") -> None:
-    """Refuse dependencies outside the ranges that this package declares; some outside them were malware.
+    """Refuse dependencies outside the ranges that this package declares; two releases of lightning were malware.
 
     Raises:
         CapabilityError: names the package, its version, the range and the command.
@@ -141,7 +141,7 @@ def check_versions(lightning: str = "lightning.pytorch") -> None:
             continue
         try:
             version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:  # its absence is said where it is needed
+        except importlib.metadata.PackageNotFoundError:  # reported where it is needed
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             raise CapabilityError(
@@ -229,7 +229,7 @@ def _allowed(target: str, option: str, allow: Sequence[str]) -> Any:
     home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
     if not callable(found) or not is_allowed(home, allow):
         raise PresetError(
-            f"{option}._target_={target!r} is {home}, which lies outside the allowed {', '.join(allow)}; "
+            f"{option}._target_={target!r} is {home}, outside the allowed {', '.join(allow)}; "
             f"name it where it is defined, and allow that if you trust it"
         )
     return found
@@ -251,7 +251,7 @@ def _locate(target: str, option: str) -> Any:
             found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
-                raise  # the user's module is there, but something that it imports is not
+                raise  # the user's module exists, but one that it imports doesn't
             continue
         for name in parts[depth:]:
             if not hasattr(found, name):
@@ -259,7 +259,7 @@ def _locate(target: str, option: str) -> Any:
             found = getattr(found, name)
         return found
     raise PresetError(
-        f"{option}._target_={target!r}: no module {parts[0]!r} to be found; is it installed, or in this folder?"
+        f"{option}._target_={target!r}: there is no module {parts[0]!r}; install it, or run in the folder that has it"
     )
 
 

@@ -35,10 +35,10 @@ def versions() -> dict[str, str]:
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package could be imported, without importing it."""
+    """Return whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # a None in sys.modules: there, but not to be imported
+    except ValueError:  # a None in sys.modules: its import is forbidden
         return False
 
 
@@ -120,12 +120,12 @@ def ninja_executable() -> str | None:
 
 
 def has_python_headers() -> bool:
-    """Tell whether extensions of this Python can be compiled: Debian ships Python.h apart, in python3-dev."""
+    """Return whether extensions of this Python can be compiled: Debian ships Python.h apart, in python3-dev."""
     return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def links(function: str, library: str) -> bool:
-    """Tell whether a program that calls a C function of a library can be linked, by the C++ compiler found."""
+    """Return whether a program that calls a C function of a library can be linked by the C++ compiler."""
     if (compiler := cxx_compiler()) is None:
         return False
     flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]

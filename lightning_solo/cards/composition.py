@@ -87,7 +87,7 @@ class Composition:
     def _conflicts(self) -> Iterator[str]:
         for one, other in combinations(self.techniques, 2):
             if one.card.name == other.card.name:
-                yield f"{one.card.group} {one.card.name!r} is there twice; remove one with {other.removal}"
+                yield f"{one.card.group} {one.card.name!r} is chosen twice; remove one with {other.removal}"
         yield from self._two_factors()
         yield from self.rivalries()
         for chosen in self.techniques:

@@ -138,7 +138,7 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
 def timed(seconds: Sequence[float], counted: int) -> Sequence[float]:
     """Return the steps after the warm-up and after those that are counted; none where a run ended within these.
 
-    >>> timed([9.0, 9.0, 1.0], counted=2), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0], counted=2), timed([9.0], counted=2)
+    >>> timed([9.0, 9.0, 1.0], 2), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0], 2), timed([9.0, 9.0], 2)
     ([1.0], [1.0, 2.0, 3.0, 2.0, 2.0], [])
     """
     return seconds[max(min(WARM_UP, len(seconds) // 2), counted) :]

@@ -143,7 +143,7 @@ def _equally_built(a: nn.Module, b: nn.Module, build_a: Build, build_b: Build) -
 
 
 def _made_of(members: Sequence[nn.Module], inner: Sequence[nn.Module]) -> bool:
-    """Return whether ``inner`` blocks make up nearly all of the ``members`` they lie in.
+    """Return whether ``inner`` blocks make up nearly all of the ``members`` that contain them.
 
     They must hold more than 2/3 of the parameters (embedding tables aside) and more than half of the kinds of
     parameterised modules, normalisations among them where there are any: the experts of a mixture-of-experts layer
@@ -174,7 +174,7 @@ def _content(modules: Iterable[nn.Module]) -> tuple[int, set[Build]]:
 
 
 def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return qualified name -> module of all matches below ``module`` that lie in no other match."""
+    """Return qualified name -> module of all matches below ``module`` that no other match contains."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 

@@ -105,7 +105,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class _Call:
     """One forward of a block, called a second time for its recomputation.
 
-    Tensors are handed to ``checkpoint`` by position, however deep they lie in the arguments: only those it guards
+    Tensors are handed to ``checkpoint`` by position, however deeply nested in the arguments: only those it guards
     against in-place changes, and only their devices' random number generators it replays. The first call gets the
     caller's own containers, so that a list that a block appends to is the caller's; the recomputation gets copies.
     """

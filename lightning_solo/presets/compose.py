@@ -185,7 +185,7 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
         overridden: fields that an override sets anyway.
 
     Raises:
-        PresetError: an empty list, an unknown preset, one that is there twice, `auto`.
+        PresetError: an empty list, an unknown preset, one that is listed twice, `auto`.
         ConflictError: two of them choose different strategies, or one replaces all that another sets.
     """
     if not names or not all(isinstance(name, str) for name in names):
@@ -194,7 +194,7 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
     for name in names:
         check_file(name)
         if name in composed:
-            raise PresetError(f"presets {list(names)}: {name!r} is there twice; drop one")
+            raise PresetError(f"presets {list(names)}: {name!r} is listed twice; drop one")
         composed[name] = compose_mapping(name)
         if composed[name].get("auto"):
             raise PresetError(f"presets {list(names)}: {name!r} chooses among the others; write it alone")

@@ -21,28 +21,28 @@ Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
     """Give a user's own strategy the seams, by a class that stands over its own; return what takes them off."""
-    own, body = type(strategy), _in_the_name_of(type(strategy))
+    cls = type(strategy)
     # An object's class may be replaced by one whose first base it is; the seams come before it all the same.
-    order = {"mro": lambda cls: [cls, mixin, *own.__mro__]}
-    strategy.__class__ = type(type(own).__name__, (type(own),), order)(own.__name__, (own, mixin), body)
+    order = {"mro": lambda new: [new, mixin, *cls.__mro__]}
+    strategy.__class__ = type(type(cls).__name__, (type(cls),), order)(cls.__name__, (cls, mixin), _in_the_name_of(cls))
 
     def undo() -> None:
-        strategy.__class__ = own
+        strategy.__class__ = cls
         vars(strategy).pop("solo_run", None)
 
     return undo
 
 
-def _in_the_name_of(own: type) -> dict[str, Any]:
+def _in_the_name_of(cls: type) -> dict[str, Any]:
     """Return the body of a class that stands for another for a while: copies and pickles are of that other."""
 
     def reduced(thing: Any, protocol: Any) -> Any:
         # Python 3.10 has no __getstate__ of every object.
         state = thing.__getstate__() if hasattr(thing, "__getstate__") else vars(thing)
-        return object.__new__, (own,), state
+        return object.__new__, (cls,), state
 
     names = ("__module__", "__qualname__", "__doc__")
-    return {**{name: getattr(own, name) for name in names}, "__reduce_ex__": reduced}
+    return {**{name: getattr(cls, name) for name in names}, "__reduce_ex__": reduced}
 
 
 def as_found(thing: Any) -> Any:
@@ -60,14 +60,14 @@ def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | flo
 
     A property is of the class, so that this Trainer gets a class of its own.
     """
-    own = type(trainer)
-    stock = own.estimated_stepping_batches.fget
+    cls = type(trainer)
+    stock = cls.estimated_stepping_batches.fget
     counted = property(lambda self: count(self, stock(self)))
-    trainer.__class__ = type(own.__name__, (own,), {**_in_the_name_of(own), "estimated_stepping_batches": counted})
+    trainer.__class__ = type(cls.__name__, (cls,), {**_in_the_name_of(cls), "estimated_stepping_batches": counted})
     try:
         yield
     finally:
-        trainer.__class__ = own
+        trainer.__class__ = cls
 
 
 def clipping(precision: Any, around: Around) -> Any:
@@ -75,11 +75,11 @@ def clipping(precision: Any, around: Around) -> Any:
 
     It is what ``LightningModule.clip_gradients`` ends in, whether Lightning calls that or the user does.
     """
-    own = precision.clip_gradients
+    stock = precision.clip_gradients
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         by = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-        around(lambda *_: own(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
+        around(lambda *_: stock(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
 
     return replaced(precision, "clip_gradients", clip_gradients)
 
@@ -95,29 +95,29 @@ def without_distributed_sampler(trainer: Any) -> Any:
 
 
 def batches_through(strategy: Any, change: Callable[[Any], Any]) -> Any:
-    """Change each batch behind its way to the device."""
-    own = strategy.batch_to_device
-    return replaced(strategy, "batch_to_device", lambda *args, **kwargs: change(own(*args, **kwargs)))
+    """Change each batch when it has come to the device."""
+    stock = strategy.batch_to_device
+    return replaced(strategy, "batch_to_device", lambda *args, **kwargs: change(stock(*args, **kwargs)))
 
 
 def micro_batches(trainer: Any, around: Around) -> Any:
     """Put a function around each micro-batch of automatic optimization: forward, zeroing and backward."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    own = loop._make_closure
+    stock = loop._make_closure
 
     def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        closure = own(kwargs, optimizer, batch_idx)
+        closure = stock(kwargs, optimizer, batch_idx)
         calls: list[Any] = []
 
         def proceed(batch: Any = None, weight: float = 1.0) -> Any:
-            given = kwargs if batch is None else type(kwargs)({**kwargs, "batch": batch})
-            made = own(given, optimizer, batch_idx)
+            arguments = kwargs if batch is None else type(kwargs)({**kwargs, "batch": batch})
+            micro_batch = stock(arguments, optimizer, batch_idx)
             if calls:
-                made._zero_grad_fn = None
-            if weight != 1 and made._backward_fn is not None:
-                made._backward_fn = partial(_weighted, made._backward_fn, weight)
-            calls.append(made)
-            return made.closure()
+                micro_batch._zero_grad_fn = None
+            if weight != 1 and micro_batch._backward_fn is not None:
+                micro_batch._backward_fn = partial(_weighted, micro_batch._backward_fn, weight)
+            calls.append(micro_batch)
+            return micro_batch.closure()
 
         closure.closure = lambda *args, **kwargs: around(proceed)()
         return closure

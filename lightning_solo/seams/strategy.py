@@ -25,10 +25,10 @@ else:
 
 
 class _WhereAttached:
-    """A method of `Seams` that is there in a run with techniques; without one, the next class's is found in its place.
+    """A method that `Seams` has in a run with techniques alone; otherwise its name leads to the next class's method.
 
-    Who replaces ``Strategy.backward`` by a call of the strategy's own method, as Lightning's tests do, would otherwise
-    have the two call each other without end. As with any method, an object may have one of its own.
+    A test of Lightning's replaces ``Strategy.backward`` by a call of the strategy's own ``backward``: the two would
+    call each other without end. As with any method, an object may have one of its own.
     """
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -151,12 +151,12 @@ class Seams(Base):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let the techniques replace the loader for training."""
-        made: object = super().process_dataloader(dataloader)
+        loader: object = super().process_dataloader(dataloader)
         run = self.ctx
         if run is not None and run.trainer.training:
             for technique in run.having("loader"):
-                made = technique.loader(run, made)
-        return made
+                loader = technique.loader(run, loader)
+        return loader
 
     # --- a step ---
 
@@ -170,9 +170,9 @@ class Seams(Base):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward of a micro-batch, whose loss counts by the window's weight."""
         run, own = self.ctx, super().backward
-        assert run is not None  # else this method isn't there
-        made: Tensor = run.backward(lambda loss: own(loss, optimizer, *args, **kwargs), closure_loss)
-        return made
+        assert run is not None  # else `_WhereAttached` returns the next class's method
+        loss: Tensor = run.backward(lambda loss: own(loss, optimizer, *args, **kwargs), closure_loss)
+        return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step an optimizer."""
@@ -180,8 +180,8 @@ class Seams(Base):
         if run is None or not run.having("step"):
             return own(optimizer, closure, model, **kwargs)
 
-        def proceed(optimizer: Any, given: Callable[[], Any], **options: Any) -> Any:
-            if given is behind:
+        def proceed(optimizer: Any, replacement: Callable[[], Any], **options: Any) -> Any:
+            if replacement is with_hooks:
                 return own(optimizer, closure, model, **options)
             if run.precision == "16-mixed":
                 names = ", ".join(type(technique).__name__ for technique in run.having("step"))
@@ -189,11 +189,11 @@ class Seams(Base):
                     f"precision=16-mixed, whose gradients are scaled until the step, and a closure of one's own"
                     f" ({names}): write precision=bf16-mixed"
                 )
-            with patches.without_hooks(self.precision_plugin):  # which the given closure has run, once
-                return own(optimizer, given, model, **options)
+            with patches.without_hooks(self.precision_plugin):  # which the technique's closure has run, once
+                return own(optimizer, replacement, model, **options)
 
-        behind = patches.with_hooks(self.precision_plugin, model or self.lightning_module, optimizer, closure)
-        return run.around("step", proceed)(optimizer, behind, **kwargs)
+        with_hooks = patches.with_hooks(self.precision_plugin, model or self.lightning_module, optimizer, closure)
+        return run.around("step", proceed)(optimizer, with_hooks, **kwargs)
 
     # --- checkpoints, also behind a run ---
 

@@ -1,4 +1,4 @@
-"""The process between a sweep and its jobs: loads the application once, forks each job, and tells how it ended.
+"""The process between a sweep and its jobs: loads the application once, forks each job, and reports how it ended.
 
 A forked job starts within milliseconds, from memory in which nothing has run yet. CUDA does not survive a fork: if an
 application uses CUDA or starts threads while it is imported, each of its jobs starts from a fresh interpreter instead,

@@ -343,7 +343,7 @@ class TestLists:
         [
             (["compact", "zero_offload"], ConflictError, "drop compact or zero_offload"),
             (["bf16", "fp16"], ConflictError, "drop bf16 or fp16"),
-            (["bf16", "bf16"], PresetError, "'bf16' is there twice"),
+            (["bf16", "bf16"], PresetError, "'bf16' is listed twice"),
             (["auto", "bf16"], PresetError, "write it alone"),
             (["checkpointing", "bf61"], PresetError, "did you mean 'bf16'"),
             ([], PresetError, "write names"),

@@ -44,7 +44,8 @@ CARD = Card(
     saves="gradients, 4 bytes per parameter in fp32, 2 in bf16, but for those of the layer that backward is at",
     costs="a launch per parameter instead of one for many. With accumulation the gradients' sum is kept, 4 bytes per"
     ' parameter, with clipping by norm alone the gradients as they came; on the host with ``buffer="host"``',
-    numerics="exact: with accumulation, short windows and clipping by norm or value the bits of a plain run in fp32",
+    numerics="exact: with accumulation and clipping by norm or value the bits of a plain run in fp32. Under an"
+    " accumulation schedule the losses of a short window are weighted, not its gradients: equal within rounding",
     conflicts="manual optimization, several optimizers, 16-mixed, optimizers whose step needs all gradients at once"
     " (LBFGS, SparseAdam, Muon), hooks that read ``.grad`` behind backward, strategies with an engine of their own",
     reference="Lv et al. 2023, LOMO, arXiv 2306.09782; torch's tutorial on optimizer steps in backward",

@@ -20,7 +20,7 @@ class Settings:
         "memory.csv", "CSV file of the readings, below the Trainer's root folder", check=not_below_a_folder
     )
     table: bool = setting(True, "print a table at the end of the fit")
-    category_steps: int = setting(0, "first optimizer steps whose peak is told by category", at_least=0)
+    category_steps: int = setting(0, "first optimizer steps whose peak is logged by category", at_least=0)
 
 
 def _frees(settings: Settings) -> frozenset[str]:

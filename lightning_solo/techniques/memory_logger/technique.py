@@ -150,7 +150,7 @@ class MemoryLogger(Callback):
         root = trainer.log_dir or trainer.default_root_dir
         if "://" in str(root):
             warnings.warn(
-                f"MemoryLogger: {root} is remote, so there is no {self.file}; the loggers get it all", stacklevel=2
+                f"MemoryLogger: {root} is remote, so no {self.file} is written; the loggers get all of it", stacklevel=2
             )
         else:
             self._path = path_below(root, self.file, "memory_logger.file")

@@ -87,18 +87,23 @@ class MemorySnapshot(Callback):
         if device.type != "cuda":
             raise CapabilityError(
                 f"memory_snapshot needs a CUDA device, and this run is on {device}: it reads the CUDA allocator's "
-                "history; elsewhere memory_logger.category_steps=2 tells what a step's peak consists of, and which "
+                "history; elsewhere memory_logger.category_steps=2 logs what a step's peak consists of, and which "
                 "operator and module make it"
             )
         self._device = device
         root = str(trainer.log_dir or trainer.default_root_dir)
         if "://" in root:
-            warnings.warn(f"MemorySnapshot: {root} is remote, so there are no files; the words are told", stacklevel=2)
+            warnings.warn(
+                f"MemorySnapshot: {root} is remote, so no files are written; the text about the peak is in the log",
+                stacklevel=2,
+            )
         else:
             self._root = path_below(root, self.folder, "memory_snapshot.folder")
         self._history.start()
         if not self._history.on:
-            rank_zero_info("MemorySnapshot: the allocator's history is recorded already; that one is read, and goes on")
+            rank_zero_info(
+                "MemorySnapshot: somebody else records the allocator's history; that recording is read, and not stopped"
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the history of this batch."""

@@ -411,7 +411,7 @@ class ZeroOffloadStrategy(Base):
         if module.automatic_optimization and not self._clipped:
             warnings.warn(
                 "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: under"
-                " zero_offload gradients lie in the engine, and parameters have no .grad",
+                " zero_offload gradients are stored in the engine, and parameters have no .grad",
                 stacklevel=2,
             )
         self._clipped = False
