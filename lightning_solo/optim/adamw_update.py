@@ -41,7 +41,7 @@ class Hyperparameters:
         """Return those of an optimizer's group."""
         return cls(
             lr=float(group["lr"]),
-            betas=tuple(group["betas"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),  # tensors, of any dimensions, with `capturable`
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -53,8 +53,8 @@ class Hyperparameters:
         Raises:
             PresetError: one is out of its range.
         """
-        for key, value in (("lr", float(self.lr)), ("eps", self.eps), ("weight_decay", self.weight_decay)):
-            if not value >= 0:
+        for key, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
+            if (isinstance(value, Tensor) and value.numel() != 1) or not value >= 0:
                 raise PresetError(f"{name}: {key}={value}: write a number of at least 0")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise PresetError(f"{name}: betas={self.betas}: write two numbers from 0 up to, not including, 1")

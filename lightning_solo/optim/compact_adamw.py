@@ -32,7 +32,7 @@ from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
 from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.param_groups import load_groups, name_in, names_of
+from lightning_solo.optim.param_groups import load_groups, name_in, names_of, with_hooks
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, joined, split_again, split_parameters
 from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.state_placement import StatePlacement, require_state_budget
@@ -378,6 +378,7 @@ class CompactAdamW(Optimizer):
 
     # --- checkpoints ---
 
+    @with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer, bit for bit, or of torch's AdamW and Adam, which are compressed.

@@ -25,7 +25,7 @@ from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
-from lightning_solo.optim.param_groups import load_groups, name_in, names_of, saved_states
+from lightning_solo.optim.param_groups import load_groups, name_in, names_of, saved_states, with_hooks
 from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import (
     CORRECTIONS,
@@ -230,6 +230,7 @@ class MasterWeights(Optimizer):
 
     # --- checkpoints ---
 
+    @with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer, or of torch's own of the same class, bit for bit: none is cast to bf16.

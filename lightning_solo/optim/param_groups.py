@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -53,15 +56,35 @@ def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Te
 
 
 def load_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load the groups of a state dict without its states, by torch's ``load_state_dict``.
+    """Load the groups of a state dict without its states; the optimizer then has none.
 
     Raises:
         CheckpointError: it has other groups.
     """
-    try:
-        Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
-    except ValueError as error:
-        raise CheckpointError(f"states of other parameter groups: {error}") from error
-    for group in optimizer.param_groups:
-        for name, default in optimizer.defaults.items():
-            group.setdefault(name, default)
+    groups, saved = optimizer.param_groups, deepcopy(state_dict["param_groups"])
+    sizes, here = ([len(group["params"]) for group in each] for each in (saved, groups))
+    if sizes != here:
+        raise CheckpointError(f"states of other parameter groups: of {sizes} parameters; this optimizer has {here}")
+    for mine, theirs in zip(groups, saved, strict=True):
+        theirs["params"] = mine["params"]
+        names = {"param_names": mine["param_names"]} if "param_names" in mine else {}
+        for name, default in {**optimizer.defaults, **names}.items():
+            theirs.setdefault(name, default)
+    optimizer.param_groups = saved
+    optimizer.state = defaultdict(dict)
+
+
+def with_hooks(load: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
+    """Return a ``load_state_dict`` that calls the optimizer's hooks before and after another, as torch's does."""
+
+    @wraps(load)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        load(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    return load_state_dict

@@ -395,6 +395,17 @@ def test_files_of_others_are_refused() -> None:
     assert_same(contents(module, optimizer), before)
 
 
+def test_hooks_of_loading_see_the_states() -> None:
+    module, optimizer = split_net("SGD with momentum", 24)
+    train(module, optimizer)
+    states, seen = optimizer.state_dict(), []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: seen.append(len(state_dict["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda owner: seen.append(len(owner.state)))
+    optimizer.state.clear()
+    optimizer.load_state_dict(states)
+    assert seen == [4, 4]
+
+
 def test_a_gradient_that_is_not_finite_touches_nothing():
     layer = nn.Linear(64, 64)
     optimizer = MasterWeights(torch.optim.SGD(layer.parameters(), lr=0.1))
