@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_solo.errors import CapabilityError as CapabilityError
     from lightning_solo.errors import CheckpointError as CheckpointError
     from lightning_solo.errors import ConflictError as ConflictError
+    from lightning_solo.errors import GradientError as GradientError
     from lightning_solo.errors import NothingToDoError as NothingToDoError
     from lightning_solo.errors import PlanError as PlanError
     from lightning_solo.errors import PresetError as PresetError
@@ -45,8 +46,8 @@ _HOME = {
     "plan": "lightning_solo.planner.preset_plans",
     **dict.fromkeys(
         (
-            *("BudgetError", "CapabilityError", "CheckpointError", "ConflictError", "NothingToDoError", "PlanError"),
-            *("PresetError", "SoloError"),
+            *("BudgetError", "CapabilityError", "CheckpointError", "ConflictError", "GradientError"),
+            *("NothingToDoError", "PlanError", "PresetError", "SoloError"),
         ),
         "lightning_solo.errors",
     ),

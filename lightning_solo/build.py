@@ -175,9 +175,9 @@ def make(
     option = option or kind
     if "_target_" in node:
         refuse_foreign_targets(node, option, allow)
-        made = _instantiate({**node, "_partial_": True} if partial else node, option, allow)
-        _refuse_other_kind(made, kind, option)
-        return made
+        built = _instantiate({**node, "_partial_": True} if partial else node, option, allow)
+        _refuse_other_kind(built, kind, option)
+        return built
     module, _, name = target_of(kind, node["name"], f"{option}.name").partition(":")
     home = importlib.import_module(module)
     cls = getattr(home, name)
@@ -225,22 +225,22 @@ def _instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
 
 def _allowed(target: str, option: str, allow: Sequence[str]) -> Any:
     """Return the object at a path; refuse ``my_project.os.system``: below an allowed name, but defined elsewhere."""
-    found = _locate(target, option)
-    home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
-    if not callable(found) or not is_allowed(home, allow):
+    thing = _locate(target, option)
+    home = f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', '')}"
+    if not callable(thing) or not is_allowed(home, allow):
         raise PresetError(
             f"{option}._target_={target!r} is {home}, outside the allowed {', '.join(allow)}; "
             f"name it where it is defined, and allow that if you trust it"
         )
-    return found
+    return thing
 
 
-def _refuse_other_kind(made: Any, kind: str, option: str) -> None:
+def _refuse_other_kind(built: Any, kind: str, option: str) -> None:
     expected = {"callback": "Callback", "strategy": "Strategy", "model": "LightningModule"}.get(kind)
     homes = ("lightning", "pytorch_lightning")
-    parents = [cls.__name__ for cls in type(made).__mro__ if cls.__module__.split(".")[0] in homes]
+    parents = [cls.__name__ for cls in type(built).__mro__ if cls.__module__.split(".")[0] in homes]
     if expected is not None and expected not in parents:
-        raise PresetError(f"{option}: a {expected} of Lightning is needed, this is a {type(made).__name__}")
+        raise PresetError(f"{option}: a {expected} of Lightning is needed, this is a {type(built).__name__}")
 
 
 def _locate(target: str, option: str) -> Any:
@@ -248,16 +248,16 @@ def _locate(target: str, option: str) -> Any:
     for depth in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:depth])
         try:
-            found: Any = importlib.import_module(module)
+            thing: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
                 raise  # the user's module exists, but one that it imports doesn't
             continue
         for name in parts[depth:]:
-            if not hasattr(found, name):
+            if not hasattr(thing, name):
                 raise PresetError(f"{option}._target_={target!r}: {module} has no {name!r}")
-            found = getattr(found, name)
-        return found
+            thing = getattr(thing, name)
+        return thing
     raise PresetError(
         f"{option}._target_={target!r}: there is no module {parts[0]!r}; install it, or run in the folder that has it"
     )

@@ -51,19 +51,19 @@ class PresetGuard(Callback):
             ConflictError: the Trainer was given another value; names both and what to write.
             CapabilityError: the preset needs a CUDA device and the Trainer runs on another.
         """
-        found: dict[str, Any] = {
+        actual: dict[str, Any] = {
             "devices": trainer.num_devices * trainer.num_nodes,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "strategy": trainer.strategy,
         }
         for name, value in self.promised.items():
-            if name in found and found[name] is not value and found[name] != value:
+            if name in actual and actual[name] is not value and actual[name] != value:
                 if name == "devices":
-                    raise ConflictError(f"Trainer(devices={found[name]}): lightning-solo is for one device, devices=1")
+                    raise ConflictError(f"Trainer(devices={actual[name]}): lightning-solo is for one device, devices=1")
                 raise ConflictError(
-                    f"the preset sets {name}={value!r}, but the Trainer was given {found[name]!r}; drop {name} from "
-                    f"the Trainer's arguments, or give it to the preset: overrides=['{name}={found[name]}']"
+                    f"the preset sets {name}={value!r}, but the Trainer was given {actual[name]!r}; drop {name} from "
+                    f"the Trainer's arguments, or give it to the preset: overrides=['{name}={actual[name]}']"
                 )
         device = trainer.strategy.root_device.type
         if self.promised.get("accelerator") == "cuda" and device != "cuda":

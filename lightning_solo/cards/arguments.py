@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,7 +151,7 @@ def describe(kind: Any) -> str:
     """Return an annotation in words.
 
     >>> describe(int | None), describe(Literal["epoch", "step"]), describe(Sequence[int])
-    ('an integer or null', "'epoch' or 'step'", 'a list of an integer')
+    ('an integer or null', "'epoch' or 'step'", 'a list of integers')
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -158,6 +159,6 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(repr(argument) for argument in arguments)
     if origin is Sequence:
-        return f"a list of {describe(arguments[0])}"
+        return "a list of " + re.sub(r"\ban? (\w+)", r"\1s", describe(arguments[0]))  # an integer -> integers
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
     return words.get(kind, getattr(kind, "__name__", str(kind)))

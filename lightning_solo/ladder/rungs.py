@@ -69,15 +69,15 @@ def chosen(names: str | None) -> tuple[Technique, ...]:
     ladder = techniques().values()
     if names is None:
         return tuple(ladder)
-    given = [name.strip() for name in names.split(",")]
+    requested = [name.strip() for name in names.split(",")]
     known = {name for technique in ladder for name in (technique.name, technique.card) if name}
-    for name in given:
+    for name in requested:
         if name not in known:
             listed = [t.name if t.card in ("", t.name) else f"{t.name} ({t.card})" for t in ladder]
             raise PresetError(
                 f"--techniques {names}: no technique {name!r}{nearest(name, known)}there are {', '.join(listed)}"
             )
-    return tuple(technique for technique in ladder if technique.name in given or technique.card in given)
+    return tuple(technique for technique in ladder if technique.name in requested or technique.card in requested)
 
 
 def name_of(combination: Sequence[Technique]) -> str:
@@ -108,13 +108,13 @@ def overrides_of(
     """
     ladder = tuple(techniques().values()) if ladder is None else ladder
     wanted = [text for text in given if _applies(text, combination, ladder)]
-    own = [text for technique in combination for text in technique.overrides]
+    needed = [text for technique in combination for text in technique.overrides]
     callbacks: list[str] = []
-    for text in [*wanted, *own]:
+    for text in [*wanted, *needed]:
         if text.startswith(_CALLBACK):
             callbacks += [name.strip() for name in text.removeprefix(_CALLBACK).strip("[]").split(",")]
     listed = [f"{_CALLBACK}[{','.join(callbacks)}]"] if callbacks else []
-    fields = list(dict.fromkeys(text for text in own if not text.startswith(_CALLBACK)))
+    fields = list(dict.fromkeys(text for text in needed if not text.startswith(_CALLBACK)))
     _refuse_twice(fields, combination)
     before = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
     behind = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]

@@ -64,8 +64,7 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
         raise PresetError(f"overrides={overrides!r}: must be a list of strings, such as ['precision=32-true']")
     if isinstance(allow, str) or not all(isinstance(prefix, str) and prefix for prefix in allow):
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=['my_project']")
-    given = compose_mapping(preset, overrides, allow=allow)
-    config = from_mapping(given, allow)
+    config = from_mapping(compose_mapping(preset, overrides, allow=allow), allow)
     composition(config).check()
     return config
 
@@ -302,11 +301,11 @@ def _explain(name: str, groups: Sequence[str], values: Sequence[Override], allow
 def _refuse_missing(node: Any, path: Sequence[str]) -> None:
     for depth, key in enumerate(path):
         if not isinstance(node, Mapping) or key not in node:
-            there = list(node) if isinstance(node, Mapping) else []
+            names = list(node) if isinstance(node, Mapping) else []
             where = ".".join(path[:depth]) or "the preset"
             raise PresetError(
-                f"~{'.'.join(path)}: nothing of that name in {where}{nearest(key, there)}there is "
-                f"{', '.join(map(str, there)) or 'nothing'}"
+                f"~{'.'.join(path)}: nothing of that name in {where}{nearest(key, names)}there is "
+                f"{', '.join(map(str, names)) or 'nothing'}"
             )
         node = node[key]
 

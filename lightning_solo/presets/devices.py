@@ -41,7 +41,7 @@ MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words without which a name is 
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan asks of a device.
+    """What a plan needs to know of a device.
 
     Attributes:
         name: of its file, ``cpu``, or made of the label where there is no file.
@@ -88,12 +88,12 @@ def device(name: str, option: str = "device") -> Device:
     Raises:
         PresetError: there is none of that name; or its file can't be read, or lacks a field.
     """
-    if isinstance(name, str) and (found := find(name)) is not None:
-        return found
-    there, meant = devices(), file_name(str(name))
-    close = nearest(meant, [it for it in there if it.startswith(meant)] or there)  # of an a100, not the h100
+    if isinstance(name, str) and (known := find(name)) is not None:
+        return known
+    names, wanted = devices(), file_name(str(name))
+    close = nearest(wanted, [known for known in names if known.startswith(wanted)] or names)  # of an a100, not the h100
     raise PresetError(
-        f"{option}={name!r}: no device of that name{close}there are {', '.join(there)}. "
+        f"{option}={name!r}: no device of that name{close}there are {', '.join(names)}. "
         f"For another one write conf/solo/device/<name>.yaml with {', '.join(EXAMPLES)}"
     )
 
@@ -163,7 +163,7 @@ def find(name: str) -> Device | None:
             return _read(stem, path)
     if key == CPU:
         return _cpu()
-    return next((found for found in (_read(*file) for file in files.items()) if _key(found.label) == key), None)
+    return next((known for known in (_read(*file) for file in files.items()) if _key(known.label) == key), None)
 
 
 def _files() -> dict[str, Path]:
@@ -191,54 +191,54 @@ def _read(name: str, path: Path) -> Device:
     """Return a file's device, each field checked."""
     where = f"device {name!r}: {path}"
     try:
-        given = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise PresetError(f"{where} can't be read: {error}") from error
-    if not isinstance(given, dict) or not given:
+    if not isinstance(values, dict) or not values:
         raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(EXAMPLES)}")
-    _check_names(given, tuple(EXAMPLES), where, "a device has")
-    flops = given["flops"]
+    _check_names(values, tuple(EXAMPLES), where, "a device has")
+    flops = values["flops"]
     if not isinstance(flops, dict):
         raise PresetError(f"{where}: flops={flops!r}: must be a mapping such as {EXAMPLES['flops']}")
     _check_names(flops, KINDS, where, "flops are those of", "flops.")
     return Device(
         name=name,
-        label=_text(given, "label", where),
-        memory_bytes=_bytes(given, "memory_bytes", where, least=1),
-        memory_bandwidth=_speed(given, "memory_bandwidth", where),
-        host_bandwidth=_speed(given, "host_bandwidth", where),
+        label=_text(values, "label", where),
+        memory_bytes=_bytes(values, "memory_bytes", where, least=1),
+        memory_bandwidth=_speed(values, "memory_bandwidth", where),
+        host_bandwidth=_speed(values, "host_bandwidth", where),
         flops={
             kind: None if flops[kind] is None and kind != "fp32" else _speed(flops, kind, where, "flops.")
             for kind in KINDS
         },
-        context_bytes=_bytes(given, "context_bytes", where),
-        workspace_bytes=_bytes(given, "workspace_bytes", where),
-        source=_text(given, "source", where),
+        context_bytes=_bytes(values, "context_bytes", where),
+        workspace_bytes=_bytes(values, "workspace_bytes", where),
+        source=_text(values, "source", where),
     )
 
 
-def _check_names(given: Mapping[Any, Any], fields: tuple[str, ...], where: str, what: str, prefix: str = "") -> None:
-    for field, value in given.items():
+def _check_names(values: Mapping[Any, Any], fields: tuple[str, ...], where: str, what: str, prefix: str = "") -> None:
+    for field, value in values.items():
         if field not in fields:
             raise PresetError(
                 f"{where}: {prefix}{field}={value!r}: no such field{nearest(str(field), fields)}"
                 f"{what} {', '.join(fields)}"
             )
     for field in fields:
-        if field not in given:
+        if field not in values:
             example = EXAMPLES.get(field, "null, or a number such as 82.6e12")
             raise PresetError(f"{where}: no {prefix}{field}; write {field}: {example}")
 
 
-def _text(given: Mapping[Any, Any], field: str, where: str) -> str:
-    value = given[field]
+def _text(values: Mapping[Any, Any], field: str, where: str) -> str:
+    value = values[field]
     if not isinstance(value, str) or not value.strip():
         raise PresetError(f"{where}: {field}={value!r}: must be a text such as {EXAMPLES[field]}")
     return value
 
 
-def _bytes(given: Mapping[Any, Any], field: str, where: str, least: int = 0) -> int:
-    value = given[field]
+def _bytes(values: Mapping[Any, Any], field: str, where: str, least: int = 0) -> int:
+    value = values[field]
     if type(value) is not int or value < least:
         raise PresetError(
             f"{where}: {field}={value!r}: must be an integer of at least {least}, in bytes, such as {EXAMPLES[field]}"
@@ -246,8 +246,8 @@ def _bytes(given: Mapping[Any, Any], field: str, where: str, least: int = 0) -> 
     return value
 
 
-def _speed(given: Mapping[Any, Any], field: str, where: str, prefix: str = "") -> float:
-    value = given[field]
+def _speed(values: Mapping[Any, Any], field: str, where: str, prefix: str = "") -> float:
+    value = values[field]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         example = EXAMPLES.get(field, "82.6e12")
         unit = "operations" if prefix else "bytes"

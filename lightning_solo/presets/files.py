@@ -28,7 +28,7 @@ def library_folders() -> list[Path]:
 
 
 def user_conf_folder() -> Path | None:
-    """Return `./conf` of the folder the user stands in, if it holds presets or parts for the command line."""
+    """Return `./conf` of the working directory, if it holds presets or parts for the command line."""
     folder = Path.cwd() / "conf"
     groups = ("solo", "model", "data", "optimizer", "experiment")
     return folder if any((folder / group).is_dir() for group in groups) else None
@@ -36,9 +36,8 @@ def user_conf_folder() -> Path | None:
 
 def preset_files() -> dict[str, Path]:
     """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) goes first, as in Hydra."""
-    own = user_conf_folder()
-    library = _library_presets()
-    return library if own is None else {**library, **_presets_in(own)}
+    folder = user_conf_folder()
+    return {**_library_presets(), **({} if folder is None else _presets_in(folder))}
 
 
 @functools.cache
@@ -109,7 +108,5 @@ def check_choice(group: str, value: object) -> None:
     choices = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
     for name in value if isinstance(value, list) else [value]:
         if name is not None and name not in choices:
-            there = ", ".join(choices)
-            raise PresetError(
-                f"{group}={name!r}: no {group} of that name{nearest(str(name), choices)}there are {there}"
-            )
+            close = nearest(str(name), choices)
+            raise PresetError(f"{group}={name!r}: no {group} of that name{close}there are {', '.join(choices)}")

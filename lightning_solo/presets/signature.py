@@ -35,7 +35,7 @@ def parameters(target: str) -> dict[str, Parameter]:
     tree = ast.parse(_source(module).read_text(encoding="utf-8"))
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     init = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
-    found = init.args.args[1:] + init.args.kwonlyargs
+    arguments = init.args.args[1:] + init.args.kwonlyargs
     missing = [None] * (len(init.args.args) - 1 - len(init.args.defaults))
     defaults = [*missing, *init.args.defaults, *init.args.kw_defaults]
     return {
@@ -43,21 +43,20 @@ def parameters(target: str) -> dict[str, Parameter]:
             kind=_evaluate(arg.annotation) if arg.annotation else Any,
             default=REQUIRED if default is None else _literal(default, tree),
         )
-        for arg, default in zip(found, defaults, strict=True)
+        for arg, default in zip(arguments, defaults, strict=True)
     }
 
 
 def _literal(node: ast.expr, tree: ast.Module) -> Any:
     """Return the value of a default: a literal, or the name of a constant of the same module."""
     if isinstance(node, ast.Name):
-        found = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == node.id]
-        node = found[0]
+        node = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == node.id)
     return ast.literal_eval(node)
 
 
 def _source(module: str) -> Path:
     path = module_file(module)
-    assert path is not None, f"the registry names a module that is not there: {module}"
+    assert path is not None, f"the registry names a missing module: {module}"
     return path
 
 

@@ -114,8 +114,8 @@ class Run:
     @cached_property
     def info(self) -> Callable[[str], None]:
         """Log a line once, whatever the number of processes."""
-        say: Callable[[str], None] = part(self.home, "utilities").rank_zero_info
-        return say
+        log: Callable[[str], None] = part(self.home, "utilities").rank_zero_info
+        return log
 
     def join(self, technique: Technique) -> None:
         """Have a technique act in this run, at the place that its phase gives it.
@@ -138,7 +138,7 @@ class Run:
         """Refuse two owners of one resource, however they came here: a preset's lists were checked before."""
         others = [*self.techniques, *([] if self.strategy.brought else [self.strategy])]
         others = [other for other in others if type(other) is not type(technique)]  # which says so itself, if it minds
-        chosen = [found for found in map(chosen_of, [*others, technique]) if found is not None]
+        chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
         for message in Composition(tuple(chosen)).rivalries():
             raise ConflictError(message)
 

@@ -253,8 +253,8 @@ def config_hash(config: DictConfig) -> str:
     """Return a hash of the application's configuration, unresolved and without Hydra's own section."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    own = {key: value for key, value in plain.items() if key != "hydra"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    fields = {key: value for key, value in plain.items() if key != "hydra"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def quoted(text: str) -> str:

@@ -134,23 +134,26 @@ def counterpart(optimizer: Optimizer) -> Counterpart | str:
     for flag in ("amsgrad", "maximize", "differentiable"):
         if any(group.get(flag) for group in groups):
             return f"DeepSpeed's has no {flag}"
-    own: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: _plain(defaults[name]) for name in ("lr", "betas", "eps", "weight_decay") if name in defaults
     }
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         modes = {group.get("decoupled_weight_decay", kind is torch.optim.AdamW) for group in groups}
         if len(modes) > 1:
             return "its groups differ in decoupled_weight_decay, of which DeepSpeed's has one for all"
-        return Counterpart("cpu_adam", "adam:DeepSpeedCPUAdam", {**own, "adamw_mode": modes.pop()}, ADAM_STATES)
+        return Counterpart("cpu_adam", "adam:DeepSpeedCPUAdam", {**arguments, "adamw_mode": modes.pop()}, ADAM_STATES)
     if _is_deepspeeds(optimizer, "FusedAdam"):
-        own |= {"adamw_mode": bool(vars(optimizer)["adam_w_mode"]), "bias_correction": defaults["bias_correction"]}
-        return Counterpart("cpu_adam", "adam:DeepSpeedCPUAdam", own, ADAM_STATES)
+        arguments |= {
+            "adamw_mode": bool(vars(optimizer)["adam_w_mode"]),
+            "bias_correction": defaults["bias_correction"],
+        }
+        return Counterpart("cpu_adam", "adam:DeepSpeedCPUAdam", arguments, ADAM_STATES)
     if kind is torch.optim.Adagrad:
         if any(group["lr_decay"] or group["initial_accumulator_value"] for group in groups):
             return "DeepSpeed's has neither lr_decay nor initial_accumulator_value"
-        return Counterpart("cpu_adagrad", "adagrad:DeepSpeedCPUAdagrad", own, {"exp_avg_sq": "sum"})
+        return Counterpart("cpu_adagrad", "adagrad:DeepSpeedCPUAdagrad", arguments, {"exp_avg_sq": "sum"})
     if _is_deepspeeds(optimizer, "FusedLion"):
-        return Counterpart("cpu_lion", "lion:DeepSpeedCPULion", own, {"exp_avg": "exp_avg"})
+        return Counterpart("cpu_lion", "lion:DeepSpeedCPULion", arguments, {"exp_avg": "exp_avg"})
     if kind.__name__ == "Lion":
         return "DeepSpeed's moves weights that have no gradient"
     return "DeepSpeed has none"

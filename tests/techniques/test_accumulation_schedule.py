@@ -147,7 +147,7 @@ def test_impossible_milestones_name_the_option_and_the_value(milestones: Any) ->
 
 @pytest.mark.parametrize("milestones", ["44", [[0, 2.5]], [[0, True]], 3, [3]])
 def test_milestones_of_another_type_name_the_option_and_what_is_expected(milestones: Any) -> None:
-    expected = "accumulation_schedule.milestones={!r}: expected a list of a list of an integer"
+    expected = "accumulation_schedule.milestones={!r}: expected a list of lists of integers"
     with pytest.raises(PresetError, match=re.escape(expected.format(milestones))):
         AccumulationSchedule(milestones)
 

@@ -21,8 +21,8 @@ def with_master_weights(
 ) -> dict[str, Any]:
     """Return a module's state dict with fp32 master weights, on the host."""
     joined = dict(weights)
-    own = [optimizer for optimizer in optimizers if isinstance(optimizer, WITH_MASTERS)]
-    held: dict[Tensor, Any] = {p: each for each in own for group in each.param_groups for p in group["params"]}
+    holders = [optimizer for optimizer in optimizers if isinstance(optimizer, WITH_MASTERS)]
+    held: dict[Tensor, Any] = {p: each for each in holders for group in each.param_groups for p in group["params"]}
     for name, p in module.named_parameters(remove_duplicate=False):
         if name in joined and p in held:
             joined[name] = held[p].master_weight(p).cpu()  # on the device all at once might not fit

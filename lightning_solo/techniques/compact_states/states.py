@@ -61,24 +61,24 @@ def convert(
     corrections: dict[Tensor, Tensor],
     put: Callable[[list[Optimizer]], None],
 ) -> list[Optimizer]:
-    """Return compact optimizers in place of those given; one budget is for all of them.
+    """Return compact optimizers in place of others, under one budget for all.
 
     Args:
         optimizers: as ``configure_optimizers`` made them.
         schedulers: which then act on the new ones.
         layout: of the states.
         corrections: of split weights; each optimizer takes its own out of it.
-        put: is told the optimizers after each conversion, so that the one before is freed.
+        put: called with the optimizers after each conversion, so that the converted one is freed.
     """
-    made, left = list(optimizers), layout.budget
-    owned = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in made]
+    compact, left = list(optimizers), layout.budget
+    owned = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in compact]
     for number, own in enumerate(owned):
         others = set().union(*owned) - own  # what is nobody's yet may be added to this one
         taken = {p: lower for p, lower in corrections.items() if p not in others}
         if layout.budget is None:  # else the optimizer takes them where they belong
             taken = {p: lower.to(p.device) for p, lower in taken.items()}
-        made[number] = optimizer = _converted(made[number], schedulers, layout, taken, left)
-        put(made)
+        compact[number] = optimizer = _converted(compact[number], schedulers, layout, taken, left)
+        put(compact)
         for p in own:
             corrections.pop(p, None)
         del taken
@@ -86,7 +86,7 @@ def convert(
             optimizer.place_states()
             if isinstance(left, int):
                 left = max(0, left - optimizer.state_bytes + optimizer.host_bytes)
-    return made
+    return compact
 
 
 def _converted(

@@ -164,18 +164,18 @@ class CompactStates(Technique):
         def put(converted: list[Optimizer]) -> None:
             ctx.strategy.optimizers = list(converted)
 
-        made = convert(optimizers, schedulers, self._layout, corrections, put)
-        for optimizer in made:  # for messages; names in the groups would refuse groups that come without
+        compact = convert(optimizers, schedulers, self._layout, corrections, put)
+        for optimizer in compact:  # for messages; names in the groups would refuse groups that come without
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
         corrections.clear()
-        self._settles = self._are_to_settle(made)
+        self._settles = self._are_to_settle(compact)
         parameters = list(ctx.module.parameters())
         weights, count = sum(p.nbytes for p in parameters), max(1, sum(p.numel() for p in parameters))
         ctx.info(
             f"{self.label}: weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device"
         )
-        self._say_states(ctx, made)
-        return made
+        self._say_states(ctx, compact)
+        return compact
 
     def _are_to_settle(self, optimizers: Sequence[Optimizer]) -> bool:
         return any(not optimizer.is_settled for optimizer in optimizers if isinstance(optimizer, CompactAdamW))
