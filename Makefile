@@ -18,13 +18,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/lightning-solo train
 
-# What protects a change; DeepSpeed's extensions are built, and tested, in `test-all` alone.
+# What protects a change, and the twenty tests that took longest. In `test-all` alone are DeepSpeed's engine, of which the
+# contract of its technique is here, the package `pytorch_lightning`, and what takes long.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=300 --numprocesses=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=600 --numprocesses=2 --durations=20
 	$(MAKE) simcuda
 
 # Tests of CUDA code on a device simulated on the CPU, which looks for races; in a process that has torch find it.
-SIMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.simcuda.plugin --timeout=300 --numprocesses=2
+SIMULATED = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.simcuda.plugin --timeout=600 --numprocesses=2
 simcuda: $(VENV)/.installed
 	$(SIMULATED) -m "(gpu or simcuda or every_change) and not long" -k "not pytorch_lightning" tests
 
@@ -50,7 +51,7 @@ $(KERNELS)/.installed: $(VENV)/.installed
 # The Triton kernels without a GPU: run by the interpreter against torch's operators, and compiled for five architectures,
 # with a line for each, beside what Inductor makes of the operators; takes some 4 minutes, and 1.1 GB on disk.
 kernels: $(KERNELS)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest tests/kernels --timeout=300 --numprocesses=2
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest tests/kernels --timeout=600 --numprocesses=2
 	PYTHONPATH=. $(KERNELS)/bin/python -m tests.simcuda examples/inductor_kernels.py --only sm_90
 	PYTHONPATH=. $(KERNELS)/bin/python examples/measure_kernels.py --check examples/results/kernels.json
 
