@@ -158,6 +158,7 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert "did you mean 'loss'" in command_output(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
 
 
+@pytest.mark.long
 def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     arguments = [*QUICK, "-m", "run=sweep", "trainer.max_steps=800", "trainer.val_check_interval=800", "solo=bf16"]
     folder = tmp_path / "runs" / "sweep" / "0"

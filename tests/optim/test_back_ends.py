@@ -98,6 +98,7 @@ def test_acted_with_the_librarys_states_and_the_users_groups(back_end: str) -> N
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.01]
 
 
+@pytest.mark.long
 @needs_torchao
 def test_acted_compiled_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which torch sets, and here is taken back

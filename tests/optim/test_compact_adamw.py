@@ -673,6 +673,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
 def test_compiled_it_does_the_same_and_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which torch sets, and here is taken back

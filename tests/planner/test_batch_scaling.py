@@ -58,7 +58,9 @@ def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("name", [pytest.param("byte_gpt", marks=pytest.mark.long), "attending", "convolutional"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("byte_gpt", "attending")), "convolutional"]
+)
 def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str, checkpointing: bool) -> None:
     both = of_two(name, precision, checkpointing=checkpointing)
     for size in (7, 16) if checkpointing and precision == "bf16-mixed" else (16,):
@@ -179,6 +181,7 @@ def test_the_order_of_deaths_in_a_row_changes_nothing(sizes: list[int], random: 
 one_trace_each = cache(of_two)
 
 
+@pytest.mark.long
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(sorted(MODULES)))
 @settings(max_examples=20)
 def test_a_larger_micro_batch_takes_no_less(first: int, second: int, name: str) -> None:
@@ -187,6 +190,7 @@ def test_a_larger_micro_batch_takes_no_less(first: int, second: int, name: str) 
     assert less < more or first == second or less == more == both.at(1).log.peak()[0]
 
 
+@pytest.mark.long
 @given(st.integers(4, 12), st.integers(1, 3), st.sampled_from(["width", "depth"]))
 @settings(max_examples=3)
 def test_a_wider_or_deeper_module_takes_more(half: int, depth: int, larger: str) -> None:
@@ -221,7 +225,7 @@ def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size
     assert any("isn't linear in the batch" in text for text in plan.assumptions)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3, 4, 9))])
 def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
     planner = Planner(byte_gpt, text(size), {}, device("cpu"), 4 * MiB)
     plan = planner.plan("baseline", compose("baseline"))

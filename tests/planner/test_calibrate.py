@@ -199,6 +199,7 @@ def test_the_small_training_trains() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the GPU is measured")
 @pytest.mark.timeout(120)
 def test_this_cpu_from_end_to_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,11 @@ def assert_equal(fake: Trace, real: Trace) -> None:
 
 
 def named(choices: Any) -> list[Any]:
-    return [pytest.param(*choice, id="-".join(choice)) for choice in choices]
+    """Cases by name; those in bf16-true, whose sizes one of the other precisions has too, are for `make test-all`."""
+    return [
+        pytest.param(*choice, id="-".join(choice), marks=pytest.mark.long if "bf16-true" in choice else ())
+        for choice in choices
+    ]
 
 
 # Lightning neither accumulates nor clips where optimization is by hand
@@ -224,6 +228,7 @@ def test_every_optimizer_to_the_byte_and_its_states_are_those_of_a_real_run(name
 # --- what differs, and by how much ---
 
 
+@pytest.mark.long
 def test_lbfgs_is_as_large_as_after_many_steps_and_one_vector_is_called_otherwise() -> None:
     made: list[Any] = []
     fake, real = both(with_optimizer(O.LBFGS, made), vectors(), lambda: {"precision": "32-true"})

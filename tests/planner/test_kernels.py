@@ -78,9 +78,9 @@ def traces_on_a_cpu(
 @pytest.mark.parametrize(
     ("preset", "optimizer"),
     [
-        ([], "AdamW"),
-        (["strategy.moment_bits=32"], "AdamW"),
-        (["strategy.master_bits=16-stochastic"], "AdamW"),
+        pytest.param([], "AdamW", marks=pytest.mark.long),
+        pytest.param(["strategy.moment_bits=32"], "AdamW", marks=pytest.mark.long),
+        pytest.param(["strategy.master_bits=16-stochastic"], "AdamW", marks=pytest.mark.long),
         ([], "SGD"),
     ],
     ids=["default", "fp32_moments", "stochastic", "other_optimizer"],

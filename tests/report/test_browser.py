@@ -157,6 +157,7 @@ def test_a_script_in_the_page_could_not_reach_the_network(browser: Page, reports
     assert "Content Security Policy" in " ".join(browser.errors())
 
 
+@pytest.mark.long
 def test_a_run_of_100_000_steps_is_small_and_keeps_its_peak(browser: Page, tmp_path: Path, artifacts: Path) -> None:
     path = write_report(make_run(tmp_path / "long", steps=100_000, spike=99.0)).page
     browser.dark(False)

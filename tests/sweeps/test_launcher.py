@@ -203,6 +203,7 @@ def test_another_script_under_the_same_command_runs_again_but_where_only_failed_
     assert starts(tmp_path) == {1: 4, 2: 4}  # those that ran under the former script
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_moments_no_job_is_missing_and_none_that_ended_runs_again(tmp_path: Path, seed: int) -> None:
     """20 kills in all; the last command is left to end."""

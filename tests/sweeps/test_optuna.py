@@ -232,6 +232,7 @@ def test_the_same_command_adds_what_is_missing_and_draws_what_it_would_have_draw
     assert [number for number, _ in starts(tmp_path / "bits")] == list(range(12))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments_each_trial_keeps_its_parameters(tmp_path: Path, seed: int) -> None:
     """The command is killed up to eight times, and its job with it, which the next command resumes."""
@@ -278,6 +279,7 @@ def with_kill(script: str, owner: str, name: str, count: int) -> str:
     return script.replace(main, KILLED + main + killed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     [

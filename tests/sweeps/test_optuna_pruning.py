@@ -119,6 +119,7 @@ def test_what_is_above_the_median_ends_after_its_first_epoch(tmp_path: Path, hom
     )
 
 
+@pytest.mark.long
 def test_none_is_ended_where_it_was_not_asked_for(tmp_path: Path) -> None:
     search(tmp_path, "hydra.sweeper.pruning=false", "hydra.sweeper.n_trials=3", "hydra.sweeper.prune_after_trials=0")
     trials = test_optuna.trials(tmp_path)
@@ -126,6 +127,7 @@ def test_none_is_ended_where_it_was_not_asked_for(tmp_path: Path) -> None:
     assert [row.steps for row in test_optuna.rows(tmp_path)] == [3 * EPOCHS] * 3
 
 
+@pytest.mark.long
 def test_none_is_ended_before_the_steps_it_has_at_least(tmp_path: Path) -> None:
     ranges = ("hydra.sweeper.prune_after_trials=1", "hydra.sweeper.prune_after_steps=3", "hydra.sweeper.n_trials=3")
     search(tmp_path, *ranges)
@@ -143,6 +145,7 @@ def test_more_is_better_where_it_is_to_be_maximized(tmp_path: Path) -> None:
     assert TrialState.PRUNED in {trial.state for trial in trials}
 
 
+@pytest.mark.long
 def test_a_metric_that_no_trial_reports_is_named(tmp_path: Path) -> None:
     done = search(tmp_path, "metric=val_accuracy", "hydra.sweeper.n_trials=1")
     assert "no trial reported a validation loss" in done.stdout
@@ -150,6 +153,7 @@ def test_a_metric_that_no_trial_reports_is_named(tmp_path: Path) -> None:
     assert "hydra.sweeper.monitor=" in done.stdout
 
 
+@pytest.mark.long
 def test_a_trial_that_was_cut_off_reports_once(tmp_path: Path) -> None:
     """Killed in its third epoch, it is tried again and reports only what is new."""
     search(tmp_path, "die_at=2", "hydra.launcher.retries=1", "hydra.sweeper.n_trials=2")
@@ -159,6 +163,7 @@ def test_a_trial_that_was_cut_off_reports_once(tmp_path: Path) -> None:
     assert "already reported" not in (tmp_path / rows[0].folder / "output.log").read_text()
 
 
+@pytest.mark.long
 def test_a_pruned_trial_stays_pruned_when_the_command_is_killed_before_it_is_told(tmp_path: Path) -> None:
     script = TRAIN.format(home="lightning", epochs=EPOCHS)
     (tmp_path / "train.py").write_text(test_optuna.with_kill(script, "Study", "tell", 4))

@@ -317,6 +317,7 @@ def test_parity_of_torchs_other_optimizers_split(make_trainer: Make, name: str) 
             assert torch.equal(trainer.optimizers[0].master_weight(p), masters[key.removeprefix("net.")].cpu()), key
 
 
+@pytest.mark.long
 @pytest.mark.every_change
 @pytest.mark.parametrize("release", [True, False])
 def test_parity_of_compressed_states_in_the_loss(make_trainer: Make, release: bool) -> None:
@@ -536,6 +537,7 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(
         assert all(torch.equal(value, right.state[q][name]) for name, value in left.state[p].items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
 def test_trace_torchs_other_optimizers_resume(make_trainer: Make, tmp_path: Path, name: str, kind: str) -> None:
@@ -560,6 +562,7 @@ def test_trace_torchs_other_optimizers_resume(make_trainer: Make, tmp_path: Path
     assert any("correction" in state for state in file["optimizer_states"][0]["state"].values()) == (kind == "bf16")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_trace_another_librarys_optimizer_resumes(make_trainer: Make, tmp_path: Path, back_end: str) -> None:

@@ -187,6 +187,7 @@ open(sys.argv[2], "w").write(json.dumps(found))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_stage_3_holds_what_the_layout_says(precision: str, offload: bool, tmp_path: Path) -> None:
