@@ -85,7 +85,8 @@ def check_file(name: str) -> DictConfig:
     """
     files = preset_files()
     if name not in files:
-        raise PresetError(f"no preset {name!r}{nearest(name, files)}there are {', '.join(files)}")
+        several = f"; several are a list, such as {names_in(name)}" if isinstance(names_in(name), list) else ""
+        raise PresetError(f"no preset {name!r}{several}{nearest(name, files)}there are {', '.join(files)}")
     path = files[name]
     try:
         node = OmegaConf.load(path)

@@ -30,6 +30,10 @@ def refused(preset: Any, *overrides: str, allow: tuple[str, ...] = (), error: ty
     return str(caught.value)
 
 
+def test_a_list_as_text_is_refused_with_the_list_to_write() -> None:
+    assert "['checkpointing', 'compact']" in refused("[checkpointing, compact]")
+
+
 def test_two_added_callbacks_are_written_as_a_list() -> None:
     message = refused("bf16", "+callback=throughput", "+callback=[leak_finder]")
     assert "write +callback=[throughput,leak_finder]" in message
