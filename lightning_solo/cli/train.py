@@ -212,11 +212,18 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
         filename="{step}",
         monitor=monitor,
         save_last=True,
-        save_on_exception=True,
         enable_version_counter=False,
     )
+
+    def save_on_exception(*_: Any) -> None:
+        # Before the first batch there is nothing to save; after a refused resume the states are not those of the file.
+        best.save_on_exception = True
+
     # ModelCheckpoint saves with each validation; the steps after the last one would be lost
-    end = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last, weights_only=False))
+    end = LambdaCallback(
+        on_train_batch_end=save_on_exception,
+        on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last, weights_only=False),
+    )
     return [best, end]
 
 

@@ -235,3 +235,14 @@ def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
     assert "precision=16-mixed needs a CUDA device" in output
     assert "'bf16'" in output
     assert "Traceback" not in output
+
+
+def test_a_refused_resume_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
+    compact = [*QUICK, "run=first", "solo=compact"]
+    train(tmp_path, *compact)
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "first" / "checkpoints").iterdir()}
+    assert "last.ckpt" in saved
+    other = ["solo.strategy.moment_bits=32", "resume=override", "trainer.max_steps=9"]
+    refused = train(tmp_path, *[text for text in compact if "max_steps" not in text], *other, code=2)
+    assert "master_bits and moment_bits of the file" in refused
+    assert {name: (tmp_path / "runs" / "first" / "checkpoints" / name).read_bytes() for name in saved} == saved
