@@ -41,23 +41,17 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
 
 
 def ladder_table(result: dict[str, Any]) -> str:
-    """Return what `lightning-solo ladder` has written to `ladder.json`; a column without a figure is left out.
-
-    So are the step times of a machine that was shared with other work, as `shared` in the file says.
-    """
+    """Return what `lightning-solo ladder` has written to `ladder.json`; a column without a figure is left out."""
     found = [Figures(**{**row, "overrides": tuple(row["overrides"])}) for row in result["rows"]]
     figures = [cells(row) if row.status == FINISHED else [""] * len(HEADINGS) for row in found]
-    times = HEADINGS.index("step"), HEADINGS.index("step") + 1
-    shared = result.get("shared")
-    filled = [n for n in range(len(HEADINGS)) if any(row[n] for row in figures) and not (shared and n in times)]
+    filled = [n for n in range(len(HEADINGS)) if any(row[n] for row in figures)]
     rows = [[f"`{row.name}`", *(shown[n] for n in filled)] for row, shown in zip(found, figures, strict=True)]
     for row, cells_ in zip(found, rows, strict=True):
         cells_[1] = cells_[1] if row.status == FINISHED else row.status
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    said_of_times = f"Step times are left out: {shared}" if shared else capitalized(noise_in_words(found))
     note = (
         f"\n{result['hardware']}; {versions}; {result['steps']} optimizer steps each, in a fresh process. "
-        f"Memory: {result['memory']}. {said_of_times}. Command: `{result['command']}`\n"
+        f"Memory: {result['memory']}. {capitalized(noise_in_words(found))}. Command: `{result['command']}`\n"
     )
     said = "".join(f"- {line}\n" for line in details(found))
     return table(["rung", *(HEADINGS[n] for n in filled)], rows) + note + (f"\n{said}" if said else "")

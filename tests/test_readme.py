@@ -73,18 +73,6 @@ def test_the_ladders_table_says_what_it_was_measured_with() -> None:
     assert lines[8] == "- b: not run here: no CUDA device"
 
 
-def test_step_times_of_a_shared_machine_are_left_out() -> None:
-    rows = [Figures("a", "finished", counted_bytes=2**29, step_s=0.5, step_change=0.1, loss=2.0, device="cpu")]
-    told = {"hardware": "2 cores", "versions": {}, "steps": 7, "memory": "counted", "command": "the command"}
-    ours, shared = (
-        TABLES.ladder_table({**told, **more, "rows": as_json(rows)}) for more in ({}, {"shared": "load average 9"})
-    )
-    assert "500 ms" in ours
-    assert "500 ms" not in shared
-    assert "+10%" not in shared
-    assert "load average 9. Command:" in shared
-
-
 def test_a_changed_table_is_noticed() -> None:
     figure = re.search(r"\d+ MiB", README)
     assert figure is not None
