@@ -19,7 +19,7 @@ from pathlib import Path
 
 VERSIONS = "versions.json"
 """File of a run: the `versions` at its start."""
-PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "hydra-core", "deepspeed")
+PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed")
 
 
 @functools.cache

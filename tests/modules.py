@@ -6,8 +6,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_solo.memory.ledger import Ledger
 
 
 class Block(nn.Module):
@@ -74,3 +77,17 @@ def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batches * batch_size, width, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
+
+
+class Held(Callback):
+    """The most that a fit holds, from its first batch on."""
+
+    peak_bytes = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.ledger = Ledger(pl_module, trainer.optimizers)
+        self.ledger.__enter__()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.peak_bytes = self.ledger.peak_bytes
+        self.ledger.__exit__(None, None, None)

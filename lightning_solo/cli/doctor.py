@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -14,12 +13,10 @@ from rich.table import Table
 
 from lightning_solo.build import check_machine
 from lightning_solo.errors import CapabilityError, PresetError, SoloError
-from lightning_solo.machine import cxx_compiler, host_memory, ninja_executable, nvidia_driver
+from lightning_solo.machine import PACKAGES, cxx_compiler, host_memory, ninja_executable, nvidia_driver, versions
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
-
-PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     machine = Table(box=None, pad_edge=False, show_header=False)
     machine.add_column(style="bold", no_wrap=True)
     machine.add_column()
-    for name, value in {**versions(), **hardware(), **tools()}.items():
+    for name, value in {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools()}.items():
         machine.add_row(name, value)
     console.print(machine)
     presets = Table(title="presets", box=None, pad_edge=False, title_justify="left")
@@ -62,17 +59,6 @@ def build() -> int:
             failed = 1
             print(f"{name}: {error}")
     return failed
-
-
-def versions() -> dict[str, str]:
-    """Return package -> version of what the library stands on, and Python's."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def hardware() -> dict[str, str]:

@@ -26,7 +26,6 @@ class Figures:
         counted_change: against the baseline; -0.25 is a quarter less.
         peak_bytes: of the device, or of this process where there is none.
         before_bytes: of the same memory, before training.
-        peak_change: against the baseline; -0.25 is a quarter less.
         step_s: median seconds of an optimizer step, the loader aside.
         step_quartiles_s: first and third quartile of the step times; None where too few were timed.
         step_within_noise: whether the change of the step time is within the spread of the steps.
@@ -43,7 +42,6 @@ class Figures:
     counted_bytes: int | None = None
     counted_change: float | None = None
     peak_bytes: int | None = None
-    peak_change: float | None = None
     step_s: float | None = None
     step_quartiles_s: tuple[float, float] | None = None
     step_change: float | None = None
@@ -91,7 +89,6 @@ def compare(
         counted_bytes=measures.get("counted_bytes"),
         counted_change=change(measures.get("counted_bytes"), base.get("counted_bytes")),
         peak_bytes=measures.get("peak_bytes"),
-        peak_change=change(measures.get("peak_bytes"), base.get("peak_bytes")),
         step_s=measures.get("step_s"),
         step_quartiles_s=measures.get("step_quartiles_s") and tuple(measures["step_quartiles_s"]),
         step_change=change(measures.get("step_s"), base.get("step_s")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -63,6 +64,7 @@ def _reply_and_exit(function: Callable[[], object], writer: int) -> NoReturn:
 
     try:
         end_with_parent()
+        gc.freeze()  # a process group among the parent's garbage waits, when freed, for threads that a fork lacks
         torch.set_num_threads(1)  # OpenMP's threads don't exist after a fork, and would be waited for
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(_reply(function))

@@ -7,33 +7,17 @@ from typing import Any
 
 import lightning.pytorch as package
 import pytest
-from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_solo.cards.card import Card
-from lightning_solo.memory.ledger import Ledger
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
 from tests.contract.runs import ON_CPU, WIDTH, fields, module_of, trainer_of
-from tests.modules import loader
+from tests.modules import Held, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
-
-
-class Held(Callback):
-    """The most that a fit holds, from its first batch on."""
-
-    peak_bytes = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger = Ledger(pl_module, trainer.optimizers)
-        self.ledger.__enter__()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.peak_bytes = self.ledger.peak_bytes
-        self.ledger.__exit__(None, None, None)
 
 
 def held(folder: Path, *cards: Card) -> int:

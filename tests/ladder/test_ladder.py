@@ -51,7 +51,15 @@ def task(argument):
         raise getattr(lightning_solo.errors, do["raise"], RuntimeError)(do["message"])
     return do
 """
-FIGURES = {"device": "cpu", "steps": 5, "peak_bytes": 1000, "step_s": 2.0, "loss": 3.0, "fingerprint": "a"}
+FIGURES = {
+    "device": "cpu",
+    "steps": 5,
+    "peak_bytes": 2000,
+    "counted_bytes": 1000,
+    "step_s": 2.0,
+    "loss": 3.0,
+    "fingerprint": "a",
+}
 A, B, C = Technique("a", (), exact=True), Technique("b", ()), Technique("c", ())
 
 
@@ -91,12 +99,12 @@ def test_one_process_imports_the_application_for_all_rungs(tmp_path: Path) -> No
 
 
 def test_baseline_each_alone_then_one_on_top_of_the_other(tmp_path: Path) -> None:
-    does = {"a": {"peak_bytes": 750, "step_s": 3.0}, "a + b": {"fingerprint": "b", "loss": 3.5}}
+    does = {"a": {"counted_bytes": 750, "step_s": 3.0}, "a + b": {"fingerprint": "b", "loss": 3.5}}
     rows = stub(tmp_path, does).run()
     assert [row.name for row in rows] == ["baseline", "a", "b", "c", "a + b", "a + b + c"]
     assert {row.status for row in rows} == {"finished"}
     alone, both = by_name(rows)["a"], by_name(rows)["a + b"]
-    assert (alone.peak_change, alone.step_change, alone.loss_difference) == (-0.25, 0.5, 0.0)  # 750/1000, 3/2, 3 - 3
+    assert (alone.counted_change, alone.step_change, alone.loss_difference) == (-0.25, 0.5, 0.0)  # 750/1000, 3/2, 3 - 3
     assert both.loss_difference == 0.5
     assert (alone.exact, by_name(rows)["b"].exact, both.exact) == (True, None, None)  # only `a` claims to be
     assert alone.overrides == ("name=a",)
@@ -138,7 +146,7 @@ def test_what_only_lacks_memory_alone_is_tried_with_others(tmp_path: Path, do: d
     rows = by_name(stub(tmp_path, {"baseline": do, "b": do}).run())
     assert rows["baseline"].status == rows["b"].status == status
     assert rows["a + b"].status == rows["a + b + c"].status == "finished"
-    assert rows["a"].peak_change is None  # there is nothing to compare with
+    assert rows["a"].counted_change is None  # there is nothing to compare with
 
 
 def test_a_combination_that_is_refused_is_a_row_before_anything_runs_and_the_next_does_without(tmp_path: Path) -> None:
@@ -448,7 +456,7 @@ def test_what_can_not_be_compared_is_said() -> None:
 def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
     rows = stub(tmp_path, {"b": {"loss": float("nan")}}).run()
     text = json.dumps(as_json(rows), allow_nan=False)
-    keys = {"name", "status", "detail", "peak_bytes", "peak_change", "step_s", "step_change", "loss", "exact"}
+    keys = {"name", "status", "detail", "peak_bytes", "counted_change", "step_s", "step_change", "loss", "exact"}
     assert keys | {"loss_difference"} <= set(json.loads(text)[0])
     assert by_name(rows)["b"].loss is None
     assert "the loss is nan" in by_name(rows)["b"].detail

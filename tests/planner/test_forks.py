@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -90,3 +91,29 @@ def test_they_run_at_the_same_time(tmp_path: Path) -> None:
         return name
 
     assert run_in_forks(partial(meets, "a", "b"), partial(meets, "b", "c"), partial(meets, "c", "a")) == ["a", "b", "c"]
+
+
+class Garbage:
+    """A cycle that only the collector frees, and that notes the process in which it was."""
+
+    freed_in: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.freed_in.append(os.getpid())
+
+
+def test_garbage_of_the_parent_is_not_freed_in_a_fork() -> None:
+    def collects() -> list[int]:
+        Garbage()  # the fork's own
+        gc.collect()
+        return [pid - os.getpid() for pid in Garbage.freed_in]
+
+    gc.disable()
+    try:
+        Garbage()
+        assert run_in_forks(lambda: None, collects) == [None, [0]]
+    finally:
+        gc.enable()

@@ -14,13 +14,11 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import PlanError, PresetError
-from lightning_solo.memory.ledger import Ledger
 from lightning_solo.planner import traces
 from lightning_solo.planner.allocator import replay
 from lightning_solo.planner.capture import capture
@@ -32,6 +30,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.techniques.zero_offload.footprint import layout_for
 from lightning_solo.units import GiB, MiB
+from tests.modules import Held
 from tests.planner.modules import Classifier, dense, vectors
 
 CPU, GPU = device("cpu"), device("rtx_4090")
@@ -52,21 +51,6 @@ def planned(
 
 
 # --- against a real fit, by a ledger that knows nothing of the planner ---
-
-
-class Held(Callback):
-    """The most that a real fit holds from its start on."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger = Ledger(pl_module, trainer.optimizers)
-        self.ledger.__enter__()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.bytes = self.ledger.peak_bytes
-        self.ledger.__exit__(None, None, None)
 
 
 class Attends(L.LightningModule):
@@ -109,7 +93,7 @@ def held(make: Callable[[], Any], batch: Any, steps: int = 3, **trainer: Any) ->
         callbacks=[watch],
         **{**quiet, **trainer},
     ).fit(make(), loader)
-    return watch.bytes
+    return watch.peak_bytes
 
 
 CHANGES: dict[str, dict[str, Any]] = {
