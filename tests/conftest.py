@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ hypothesis.settings.register_profile("solo", deadline=None, derandomize=bool(os.
 hypothesis.settings.load_profile("solo")
 HOMES = (lightning.pytorch.__name__, pytorch_lightning.__name__)
 
+long = partial(pytest.param, marks=pytest.mark.long)
+"""A set of arguments with which a test runs in `make test-all` alone, since others show the same."""
 
 ENGINE = ("tests/zero/", "tests/techniques/test_zero_offload")
 WITHOUT_ENGINE = ("test_config.py", "test_deepspeed_names.py", "test_disk.py", "test_layout.py", "test_process.py")
@@ -28,15 +31,14 @@ WITHOUT_ENGINE = ("test_config.py", "test_deepspeed_names.py", "test_disk.py", "
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave to `make test-all` the other home of Lightning, but for the seams', and tests of DeepSpeed's engine.
 
-    What protects a change has them all the same: the contract of every technique runs under both homes, and under
-    `zero_offload`.
+    What protects a change has them all the same: the seams of both homes, and the contract of `zero_offload`.
     """
     root = Path(__file__).parents[1]
     for item in items:
         path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
         callspec = getattr(item, "callspec", None)
         other_home = callspec is not None and callspec.params.get("home") == HOMES[1]
-        if other_home and not path.startswith(("tests/seams/", "tests/contract/")):
+        if other_home and not path.startswith("tests/seams/"):
             item.add_marker(pytest.mark.long)
         if path.startswith(ENGINE) and item.path.name not in WITHOUT_ENGINE:
             item.add_marker(pytest.mark.long)

@@ -36,7 +36,7 @@ from tests.pages import DOCS, FILES, PAGES, ROOT, TABLES, Page
 
 NUMBER = re.compile(r"\d+\.\d+")
 MEASURED = re.compile(r"\d\s?(?:ms|µs|s|[KMGT]iB|%)(?![\w/])|±")
-QUICK = ("README.md", "index.md", "start.md", "guides/command_line.md")
+QUICK = ("index.md", "start.md", "guides/command_line.md")
 """Pages whose Python runs in `make test`; that of the others takes minutes."""
 REALLY_RUN = ("guides/hydra.md", "guides/lightning_cli.md")
 """Pages whose `python ...` commands run in a test, which takes a minute."""

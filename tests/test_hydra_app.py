@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import long
+
 ROOT = Path(__file__).parents[1]
 
 TEMPLATE_APP = """
@@ -118,9 +120,9 @@ def app(tmp_path: Path) -> Path:
     ("overrides", "words"),
     [
         ([], ["backward recomputes 4 Sequential", "precision bf16-mixed"]),
-        (["solo=every_second"], ["backward recomputes 2 Sequential"]),
+        long(["solo=every_second"], ["backward recomputes 2 Sequential"]),
         (["solo=baseline", "+solo/callback=activation_checkpointing"], ["recomputes 4", "precision 32-true"]),
-        (["~solo.callback.activation_checkpointing"], ["precision bf16-mixed"]),
+        long(["~solo.callback.activation_checkpointing"], ["precision bf16-mixed"]),
     ],
 )
 def test_the_example_application_outside_the_checkout(app: Path, overrides: list[str], words: list[str]) -> None:

@@ -223,12 +223,19 @@ def test_a_module_of_ones_own_from_the_folder_one_stands_in(tmp_path: Path) -> N
     assert state["global_step"] == 3
     assert state["state_dict"]["net.0.0.weight"].shape == (16, 16)
     assert state["state_dict"]["net.0.0.weight"].dtype == torch.bfloat16
-    as_in_help = train(tmp_path, *own[:2], "allow=[my_module_here]", "run=plain", "trainer.max_steps=2")
-    assert "data: MyModule's own train_dataloader" in as_in_help
     refused = train(tmp_path, *own, *rest[1:], "run=other", code=2)
     assert "allow=[my_module_here]" in refused
 
 
+@pytest.mark.long
+def test_a_module_of_ones_own_as_in_help(tmp_path: Path) -> None:
+    (tmp_path / "my_module_here.py").write_text(MINE)
+    own = ["model=custom", "model._target_=my_module_here.MyModule", "allow=[my_module_here]"]
+    output = train(tmp_path, *own, "run=plain", "trainer.max_steps=2")
+    assert "data: MyModule's own train_dataloader" in output
+
+
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
     output = train(tmp_path, *QUICK, "solo=fp16", code=2)

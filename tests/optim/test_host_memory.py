@@ -26,6 +26,7 @@ from lightning_solo.optim import (
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.host_slabs import host_tensors
 from lightning_solo.optim.staging import Staging
+from tests.conftest import long
 
 BITS = [(24, 8), (32, 32), (32, 8), ("16-stochastic", 8), ("16-stochastic", 4)]
 every_bits = pytest.mark.parametrize("bits", BITS, ids=str)
@@ -150,6 +151,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device_from_the_start(monkey
     assert set(optimizer.host_states) <= {module[4].weight}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler")
 def test_compiled_states_on_the_host_are_those_on_the_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which torch sets, and here is taken back
@@ -190,7 +192,7 @@ def test_placing_twice_or_without_a_budget_does_nothing():
 
 
 @every_bits
-@pytest.mark.parametrize("chunk", [2**18, 256])
+@pytest.mark.parametrize("chunk", [long(2**18), 256])
 @pytest.mark.parametrize("budget", [0, 15_000, "auto"])
 def test_parity_with_states_on_the_device(bits: Any, chunk: int, budget: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(adamw_update.CHUNK, "cpu", chunk)

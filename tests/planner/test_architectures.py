@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import long
+
 pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -30,14 +32,10 @@ def measuring() -> Any:
 @pytest.mark.parametrize(
     "architecture",
     [
-        *("text/llama", "masked/bert"),
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in (
-                *("text/gpt2", "text/mamba", "text/mixtral", "text/gemma", "text/qwen2_moe", "masked/deberta-v2"),
-                *("encoder_decoder/t5", "image/vit", "image/resnet", "audio/wav2vec2"),
-            )
-        ),
+        "text/llama",
+        *map(long, ("text/gpt2", "text/mamba", "text/mixtral", "text/gemma", "text/qwen2_moe")),
+        *map(long, ("masked/bert", "masked/deberta-v2", "encoder_decoder/t5")),
+        *map(long, ("image/vit", "image/resnet", "audio/wav2vec2")),
     ],
 )
 def test_planned_steps_hold_what_real_steps_hold(measuring: Any, architecture: str) -> None:

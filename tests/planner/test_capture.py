@@ -20,6 +20,7 @@ from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.compact_states import states as compact_states
+from tests.conftest import long
 from tests.planner.modules import MODULES, Classifier, vectors
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -45,11 +46,10 @@ def assert_equal(fake: Trace, real: Trace) -> None:
 
 
 def named(choices: Any) -> list[Any]:
-    """Cases by name; those in bf16-true, whose sizes one of the other precisions has too, are for `make test-all`."""
-    return [
-        pytest.param(*choice, id="-".join(choice), marks=pytest.mark.long if "bf16-true" in choice else ())
-        for choice in choices
-    ]
+    """Cases by name; those whose sizes others have too, or that cross what others have, are for `make test-all`."""
+    left = ({"bf16-true"}, {"32-true", "clipped_window"}, {"bf16-mixed", "plain"})
+    marks = [pytest.mark.long if any(choice >= some for some in left) else () for choice in map(set, choices)]
+    return [pytest.param(*choice, id="-".join(choice), marks=mark) for choice, mark in zip(choices, marks, strict=True)]
 
 
 # Lightning neither accumulates nor clips where optimization is by hand
@@ -76,7 +76,7 @@ def test_clipping_by_value() -> None:
 
 @pytest.mark.parametrize(
     ("name", "precision", "extra"),
-    named(itertools.product(("attending", "convolutional", "tied"), ("bf16-mixed", "bf16-true"), ARGUMENTS)),
+    named([*itertools.product(("attending", "convolutional", "tied"), ("bf16-mixed", "bf16-true"), ARGUMENTS)]),
 )
 def test_compact_states_hold_what_real_ones_hold(
     name: str, precision: str, extra: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +122,7 @@ def test_planned_for_a_gpu_states_on_the_host_are_not_on_the_device(monkeypatch:
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_BY_ONE if name not in ("Adam", "AdamW")])
-@pytest.mark.parametrize("extra", ARGUMENTS)
+@pytest.mark.parametrize("extra", [long("plain"), "clipped_window"])
 def test_split_masters_of_other_optimizers_hold_what_real_ones_hold(name: str, extra: str) -> None:
     make, batch = MODULES["dense"]
 
@@ -161,7 +161,7 @@ def recomputing(name: str, precision: str) -> Callable[[], dict[str, Any]]:
     return arrange(compose("checkpointing", overrides), {}).arguments
 
 
-@pytest.mark.parametrize(("name", "precision"), named(itertools.product(BLOCKS, PRECISIONS)))
+@pytest.mark.parametrize(("name", "precision"), named([*itertools.product(BLOCKS, PRECISIONS)]))
 def test_recomputing_steps_hold_what_real_steps_hold(name: str, precision: str) -> None:
     make, batch = MODULES[name]
     assert_equal(*both(make, batch(), recomputing(name, precision)))

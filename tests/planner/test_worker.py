@@ -25,6 +25,7 @@ from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.worker import Request, Worker
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
+from tests.conftest import long
 from tests.planner.modules import Classifier, dense, vectors
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def living(group: int) -> list[int]:
 
 
 def assert_gone(group: int) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while living(group) and time.monotonic() < end:
         threading.Event().wait(0.01)  # a killed process takes a moment
     assert not living(group)
@@ -140,6 +141,7 @@ def test_what_it_said_last_is_in_the_error() -> None:
         asked(lambda: Does(what), vectors())
 
 
+@pytest.mark.long  # the module has to come to where it waits, on a busy machine too
 def test_one_that_never_ends_is_ended(tmp_path: Path) -> None:
     assert_works()  # the process has imported all it needs
     fifo = tmp_path / "fifo"
@@ -147,9 +149,9 @@ def test_one_that_never_ends_is_ended(tmp_path: Path) -> None:
     groups: list[int] = []
     reader = threading.Thread(target=lambda: groups.append(int(fifo.read_text().split()[0])))
     reader.start()
-    with pytest.raises(PlanError, match=r"no plan after 3 s; is there a loop"):
-        asked(hangs(fifo), vectors(), timeout_s=3)
-    reader.join(10)
+    with pytest.raises(PlanError, match=r"no plan after 60 s; is there a loop"):
+        asked(hangs(fifo), vectors(), timeout_s=60)
+    reader.join(60)
     assert_gone(groups[0])
     assert_works()
 
@@ -233,7 +235,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("as_cell", [False, True], ids=["script", "cell"])
+@pytest.mark.parametrize("as_cell", [False, long(True)], ids=["script", "cell"])
 def test_from_a_script_without_a_guard_and_no_process_is_left(tmp_path: Path, as_cell: bool) -> None:
     script = SCRIPT.format(body="pass")
     (tmp_path / "mine.py").write_text(CELL.format(script=script) if as_cell else script)
@@ -300,8 +302,11 @@ print(WORKER._process.pid, flush=True)
 
 @pytest.mark.parametrize(
     "then",
-    ["", "raise ValueError", "raise SystemExit(2)", "signal.raise_signal(2)", "__import__('os')._exit(0)"],
-    ids=["end", "error", "refusal", "interrupt", "kill"],
+    [
+        *("", "__import__('os')._exit(0)"),
+        *(long(then) for then in ("raise ValueError", "raise SystemExit(2)", "signal.raise_signal(2)")),
+    ],
+    ids=["end", "kill", "error", "refusal", "interrupt"],
 )
 def test_a_process_that_is_started_early_ends_however_this_one_does(tmp_path: Path, then: str) -> None:
     (tmp_path / "early.py").write_text(EARLY.format(then=then))

@@ -18,7 +18,10 @@ from lightning_solo.units import MiB
 from tests.report.browser import CHROMIUM, Page, chromium
 from tests.report.folders import make_ladder, make_row, make_run, make_sweep
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH; apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH; apt-get install chromium"),
+    pytest.mark.long,
+]
 MARKS = """[...document.querySelectorAll('[data-chart]')].map((place) => [place.dataset.chart,
   Object.fromEntries(['line', 'area', 'rect', 'symbol', 'text', 'rule'].map((kind) =>
     [kind, place.querySelectorAll(`svg g[class*="mark-${kind}"][class*="layer"] > *, ` +

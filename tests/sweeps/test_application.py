@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_solo.sweeps.results import read
+from tests.conftest import long
 from tests.sweeps.applications import THREAD, TRAIN, environment, sweep, sweep_folder
 
 pytestmark = pytest.mark.timeout(300)
@@ -109,7 +110,14 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        script if name in ("a closure", "no guard") else long(script)  # functions and classes, by value
+        for name, script in SCRIPTS.items()
+    ],
+    ids=SCRIPTS,
+)
 def test_any_task_function_runs(tmp_path: Path, script: str) -> None:
     sweep(tmp_path, "n=1,2", script=script)
     assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [11.5, 13.0]
@@ -129,7 +137,7 @@ USES_ITS_CLASS = TRAIN.replace("return cfg.n * 1.5", OWN_CLASS)
 
 @pytest.mark.parametrize(
     ("given", "arguments"),
-    [(None, ["-c", USES_ITS_CLASS]), (USES_ITS_CLASS, ["-"])],
+    [(None, ["-c", USES_ITS_CLASS]), long(USES_ITS_CLASS, ["-"])],
     ids=["python -c", "standard input"],
 )
 def test_what_has_no_file_runs(tmp_path: Path, given: str | None, arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ import hydra
 import pytest
 
 from lightning_solo.sweeps.results import read
+from tests.conftest import long
 from tests.sweeps.applications import environment, sweep_folder
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,7 +46,7 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)
 @pytest.mark.parametrize(
     "sweeper", [[], ["hydra/sweeper=solo_optuna", "hydra.sweeper.n_trials=2"]], ids=["sweep", "search"]
 )
-@pytest.mark.parametrize("preload", ["[]", "[in_a_thread]"], ids=["forked", "fresh"])
+@pytest.mark.parametrize("preload", ["[]", long("[in_a_thread]")], ids=["forked", "fresh"])
 def test_jobs_run_under_the_commands_hydra_and_nobody_warns(tmp_path: Path, sweeper: list[str], preload: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "in_a_thread.py").write_text(THREAD)

@@ -24,6 +24,7 @@ from lightning_solo.sweeps.job_process import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures, observer
 from lightning_solo.sweeps.results import Row, read
+from tests.conftest import long
 from tests.sweeps.applications import (
     THREAD,
     TRAIN,
@@ -117,6 +118,7 @@ def test_figures_are_taken_from_every_callback_that_has_numbers() -> None:
     assert figures(type("Trainer", (), {"callbacks": callbacks})()) == {"a/b": 2.0}
 
 
+@pytest.mark.long
 def test_a_device_that_is_gone_does_not_hide_why(tmp_path: Path) -> None:
     """After an error of CUDA's each further call to it raises too, that of the one who asks for the peak as well."""
     script = TRAIN.replace("return cfg.n * 1.5", CUDA_ERROR)
@@ -183,7 +185,7 @@ FORK = "pid = os.fork()\n    if not pid:\n        os.setsid(); time.sleep(200); 
 START = "import subprocess\n    return subprocess.Popen(['sleep', '200'], close_fds=False, start_new_session=True).pid"
 
 
-@pytest.mark.parametrize(("leave", "fresh"), [(FORK, False), (FORK, True), (START, True)])
+@pytest.mark.parametrize(("leave", "fresh"), [(FORK, False), long(FORK, True), long(START, True)])
 def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, leave: str, fresh: bool) -> None:
     script = TRAIN.replace("return cfg.n * 1.5", leave)
     if fresh:
@@ -273,6 +275,7 @@ def test_what_an_earlier_try_said_is_none_of_the_next_ones(tmp_path: Path) -> No
     assert starts(tmp_path) == {1: 2}
 
 
+@pytest.mark.long
 def test_a_peak_is_that_of_the_last_try(tmp_path: Path) -> None:
     """The command was killed before it wrote the row of the second try, which had said how it ended."""
     sweep(tmp_path, "n=1")
@@ -286,6 +289,7 @@ def test_a_peak_is_that_of_the_last_try(tmp_path: Path) -> None:
     assert (row.attempt, row.status, row.returned, row.peak_device_bytes) == (2, "finished", 2.5, 2**30)
 
 
+@pytest.mark.long
 def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Path) -> None:
     measure = """open(os.path.join(os.environ["LIGHTNING_SOLO_JOB"], "progress.json"), "w").write('{"step": 7}')"""
     script = TRAIN.replace('raise ValueError("the first time")', f'{measure}; raise ValueError("the first time")')

@@ -24,6 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lightning_solo.sweeps.pruning import storage
 from lightning_solo.sweeps.results import Row, read
+from tests.conftest import long
 from tests.sweeps.applications import environment
 
 pytestmark = pytest.mark.timeout(300)
@@ -343,9 +344,9 @@ def test_another_search_in_the_same_folder_is_refused_with_every_difference(tmp_
     ("overrides", "words"),
     [
         (["x=1"], "nothing to search"),
-        (["x=interval(0,1)", "wdith=choice(1,2)"], "wdith"),
-        (["x=interval(0,1)", "width=choice(1,two)"], "'two'"),
-        (["x=interval(0,1)", "hydra.sweeper.sampler=tpee"], "did you mean 'tpe'?"),
+        long(["x=interval(0,1)", "wdith=choice(1,2)"], "wdith"),
+        long(["x=interval(0,1)", "width=choice(1,two)"], "'two'"),
+        long(["x=interval(0,1)", "hydra.sweeper.sampler=tpee"], "did you mean 'tpe'?"),
         (["x=interval(0,1)", "hydra/launcher=basic"], "hydra/launcher=solo"),
         (["x=interval(0,1)", "hydra.launcher.rerun=failed"], "hydra.sweeper.n_trials"),
     ],
@@ -363,7 +364,7 @@ def test_a_task_function_without_a_number_is_refused_at_once(tmp_path: Path) -> 
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL]
 
 
-@pytest.mark.parametrize("version", ["none", "2.10.1"])
+@pytest.mark.parametrize("version", ["none", long("2.10.1")])
 def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, version: str) -> None:
     lacks = "sys.modules['optuna'] = None; " if version == "none" else ""
     fakes = f"    {lacks}import importlib.metadata as m; m.version = lambda name: {version!r}\n    train()\n"
@@ -371,6 +372,7 @@ def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, versi
     assert f"needs Optuna 4 or newer, here is {version}: pip install 'lightning-solo[optuna]'" in done.stderr
 
 
+@pytest.mark.long
 def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     overrides = (*SPACE, "sleep=250", "hydra.sweeper.n_trials=1")

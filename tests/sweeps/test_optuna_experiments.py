@@ -15,6 +15,7 @@ from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.search_settings import settings
 from lightning_solo.sweeps.search_space import search_space
 from tests.cli.test_train import command_output
+from tests.conftest import long
 
 MODULE = ["model._target_=my_project.MyModule", "allow=[my_project]"]
 
@@ -55,11 +56,11 @@ class MyModule(L.LightningModule):
 """
 
 
+ACCURACY = ["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maximize"]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("more", "metric"),
-    [([], "val_loss"), (["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maximize"], "val_accuracy")],
-)
+@pytest.mark.parametrize(("more", "metric"), [([], "val_loss"), long(ACCURACY, "val_accuracy")])
 def test_a_module_of_ones_own_is_searched_for_what_it_calls_its_validation_loss(
     tmp_path: Path, more: list[str], metric: str
 ) -> None:

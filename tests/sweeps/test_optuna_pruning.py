@@ -137,6 +137,7 @@ def test_none_is_ended_before_the_steps_it_has_at_least(tmp_path: Path) -> None:
     assert {len(t.intermediate_values) for t in trials if t.state == TrialState.PRUNED} == {3}
 
 
+@pytest.mark.long
 def test_more_is_better_where_it_is_to_be_maximized(tmp_path: Path) -> None:
     more = ("hydra.sweeper.direction=maximize", "hydra.sweeper.monitor=val_accuracy", "metric=val_accuracy")
     search(tmp_path, *more, "hydra.sweeper.n_trials=3", "hydra.sweeper.prune_after_trials=1")

@@ -29,6 +29,7 @@ from lightning_solo.techniques.accumulation_schedule.technique import Accumulati
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states import states
+from tests.conftest import long
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -232,7 +233,7 @@ def test_acted_with_another_librarys_optimizer(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("buffer", ["device", "host"])
+@pytest.mark.parametrize("buffer", ["device", long("host")])
 def test_parity_with_plain_lightning_in_fp32(make_trainer: Make, arguments: dict[str, Any], buffer: str) -> None:
     import lightning.pytorch as home
 
@@ -273,7 +274,7 @@ def test_parity_of_split_weights_with_an_fp32_master_by_hand(make_trainer: Make)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+@pytest.mark.parametrize("arguments", [long({}), {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
 def test_parity_of_torchs_other_optimizers_in_fp32(make_trainer: Make, name: str, arguments: dict[str, Any]) -> None:
     import lightning.pytorch as home
 
@@ -512,8 +513,8 @@ def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize("master_bits", [24, "16-stochastic"])
-@pytest.mark.parametrize("budget", [None, 0, "auto"])
+@pytest.mark.parametrize("master_bits", [24, long("16-stochastic")])
+@pytest.mark.parametrize("budget", [None, 0, long("auto")])
 def test_trace_a_resumed_run_is_the_undisturbed_one(
     home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: Any, budget: Any
 ) -> None:
@@ -733,7 +734,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("master_bits", [24, 32, "16-stochastic"])
+@pytest.mark.parametrize("master_bits", [24, long(32), long("16-stochastic")])
 def test_built_while_fitting_as_in_the_constructor(
     home: ModuleType, make_trainer: Make, meta: bool, precision: str, master_bits: Any
 ) -> None:
@@ -781,7 +782,7 @@ def net_and_spare() -> nn.Module:
 @pytest.mark.every_change
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize("master_bits", [24, 32])
+@pytest.mark.parametrize("master_bits", [24, long(32)])
 @pytest.mark.parametrize("plain_file", [False, True])
 def test_built_and_resumed(
     home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: int, plain_file: bool

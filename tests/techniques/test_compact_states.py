@@ -22,6 +22,7 @@ from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from tests.conftest import long
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -85,7 +86,7 @@ def test_acted_on_weights_and_states(
 # --- parity ---
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", [1, long(-1)])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("release", [True, False])
 def test_parity_with_the_strategy_that_brings_it(

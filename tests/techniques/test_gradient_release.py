@@ -18,6 +18,7 @@ from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from tests.conftest import long
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -106,7 +107,7 @@ def test_acted_where_gradients_are_kept(home: ModuleType, make_trainer: Make, ca
     ],
     ids=str,
 )
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", long("bf16-mixed")])
 def test_parity_with_a_plain_run(home: ModuleType, make_trainer: Make, arguments: Any, precision: str) -> None:
     plain = fit(home, make_trainer, max_epochs=2, precision=precision, **arguments)
     buffer = "host" if arguments else "device"

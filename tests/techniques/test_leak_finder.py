@@ -18,6 +18,7 @@ from lightning_solo.memory.census import take_census
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.leak_finder import technique as leak_finder
 from lightning_solo.techniques.leak_finder.technique import LeakFinder
+from tests.conftest import long
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -171,7 +172,7 @@ def with_cycles(home: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [plain, with_metrics, with_checkpointing, longer_batches, with_cycles])
-@pytest.mark.parametrize("every_n_steps", [1, 3])
+@pytest.mark.parametrize("every_n_steps", [1, long(3)])
 def test_steady_training_is_not_told(home: Any, make_trainer: Any, make: Any, every_n_steps: int) -> None:
     module, arguments = make(home)
     sizes = range(64, 76) if make is longer_batches else [16] * 12

@@ -24,6 +24,7 @@ from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
 from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB
+from tests.conftest import long
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -321,7 +322,7 @@ def test_manual_optimization_is_counted(home: Any, make_trainer: Any, tmp_path: 
     assert all(int(row["optimizer_states_bytes"]) == states for row in found)
 
 
-@pytest.mark.parametrize("how", ["part", "wrapper", "function"])
+@pytest.mark.parametrize("how", ["part", long("wrapper"), long("function")])
 def test_compiled_parts_are_named_once_and_stay_compiled(
     home: Any, make_trainer: Any, tmp_path: Path, how: str
 ) -> None:
