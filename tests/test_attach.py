@@ -18,6 +18,7 @@ import lightning_solo as solo
 from lightning_solo.build import HOMES
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import composition
+from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -93,7 +94,7 @@ def test_an_argument_replaced_in_a_merged_mapping_is_refused_at_the_start(
 
 def test_callbacks_for_a_trainer_that_exists(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(home, precision="bf16-mixed")
-    with pytest.warns(UserWarning, match="callbacks can't carry precision='bf16-mixed'"):
+    with pytest.warns(UserWarning, match="precision='bf16-mixed'"):
         trainer.callbacks += solo.callbacks("checkpointing")
     trainer.fit(regression(home), loader())
     assert {"ActivationCheckpointing", "MemoryLogger"} <= {type(callback).__name__ for callback in trainer.callbacks}
@@ -131,7 +132,7 @@ def test_callbacks_replaced_in_a_merged_mapping_are_said_to_be_lost(
 ) -> None:
     trainer = make_trainer(home, **{**solo.trainer_kwargs("checkpointing", lightning=home.__name__), "callbacks": []})
     gc.collect()
-    assert "(ActivationCheckpointing, MemoryLogger) never reached a Trainer" in caplog.text
+    assert lines_with(caplog.text, "(ActivationCheckpointing, MemoryLogger)", "Trainer")
     caplog.clear()
     kept = make_trainer(home, **solo.trainer_kwargs("checkpointing", lightning=home.__name__))
     del kept, trainer
@@ -184,7 +185,7 @@ def test_allow_is_a_list_of_prefixes(allow: Any) -> None:
 
 
 def test_a_bare_callback_choice_would_replace_all_and_is_refused() -> None:
-    with pytest.raises(solo.PresetError, match=r"write \+callback=throughput to add one"):
+    with pytest.raises(solo.PresetError, match=mentions("write +callback=throughput")):
         solo.trainer_kwargs("checkpointing", ["callback=throughput"])
 
 
@@ -205,7 +206,7 @@ def test_lightning_is_short_for_its_first_home() -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(solo.PresetError, match=r"callbacks\[0\]: a Callback of Lightning is needed"):
+    with pytest.raises(solo.PresetError, match=mentions("callbacks[0]: ", "Callback")):
         solo.trainer_kwargs("bf16", callbacks=[print])
 
 

@@ -12,6 +12,7 @@ import lightning_solo as solo
 from lightning_solo.build import check_machine, check_versions, make
 from lightning_solo.presets.compose import compose
 from lightning_solo.zero import extension
+from tests.messages import mentions, nearest
 
 MINE = """
 import os
@@ -48,19 +49,19 @@ def test_users_callback_with_nested_targets(my_project: str) -> None:
 
 
 def test_misspelt_argument_of_a_users_callback(my_project: str) -> None:
-    with pytest.raises(solo.PresetError, match=r"callback\.mine\.levle=3: no such argument; did you mean 'level'"):
+    with pytest.raises(solo.PresetError, match=mentions("callback.mine.levle=3: ", nearest("level"))):
         built({"_target_": f"{my_project}.Mine", "levle": 3}, my_project)
 
 
 @pytest.mark.parametrize("alias", ["os.system", "os.path.exists", "AdamW", "os"])
 def test_row_81_another_modules_object_below_an_allowed_prefix(my_project: str, alias: str) -> None:
-    with pytest.raises(solo.PresetError, match="outside the allowed"):
+    with pytest.raises(solo.PresetError, match="outside"):
         built({"_target_": f"{my_project}.{alias}"}, my_project)
 
 
 def test_row_81_nested_alias(my_project: str) -> None:
     node = {"_target_": f"{my_project}.Mine", "inner": [{"_target_": f"{my_project}.os.system", "command": "true"}]}
-    with pytest.raises(solo.PresetError, match="outside the allowed"):
+    with pytest.raises(solo.PresetError, match="outside"):
         built(node, my_project)
 
 
@@ -77,7 +78,7 @@ def test_row_81_an_escaped_interpolation_makes_no_target(my_project: str, tmp_pa
 def test_what_is_no_callback_is_refused(my_project: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(solo.PresetError, match=r"Callback|_recursive_"):
         built({"_target_": f"{my_project}.Mine", **wrong}, my_project)
-    with pytest.raises(solo.PresetError, match="a Callback of Lightning is needed, this is a Inner"):
+    with pytest.raises(solo.PresetError, match=mentions("Callback", "Inner")):
         built({"_target_": f"{my_project}.Inner"}, my_project)
 
 

@@ -30,6 +30,7 @@ from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of
 from lightning_solo.zero.checkpoint import groups_of
+from tests.messages import lines_with
 from tests.modules import Stack, loader, regression
 
 MARGIN = 1.05
@@ -92,10 +93,7 @@ def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
     assert set(named(presets_that_fit(layer, every, Room(5 * 10**6, 10**7)))) >= {"compact_host"}
     text = presets_that_fit(layer, every, Room(5 * 10**6, 0))
     # compact lacks 5 % of 5.06 bytes per parameter, and 0.06; the others all their states, or a bucket
-    assert text == (
-        "no preset would fit: the nearest, compact, needs 5.07 MiB on the device before activations, with AdamW;"
-        " use a smaller model"
-    )
+    assert lines_with(text, "compact", "5.07 MiB on the device", "before activations", "AdamW", "smaller model")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,7 @@ def test_where_no_preset_runs_it_says_so() -> None:
     def none(config: SoloConfig) -> None:
         raise CapabilityError("not here")
 
-    assert presets_that_fit(nn.Linear(1, 1), none, Room(0, MiB)) == "no preset runs on this machine"
+    assert presets_that_fit(nn.Linear(1, 1), none, Room(0, MiB)).startswith("no preset runs")
 
 
 def test_a_users_preset_counts_and_a_broken_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +179,7 @@ def test_room_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert free_room(module) == Room(0, 10 * MiB + 4 * 10**6)
     assert set(named(presets_that_fit(module, every))) == {"bf16_true", "gradient_release", *COMPACT}
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, MiB))
-    assert presets_that_fit(module, every).startswith("no preset would fit: the nearest, compact, needs 5.07 MiB")
+    assert lines_with(presets_that_fit(module, every), "no preset would fit", "compact", "5.07 MiB")
 
 
 # --- what the strategy itself will ask for ---
@@ -251,15 +249,15 @@ def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, mak
     first, *second = str(error).split("\n")
     assert error.available == AVAILABLE + 4 * n  # what the module holds is given back
     assert error.needed > error.available
-    assert f"needs {error.needed / MiB:.2f} MiB of host memory, and there are {error.available / MiB:.2f} MiB" in first
-    assert f"{(error.needed - error.available) / MiB:.2f} MiB are missing" in first
+    assert lines_with(first, f"{error.needed / MiB:.2f} MiB of host memory", f"{error.available / MiB:.2f} MiB")
+    assert f"{(error.needed - error.available) / MiB:.2f} MiB" in first
     # Of a few parts, by hand: master and gradients 4 bytes each, states 8, with one element for the padding
     padded = n + n % 2
     assert f"master {4 * padded / MiB:.2f} MiB, gradients {4 * padded / MiB:.2f} MiB" in first
     assert f"states {8 * padded / MiB:.2f} MiB" in first
     if preset:
         (advice,) = second
-        assert advice.startswith("presets that would fit, before activations, with AdamW: ")
+        assert lines_with(advice, "presets that would fit", "before activations", "AdamW: ")
         # 8 bytes per parameter are 4 MiB, 5.06 are 2.5, 12 are 6; baseline's 16 are 8 MiB, of 7.
         assert set(named(advice)) == {"bf16_true", "gradient_release", *COMPACT}
     else:
@@ -271,7 +269,7 @@ def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, mak
 def test_where_nothing_fits_the_nearest_is_named(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, 0))
     message = str(refused(make_trainer, small(), preset=True))
-    assert re.search(r"\nno preset would fit: the nearest, compact, needs .* MiB on the host .*smaller model$", message)
+    assert lines_with(message, "no preset would fit", "compact", "MiB on the host", "smaller model")
 
 
 @pytest.mark.usefixtures("little_memory")

@@ -16,6 +16,7 @@ from lightning_solo.fitting import Room, model_states, presets_that_fit
 from lightning_solo.guard import PresetGuard
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
+from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
 
 
@@ -34,23 +35,23 @@ def test_lets_through_what_was_promised(home: ModuleType, make_trainer: Callable
 @pytest.mark.parametrize(
     ("promised", "words"),
     [
-        ({"precision": "bf16-mixed"}, "precision='bf16-mixed', but the Trainer was given '32-true'"),
-        ({"accumulate_grad_batches": 4}, "accumulate_grad_batches=4, but the Trainer was given 1"),
-        ({"strategy": object()}, "sets strategy="),
-        ({"devices": 2}, "one device"),
+        ({"precision": "bf16-mixed"}, ["precision='bf16-mixed', ", "'32-true'"]),
+        ({"accumulate_grad_batches": 4}, ["accumulate_grad_batches=4, ", " 1"]),
+        ({"strategy": object()}, ["sets strategy="]),
+        ({"devices": 2}, ["one device"]),
     ],
 )
 def test_stops_a_run_in_which_something_was_lost(
-    home: ModuleType, make_trainer: Callable[..., Any], promised: dict[str, Any], words: str
+    home: ModuleType, make_trainer: Callable[..., Any], promised: dict[str, Any], words: list[str]
 ) -> None:
     trainer = make_trainer(home, callbacks=[PresetGuard(promised)])
-    with pytest.raises(ConflictError, match=words):
+    with pytest.raises(ConflictError, match=mentions(*words)):
         fit(home, trainer)
 
 
 def test_row_21_gpu_precision_on_another_device(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(home, callbacks=[PresetGuard({"accelerator": "cuda"})])
-    with pytest.raises(CapabilityError, match="needs a CUDA device, but the Trainer runs on cpu"):
+    with pytest.raises(CapabilityError, match=mentions("CUDA", "cpu")):
         fit(home, trainer)
 
 
@@ -76,8 +77,7 @@ def test_a_budget_error_of_a_strategy_is_told_the_presets(home: ModuleType, make
     assert raised.value is error
     first, second = str(error).split("\n")
     assert first == "3 GiB are missing"
-    assert second.startswith("presets that would fit, before activations, with AdamW: ")
-    assert "bf16_true (" in second
+    assert lines_with(second, "presets that would fit", "before activations", "AdamW: ", "bf16_true (")
     assert (error.needed, error.available) == (5, 2)
 
 
@@ -99,7 +99,7 @@ def test_advice_that_fails_does_not_hide_the_error(
     guard = PresetGuard({}, advise)
     with pytest.raises(BudgetError, match=r"^missing$"):
         fit(home, make_trainer(home, strategy=too_small(home, BudgetError("missing")), callbacks=[guard]))
-    assert "could not be found" in caplog.text
+    assert "presets" in caplog.text
 
 
 def every(config: SoloConfig) -> None:
@@ -111,13 +111,12 @@ def test_presets_by_what_their_model_states_need() -> None:
     # 999,000 elements: 5.06 bytes for compact, 8 for bf16_true and 16 for the others, and 5 % of margin; zero_offload
     # takes more here
     between = Room(0, int(12 * 999_000 * 1.05))
-    assert "AdamW: bf16_true (8.00 MiB on the host), compact (5.06 MiB on the host)" in presets_that_fit(
-        module, every, between
-    )
+    fitting = "bf16_true (8.00 MiB on the host), compact (5.06 MiB on the host)"
+    assert lines_with(presets_that_fit(module, every, between), "AdamW: ", fitting)
     assert "baseline" not in presets_that_fit(module, every, between)
     assert "baseline (16.01 MiB on the host)" in presets_that_fit(module, every, Room(0, 17 * 999_000))
     none = presets_that_fit(module, every, Room(0, 10))
-    assert none.startswith("no preset would fit: the nearest, compact, needs 5.06 MiB on the host")
+    assert lines_with(none, "no preset would fit", "compact", "5.06 MiB on the host")
 
 
 def test_presets_that_this_machine_cannot_run_are_left_out() -> None:

@@ -19,6 +19,7 @@ from lightning_solo.optim import GradientRelease, back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.back_ends import converted, state_sizes, summary, uncompressed
 from lightning_solo.optim.library_optimizers import optimizer_class
+from tests.messages import mentions
 
 needs_torchao = pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
 needs_bitsandbytes = pytest.mark.skipif(not is_installed("bitsandbytes"), reason="needs bitsandbytes")
@@ -306,11 +307,11 @@ def test_states_of_torchs_own_are_compressed_or_refused() -> None:
         assert 0 < off < 0.05 * plain.state[module[0].weight]["exp_avg"].abs().max()
         train_with(module, ours, range(1))
         other = converted(adamw(module), back_end="torchao_4bit")
-        with pytest.raises(CheckpointError, match=r"'scale': \[32\]\} in the file, of .*'scale': \[64\]\} here"):
+        with pytest.raises(CheckpointError, match=mentions("'scale': [32]", "'scale': [64]")):
             other.load_state_dict(ours.state_dict())
     if is_installed("bitsandbytes"):
         theirs = converted(adamw(module), back_end="bitsandbytes_8bit")
-        with pytest.raises(CheckpointError, match=r"no state1, state2: they are of another optimizer"):
+        with pytest.raises(CheckpointError, match=mentions("state1, state2")):
             theirs.load_state_dict(plain.state_dict())
 
 
@@ -321,31 +322,31 @@ def test_refusals_name_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     monkeypatch.setattr(back_ends, "is_installed", lambda package: True)
     for name in ("flashoptim", "bitsandbytes_paged_8bit"):
-        with pytest.raises(CapabilityError, match=rf"back_end={name} needs a CUDA device; without one write"):
+        with pytest.raises(CapabilityError, match=mentions(f"back_end={name}", "CUDA", "write")):
             converted(adamw(module), back_end=name)
-    with pytest.raises(ConflictError, match=r"torch.*SGD computes something else.*back_end=own"):
+    with pytest.raises(ConflictError, match=mentions("SGD", "back_end=own")):
         converted(torch.optim.SGD(module.parameters()), back_end="torchao_8bit")
     with pytest.raises(ConflictError, match="drop amsgrad"):
         converted(adamw(module, amsgrad=True), back_end="torchao_8bit")
-    with pytest.raises(ConflictError, match=r"return AdamW, or write weight_decay=0"):
+    with pytest.raises(ConflictError, match=mentions("AdamW", "write weight_decay=0")):
         converted(adamw(module, torch.optim.Adam), back_end="bitsandbytes_8bit")
-    with pytest.raises(ConflictError, match=r"parameter 0 is bfloat16.*precision=bf16-mixed"):
+    with pytest.raises(ConflictError, match=mentions("parameter 0 is bfloat16", "precision=bf16-mixed")):
         converted(adamw(net(torch.bfloat16)), back_end="bitsandbytes_8bit")
     monkeypatch.setattr(back_ends, "can_compile", lambda device: False)
-    with pytest.raises(CapabilityError, match=r"there is no a? ?C\+\+ compiler"):
+    with pytest.raises(CapabilityError, match=mentions("C++ compiler")):
         converted(adamw(module), back_end="torchao_4bit")
     monkeypatch.setattr(back_ends, "is_installed", lambda package: False)
-    with pytest.raises(CapabilityError, match=r"pip install lightning-solo\[compact\]"):
+    with pytest.raises(CapabilityError, match=mentions("pip install lightning-solo[compact]")):
         converted(adamw(module), back_end="torchao_8bit")
     stepped = adamw(module)
     train_with(module, stepped)
-    with pytest.raises(ConflictError, match="has stepped already"):
+    with pytest.raises(ConflictError, match="stepped already"):
         converted(stepped, back_end="torchao_8bit")
 
 
 @needs_torchao
 def test_an_eps_that_torchao_diverges_with_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"eps=1e-08: torchao rounds .* to 0.*write AdamW\(\.\.\., eps=1e-6\)"):
+    with pytest.warns(UserWarning, match=mentions("eps=1e-08: torchao rounds", " to 0", "write AdamW(..., eps=1e-6)")):
         converted(torch.optim.AdamW(net().parameters()), back_end="torchao_8bit")
 
 

@@ -21,6 +21,7 @@ from lightning_solo.optim import adamw_update, cpu_kernel
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import BLOCK, LEAST
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, split_parameters
+from tests.messages import mentions
 
 BITS = [
     pytest.param(
@@ -269,7 +270,7 @@ def test_bytes_of_large_layers(master_bits: int | str, moment_bits: int, split: 
     assert expected <= optimizer.bytes_per_parameter <= expected + 8 / 257  # a bias in 257 has moments in fp32
     assert optimizer.bytes_per_parameter <= {(24, 8): 5.1, (STOCHASTIC, 4): 3.2}.get((master_bits, moment_bits), 12)
     of_weights = sum(p.nbytes for p in module.parameters()) / sum(p.numel() for p in module.parameters())
-    assert f"{optimizer.bytes_per_parameter - of_weights:.2f} bytes per parameter" in optimizer.summary()
+    assert f"{optimizer.bytes_per_parameter - of_weights:.2f} bytes" in optimizer.summary()
 
 
 # --- any size, any order in memory ---
@@ -505,29 +506,29 @@ def _changed(states: dict[str, Any], what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("missing tensor", r"the states of 0\.weight: .* in the file, .*exp_avg_sq uint8.* here"),
-        ("unknown tensor", r"0\.weight: .*momentum_buffer"),
-        ("size", r"exp_avg int8\[4399\].* in the file, .*exp_avg int8\[4400\].* here"),
-        ("type", r"correction int16\[4400\].* in the file"),
-        ("names", r"states of other in the file where this optimizer has 0\.weight"),
-        ("number", "states of 3 parameters; this optimizer has 4"),
-        ("lr", "group 0 in the file has no lr"),
-        ("amsgrad", "amsgrad=True"),
-        ("maximize", "maximize=True"),
-        ("groups", r"groups|where this optimizer has"),
-        ("last", r"2\.bias"),
-        ("state", "without state"),
-        ("param_groups", "without param_groups"),
+        ("missing tensor", ["0.weight: ", "exp_avg_sq uint8"]),
+        ("unknown tensor", ["0.weight: ", "momentum_buffer"]),
+        ("size", ["exp_avg int8[4399]", "exp_avg int8[4400]"]),
+        ("type", ["correction int16[4400]"]),
+        ("names", [" other ", "0.weight"]),
+        ("number", ["3 parameters", " 4"]),
+        ("lr", ["group 0 ", "lr"]),
+        ("amsgrad", ["amsgrad=True"]),
+        ("maximize", ["maximize=True"]),
+        ("groups", ["fewer"]),
+        ("last", ["2.bias"]),
+        ("state", ["without state"]),
+        ("param_groups", ["without param_groups"]),
     ],
 )
-def test_other_states_are_refused_and_nothing_is_touched(what: str, words: str):
+def test_other_states_are_refused_and_nothing_is_touched(what: str, words: list[str]):
     module, other = net(), net()
     source = CompactAdamW(other.named_parameters(), lr=0.5)
     train(other, source, range(2))
     optimizer = CompactAdamW(module.named_parameters())
     train(module, optimizer, range(3))
     before = contents(optimizer)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=mentions(*words)):
         optimizer.load_state_dict(_changed(source.state_dict(), what))
     assert_same(contents(optimizer), before)
     assert optimizer.param_groups[0]["lr"] == 1e-3
@@ -540,7 +541,7 @@ def test_states_of_other_bits_are_refused(master_bits: int | str, moment_bits: i
     train(other, source, [0])
     split = split_parameters(module.parameters(), master_bits)
     optimizer = CompactAdamW(module.parameters(), master_bits=master_bits, moment_bits=moment_bits, corrections=split)
-    with pytest.raises(CheckpointError, match="build the optimizer with the master_bits and moment_bits of the file"):
+    with pytest.raises(CheckpointError, match=mentions("master_bits", "moment_bits")):
         optimizer.load_state_dict(source.state_dict())
 
 
@@ -572,7 +573,7 @@ def test_gradients_that_are_not_finite_touch_nothing(bad: float, master_bits: in
     give_gradients(module.parameters(), 0)
     module[2].weight.grad[3, 5] = bad
     module[2].bias.grad[0] = bad
-    with pytest.raises(GradientError, match=r"the gradient of 2\.weight is not finite; no weight has been touched"):
+    with pytest.raises(GradientError, match=mentions("2.weight", "not finite")):
         optimizer.step()
     assert_same(contents(optimizer), before)
     give_gradients(module.parameters(), 0)
@@ -599,7 +600,7 @@ def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = CompactAdamW(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(GradientError, match=r"parameter 0 is sparse; write nn\.Embedding"):
+    with pytest.raises(GradientError, match=mentions("parameter 0", "sparse", "write nn.Embedding")):
         optimizer.step()
 
 
@@ -614,7 +615,7 @@ def test_parameters_of_other_types_are_refused(kind: torch.dtype):
 def test_parameters_with_gaps_in_memory_are_refused(bits: int):
     whole = torch.arange(20.0).view(4, 5)
     for values in (whole[:, :3], torch.ones(1).expand(6), whole[::2]):
-        with pytest.raises(PresetError, match="gaps in memory"):
+        with pytest.raises(PresetError, match="gaps"):
             CompactAdamW([nn.Parameter(values)], master_bits=bits)
     assert torch.equal(whole, torch.arange(20.0).view(4, 5))
     CompactAdamW([nn.Parameter(whole[1:3]), nn.Parameter(whole.t().clone()[:, None].transpose(0, 1))])
@@ -631,18 +632,18 @@ def test_split_parameters_of_a_tensor_with_gaps():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr": -1.0}, "lr=-1.0: write a number of at least 0"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"eps": -1e-8}, "eps=-1e-08"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
-        ({"betas": (0.9, 1.0)}, "betas=.0.9, 1.0.: write two numbers from 0"),
-        ({"betas": (0.9,)}, "betas"),
-        ({"master_bits": 16}, "master_bits=16: write 32, 24 or '16-stochastic'"),
-        ({"moment_bits": 16}, "moment_bits=16: write 32, 8 or 4"),
+        ({"lr": -1.0}, ["lr=-1.0: ", "at least 0"]),
+        ({"lr": float("nan")}, ["lr=nan"]),
+        ({"eps": -1e-8}, ["eps=-1e-08"]),
+        ({"weight_decay": -0.1}, ["weight_decay=-0.1"]),
+        ({"betas": (0.9, 1.0)}, ["betas=(0.9, 1.0): ", "from 0"]),
+        ({"betas": (0.9,)}, ["betas"]),
+        ({"master_bits": 16}, ["master_bits=16: write 32, 24 or '16-stochastic'"]),
+        ({"moment_bits": 16}, ["moment_bits=16: write 32, 8 or 4"]),
     ],
 )
-def test_values_that_are_not_allowed(arguments: dict[str, Any], words: str):
-    with pytest.raises(PresetError, match=words):
+def test_values_that_are_not_allowed(arguments: dict[str, Any], words: list[str]):
+    with pytest.raises(PresetError, match=mentions(*words)):
         CompactAdamW(tensors(), **arguments)
 
 
@@ -650,7 +651,7 @@ def test_values_that_are_not_allowed(arguments: dict[str, Any], words: str):
 def test_corrections_of_other_bits_are_refused(split_at: int, master_bits: int | str):
     parameters = tensors()
     corrections = split_parameters(parameters, split_at)
-    with pytest.raises(PresetError, match=r"the correction of parameter 0 is of 1 numbers of [12] bytes"):
+    with pytest.raises(PresetError, match=r"correction of parameter 0 .*[12] bytes"):
         CompactAdamW(parameters, master_bits=master_bits, corrections=corrections)
 
 

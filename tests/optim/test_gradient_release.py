@@ -19,6 +19,7 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update
 from lightning_solo.optim.split_weights import split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
+from tests.messages import mentions
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def test_a_parameter_unfrozen_later_is_refused_until_it_is_watched():
     net.layers[0].requires_grad_(True)
     before = [p.detach().clone() for p in net.parameters()]
     net.loss(torch.ones(1, 3), False).backward()
-    with pytest.raises(GradientError, match=r"parameter 0 was unfrozen .* call watch\(\) before backward"):
+    with pytest.raises(GradientError, match=mentions("parameter 0 was unfrozen", "call watch() before backward")):
         release.step()
     assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
     net.zero_grad()
@@ -340,7 +341,7 @@ def test_kept_gradients_that_are_not_finite_touch_nothing(accumulation: int, val
     states = [t.clone() for state in optimizer.state.values() for t in state.values()]
     cure = poison(net, bad)
     run()
-    with pytest.raises(GradientError, match=r"layers\.0\.weight is not finite; no weight has been touched"):
+    with pytest.raises(GradientError, match=mentions("layers.0.weight", "not finite", "no weight")):
         release.step()
     assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
     now = [t for state in optimizer.state.values() for t in state.values()]
@@ -357,7 +358,7 @@ def test_finite_gradients_whose_norm_is_too_large():
     release = GradientRelease(torch.optim.SGD(net.parameters()), max_norm=1.0)
     poison(net, 1e30)
     net.loss(torch.ones(1, 3), False).backward()
-    with pytest.raises(GradientError, match="too large for fp32; no weight has been touched"):
+    with pytest.raises(GradientError, match=mentions("fp32", "no weight")):
         release.step()
 
 
@@ -368,10 +369,10 @@ def test_in_backward_the_message_says_what_has_been_touched(value: float | None,
     GradientRelease(CompactAdamW(net.named_parameters(), master_bits=32), max_value=value)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     poison(net, bad)
-    with pytest.raises(GradientError, match=r"layers\.0\.weight is not finite; (\d) parameters before it") as raised:
+    with pytest.raises(GradientError, match=mentions("layers.0.weight", "not finite")) as raised:
         net.loss(torch.ones(1, 3), False).backward()
     touched = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
-    assert f"; {len(touched)} parameters before it have been stepped" in str(raised.value)
+    assert f"{len(touched)} parameters before it" in str(raised.value)
     assert "layers.0.weight" not in touched
     assert touched >= {"layers.1.weight", "layers.1.bias"}
 
@@ -380,7 +381,7 @@ def test_a_second_gradient_in_one_window():
     net = Graph([3, 3]).net()
     release = GradientRelease(CompactAdamW(net.named_parameters(), master_bits=32))
     net.loss(torch.ones(1, 3), False).backward()
-    with pytest.raises(GradientError, match=r"layers\.0\.\w+ got a second gradient .* write accumulation=2"):
+    with pytest.raises(GradientError, match=r"layers\.0\.\w+ .*write accumulation=2"):
         net.loss(torch.ones(1, 3), False).backward()
     release.step()
     net.loss(torch.ones(1, 3), False).backward()  # another window
@@ -391,7 +392,7 @@ def test_the_optimizers_own_step_in_place_of_ours():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     release = GradientRelease(optimizer, accumulation=2)
     net.loss(torch.ones(1, 3), False).backward()
-    with pytest.raises(GradientError, match=r"call release\.step\(\), which ends the window, in its place"):
+    with pytest.raises(GradientError, match=mentions("call release.step()")):
         optimizer.step()
     release.step()
     optimizer.step()  # nothing is kept
@@ -410,7 +411,7 @@ def test_a_reentrant_checkpoint_of_a_tied_layer():
         return checkpoint(layer, x, use_reentrant=True).sum()
 
     release = GradientRelease(optimizer)
-    with pytest.raises(GradientError, match="use_reentrant=False for activation checkpointing"):
+    with pytest.raises(GradientError, match="use_reentrant=False"):
         loss().backward()
     release.remove()
     loss().backward()
@@ -425,7 +426,7 @@ def test_a_reentrant_checkpoint_of_a_tied_layer():
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(5, 2, sparse=True)
     GradientRelease(torch.optim.SGD(embedding.parameters()))
-    with pytest.raises(GradientError, match=r"parameter 0 is sparse; write nn\.Embedding\(\.\.\., sparse=False\)"):
+    with pytest.raises(GradientError, match=mentions("parameter 0", "write nn.Embedding(..., sparse=False)")):
         embedding(torch.tensor([1])).sum().backward()
 
 
@@ -444,18 +445,18 @@ def test_unknown_optimizers_are_refused_by_name(kind: Any):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"accumulation": 0}, "accumulation=0: write a whole number of at least 1"),
-        ({"accumulation": 1.0}, "accumulation=1.0"),
-        ({"accumulation": True}, "accumulation=True"),
-        ({"max_norm": 0.0}, "max_norm=0.0: write a number above 0, or None"),
-        ({"max_norm": float("nan")}, "max_norm=nan"),
-        ({"max_value": -1.0}, "max_value=-1.0"),
-        ({"buffer": "disk"}, "buffer='disk': write 'device' or 'host'"),
+        ({"accumulation": 0}, ["accumulation=0: ", "at least 1"]),
+        ({"accumulation": 1.0}, ["accumulation=1.0"]),
+        ({"accumulation": True}, ["accumulation=True"]),
+        ({"max_norm": 0.0}, ["max_norm=0.0: ", "above 0, or None"]),
+        ({"max_norm": float("nan")}, ["max_norm=nan"]),
+        ({"max_value": -1.0}, ["max_value=-1.0"]),
+        ({"buffer": "disk"}, ["buffer='disk': write 'device' or 'host'"]),
     ],
 )
-def test_values_that_are_not_allowed(arguments: dict[str, Any], words: str):
+def test_values_that_are_not_allowed(arguments: dict[str, Any], words: list[str]):
     net = Graph().net()
-    with pytest.raises(PresetError, match=words):
+    with pytest.raises(PresetError, match=mentions(*words)):
         GradientRelease(torch.optim.SGD(net.parameters()), **arguments)
 
 

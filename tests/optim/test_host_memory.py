@@ -27,6 +27,7 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.host_slabs import host_tensors
 from lightning_solo.optim.staging import Staging
 from tests.conftest import long
+from tests.messages import lines_with, mentions
 
 BITS = [(24, 8), (32, 32), (32, 8), ("16-stochastic", 8), ("16-stochastic", 4)]
 every_bits = pytest.mark.parametrize("bits", BITS, ids=str)
@@ -116,10 +117,10 @@ def test_a_budget_is_what_stays_on_the_device_and_goes_to_the_first():
 def test_on_a_cpu_nothing_is_free_of_a_device():
     module = net()
     optimizer = optimizer_of(module, (24, 8), budget="auto")
-    assert "placed at the first step" in optimizer.summary()
+    assert "first step" in optimizer.summary()
     train(module, optimizer, 1)
     assert len(optimizer.host_states) == 3
-    assert "from where comes back what is free" in optimizer.summary()
+    assert lines_with(optimizer.summary(), "on the host", "free")
     train(module, optimizer, 1)
     assert len(optimizer.host_states) == 3
     assert "from where" not in optimizer.summary()
@@ -386,18 +387,18 @@ def test_a_host_that_is_too_small_is_told_before_anything_is_allocated(monkeypat
     monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**30, 1000))
     monkeypatch.setattr(host_slabs, "host_tensors", lambda *arguments: pytest.fail("allocated"))
     module = net()
-    with pytest.raises(BudgetError, match=r"optimizer states of [\d.]+ KiB on the host, of which 950 B may be taken"):
+    with pytest.raises(BudgetError, match=mentions("optimizer states", " KiB", "host", " 950 B")):
         optimizer_of(module, (24, 8), budget=0).place_states()
     module = net()
     GradientRelease(torch.optim.AdamW(module.parameters()), accumulation=2, buffer="host")
     loss = module(next(batches(1))).sum()
-    with pytest.raises(BudgetError, match=r"gradients of [\d.]+ KiB on the host"):
+    with pytest.raises(BudgetError, match=mentions("gradients", " KiB", "host")):
         loss.backward()
 
 
 @pytest.mark.parametrize("budget", [-1, 1.5, "8GiB", True])
 def test_budgets_that_are_none(budget: Any):
-    with pytest.raises(PresetError, match="write bytes that stay on the device, 'auto' or None"):
+    with pytest.raises(PresetError, match=f"={budget!r}.*bytes.*'auto' or None"):
         optimizer_of(net(), (24, 8), budget=budget)
 
 

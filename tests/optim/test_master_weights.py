@@ -18,6 +18,7 @@ from lightning_solo.optim import GradientRelease, MasterWeights
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.split_weights import STOCHASTIC, split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
+from tests.messages import mentions
 
 RULES: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1},
@@ -367,16 +368,16 @@ def test_refusals_name_what_to_write() -> None:
         pass
 
     for other in (Mine(module.parameters()), torch.optim.LBFGS(module.parameters())):
-        with pytest.raises(ConflictError, match=rf"{type(other).__name__}: known to step .* torch's SGD, .* write one"):
+        with pytest.raises(ConflictError, match=mentions(type(other).__name__, "torch's SGD")):
             MasterWeights(other)
-    with pytest.raises(ConflictError, match=r"SGD\(differentiable=True\): drop it"):
+    with pytest.raises(ConflictError, match=mentions("SGD(differentiable=True): drop it")):
         MasterWeights(torch.optim.SGD(module.parameters(), differentiable=True))
     with pytest.raises(PresetError, match="master_bits=16: write 32, 24 or '16-stochastic'"):
         MasterWeights(made("SGD", module), master_bits=16)
     with pytest.raises(PresetError, match="parameter 0 is float64; parameters are float32 or bfloat16"):
         MasterWeights(made("SGD", net(torch.float64)))
     corrections = split_parameters(module.parameters(), 32)
-    with pytest.raises(PresetError, match=r"corrections=split_parameters\(parameters, 24\)"):
+    with pytest.raises(PresetError, match=mentions("corrections=split_parameters(parameters, 24)")):
         MasterWeights(made("SGD", module), master_bits=24, corrections=corrections)
 
 
@@ -384,13 +385,13 @@ def test_files_of_others_are_refused() -> None:
     module, optimizer = split_net("SGD with momentum", 24)
     train(module, optimizer)
     before = contents(module, optimizer)
-    with pytest.raises(CheckpointError, match="group 0 in the file has no momentum: it is not of SGD"):
+    with pytest.raises(CheckpointError, match=mentions("group 0", "momentum", "SGD")):
         optimizer.load_state_dict(made("AdamW", net()).state_dict())
     wide, other = split_net("SGD with momentum", 32)
     train(wide, other)
-    with pytest.raises(CheckpointError, match=r"of 240 numbers of 2 bytes in the file; build .* master_bits"):
+    with pytest.raises(CheckpointError, match=mentions("240", "2 bytes", "master_bits")):
         optimizer.load_state_dict(other.state_dict())
-    with pytest.raises(CheckpointError, match="states of 1 parameters; this optimizer has 4"):
+    with pytest.raises(CheckpointError, match=mentions("1 parameters", " 4")):
         optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9).state_dict())
     assert_same(contents(module, optimizer), before)
 
@@ -411,6 +412,6 @@ def test_a_gradient_that_is_not_finite_touches_nothing():
     optimizer = MasterWeights(torch.optim.SGD(layer.parameters(), lr=0.1))
     before = [p.detach().clone() for p in layer.parameters()]
     layer(torch.full((2, 64), float("nan"), dtype=torch.bfloat16)).sum().backward()
-    with pytest.raises(GradientError, match="not finite; no weight has been touched"):
+    with pytest.raises(GradientError, match="not finite"):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))

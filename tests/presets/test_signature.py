@@ -13,6 +13,7 @@ from lightning_solo.cards.arguments import REQUIRED, accepts, check_arguments, d
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.registry import NAMES
 from lightning_solo.presets.signature import parameters
+from tests.messages import mentions, nearest
 
 TARGETS = sorted({target for names in NAMES.values() for target in names.values()})
 
@@ -48,9 +49,9 @@ def test_accepts(kind: Any, good: list[Any], bad: list[Any]) -> None:
 
 def test_missing_and_unknown_arguments_are_named() -> None:
     accepted = parameters("lightning_solo.techniques.memory_logger.technique:MemoryLogger")
-    with pytest.raises(PresetError, match=r"callback\.m\.tabel=1: no such argument; did you mean 'table'"):
+    with pytest.raises(PresetError, match=mentions("callback.m.tabel=1: ", nearest("table"))):
         check_arguments({"tabel": 1}, accepted, "callback.m")
     adam = parameters("torch.optim.adamw:AdamW")
     assert adam["params"].default is REQUIRED
-    with pytest.raises(PresetError, match="optimizer: missing params"):
+    with pytest.raises(PresetError, match=mentions("optimizer: ", "params")):
         check_arguments({"lr": 1.0}, adam, "optimizer")

