@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from lightning_solo.techniques.accumulation_schedule.technique import Accumulati
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB
+from tests.messages import lines_with, mentions, nearest
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.timeout(120)
@@ -117,19 +119,19 @@ def test_exactness_is_against_the_combination_without_the_technique(tmp_path: Pa
     rows = by_name(ladder.run())
     assert rows["b + a"].exact is True  # as b is, though not as baseline is
     assert rows["a"].exact is False
-    assert "differs from baseline" in rows["a"].detail
+    assert "baseline" in rows["a"].detail
 
 
 def test_a_technique_that_fails_alone_is_a_row_and_in_no_combination(tmp_path: Path) -> None:
     does = {
-        "a": {"raise": "NothingToDoError", "message": "no repeated blocks\nthere are none"},
+        "a": {"raise": "NothingToDoError", "message": "one line\nanother"},
         "b": {"raise": "CapabilityError", "message": "no CUDA device"},
     }
     rows = stub(tmp_path, does).run()
     assert [row.name for row in rows] == ["baseline", "a", "b", "c"]
     found = by_name(rows)
     assert (found["a"].status, found["a"].peak_bytes) == ("failed", None)
-    assert found["a"].detail == "NothingToDoError: no repeated blocks there are none"  # all lines of it
+    assert found["a"].detail == "NothingToDoError: one line another"  # all lines of it
     assert (found["b"].status, found["b"].detail) == ("not run here", "no CUDA device")
     assert found["c"].status == "finished"
 
@@ -150,10 +152,10 @@ def test_what_only_lacks_memory_alone_is_tried_with_others(tmp_path: Path, do: d
 
 
 def test_a_combination_that_is_refused_is_a_row_before_anything_runs_and_the_next_does_without(tmp_path: Path) -> None:
-    ladder = stub(tmp_path, {"a + b": {"conflict": "a and b: both step"}})
+    ladder = stub(tmp_path, {"a + b": {"conflict": "a, b: both"}})
     ladder.plan()
     (refused,) = ladder.figures()
-    assert (refused.name, refused.status, refused.detail) == ("a + b", "refused", "a and b: both step")
+    assert (refused.name, refused.status, refused.detail) == ("a + b", "refused", "a, b: both")
     assert starts(tmp_path) == {}
     rows = ladder.run()
     assert [row.name for row in rows] == ["baseline", "a", "b", "c", "a + b", "a + c"]
@@ -210,7 +212,7 @@ def test_other_steps_are_measured_anew_in_the_same_folder(tmp_path: Path) -> Non
 
 
 def test_rungs_side_by_side_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConflictError, match=r"parallel=2: rungs that run at the same time would slow one another"):
+    with pytest.raises(ConflictError, match="parallel=2"):
         stub(tmp_path, {}, settings={"parallel": 2})
 
 
@@ -231,7 +233,7 @@ def test_an_argument_of_a_technique_goes_where_it_is() -> None:
 
 
 def test_two_techniques_that_set_one_thing_are_a_conflict() -> None:
-    with pytest.raises(ConflictError, match=r"zero_offload and mine: each sets solo/strategy; only one"):
+    with pytest.raises(ConflictError, match=mentions("zero_offload and mine", "solo/strategy")):
         overrides_of([techniques()["zero_offload"], Technique("mine", ("+solo/strategy=compact",))], [])
 
 
@@ -245,7 +247,7 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
     for wrong in ("bf61", ""):
         with pytest.raises(PresetError, match=both):
             chosen(wrong)
-    with pytest.raises(PresetError, match=r"did you mean 'activation_checkpointing'\?"):
+    with pytest.raises(PresetError, match=nearest("activation_checkpointing")):
         chosen("activation_checkpoint")
 
 
@@ -383,9 +385,8 @@ def test_under_manual_optimization_the_logged_loss_is_taken(tmp_path: Path) -> N
     assert found["loss"] == pytest.approx(sum(clock.losses[-5:]) / 5)
     assert remarks(found, found, 12, None, "baseline") == []  # it took its 12 steps
     without, _, _ = by_hand("error", tmp_path, 12)
-    assert remarks(without, without, 12, None, "baseline") == [
-        "no loss to compare: training_step returns none, and logs none of that name"
-    ]
+    (remark,) = remarks(without, without, 12, None, "baseline")
+    assert lines_with(remark, "loss", "training_step")
 
 
 def test_the_fingerprint_sees_running_means(tmp_path: Path) -> None:
@@ -404,7 +405,7 @@ def test_the_spread_is_of_the_steps_that_are_timed(tmp_path: Path) -> None:
 
 
 def test_a_loader_without_a_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PresetError, match=r"the train_dataloader of Regression gave no batch to train on; give one"):
+    with pytest.raises(PresetError, match=mentions("train_dataloader", "Regression")):
         measured([], 2, tmp_path, limit_train_batches=0)
 
 
@@ -435,21 +436,23 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     ]  # fmt: skip
     found = json.loads(json.dumps(as_json([rows["a"]])))[0]
     assert (found["step_quartiles_s"], found["step_within_noise"]) == ([2.1, 2.3], True)
-    spread, overlap = "±: half the interquartile range of the step times", "; ~: within the noise, the middle"
-    overlap += " halves of the step times overlap the baseline's"
-    assert noise_in_words([rows["baseline"], rows["b"]]) == spread
-    assert noise_in_words([rows["baseline"], rows["a"]]) == spread + overlap
-    assert noise_in_words([rows["c"]]) == f"{spread}{overlap}, or too few steps were timed to say"
+    said = [noise_in_words(found) for found in ([rows["baseline"], rows["b"]], [rows["baseline"], rows["a"]])]
+    assert [re.findall("[±~](?=:)", text) for text in said] == [["±"], ["±", "~"]]
+    too_few = noise_in_words([rows["c"]])
+    assert too_few.startswith(said[1])
+    assert len(too_few) > len(said[1])
     assert noise_in_words([Figures("a", "failed")]) == ""
 
 
 def test_what_can_not_be_compared_is_said() -> None:
     base = {"steps": 5, "samples_per_step": 8, "loss": 1.0}
-    assert remarks({**base, "samples_per_step": 32}, base, 5, None, "baseline")[0].startswith(
-        "each step takes 32 samples, the baseline's 8: step time and loss are not of the same batch"
-    )
-    assert remarks({**base, "steps": 3}, base, 5, None, "baseline") == ["ended by itself after 3 of 5 steps"]
-    assert remarks({**base, "loss": float("nan")}, base, 5, True, "baseline") == ["the loss is nan"]
+    for other, claims_to_be_exact, words in (
+        ({"samples_per_step": 32}, None, ("32 ", " 8", "data.batch_size")),
+        ({"steps": 3}, None, ("3 of 5",)),
+        ({"loss": float("nan")}, True, ("loss", "nan")),
+    ):
+        (remark,) = remarks({**base, **other}, base, 5, claims_to_be_exact, "baseline")
+        assert lines_with(remark, *words)
     assert change(1, 0) is None
 
 
@@ -459,7 +462,7 @@ def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
     keys = {"name", "status", "detail", "peak_bytes", "counted_change", "step_s", "step_change", "loss", "exact"}
     assert keys | {"loss_difference"} <= set(json.loads(text)[0])
     assert by_name(rows)["b"].loss is None
-    assert "the loss is nan" in by_name(rows)["b"].detail
+    assert lines_with(by_name(rows)["b"].detail, "loss", "nan")
 
 
 def test_the_table() -> None:
@@ -492,5 +495,6 @@ def test_the_table() -> None:
         "no",
     ):
         assert cell in printed
-    assert details(rows) == ["a: out of device memory: RuntimeError: CUDA out of memory"]
-    assert memory_in_words(rows).endswith("resident set of the process, 512.00 MiB of it before training")
+    (detail,) = details(rows)
+    assert lines_with(detail, "a: ", "out of device memory", "RuntimeError")
+    assert lines_with(memory_in_words(rows), "resident set", "512.00 MiB")

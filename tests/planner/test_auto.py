@@ -27,6 +27,7 @@ from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB
+from tests.messages import lines_with, mentions, nearest
 
 
 def planned(name: str, verdict: str = "fits", seconds: float = 1.0, needed: int = GiB, **given: Any) -> Plan:
@@ -83,7 +84,7 @@ def test_the_fastest_that_fits(answers: Any) -> None:
 
 def test_a_tight_one_only_where_it_is_accepted(answers: Any) -> None:
     plans = planned("baseline", "tight", 0.5, needed=int(1.99 * GiB)), planned("checkpointing", "does not fit", 1.0)
-    with pytest.raises(BudgetError, match=r"auto\.accept_tight=true would take baseline, which leaves"):
+    with pytest.raises(BudgetError, match=mentions("auto.accept_tight=true", "baseline")):
         answers(*plans)
     assert answers(*plans, overrides=["auto.accept_tight=true"])[0] == "baseline"
 
@@ -101,10 +102,7 @@ def test_where_none_fits_the_nearest_is_named(answers: Any) -> None:
             planned("checkpointing", "does not fit", needed=3 * GiB),
             said=said,
         )
-    assert (
-        "no preset fits in 2.00 GiB; the nearest, checkpointing, needs 3.00 GiB; take a smaller model, or batches of 3"
-        in (str(caught.value))
-    )
+    assert lines_with(str(caught.value), "2.00 GiB", "checkpointing", "3.00 GiB", "smaller model", "batches of 3")
     assert (caught.value.needed, caught.value.available) == (3 * GiB, 2 * GiB)
     assert "baseline" in said.getvalue(), "the table is shown all the same"
 
@@ -112,9 +110,8 @@ def test_where_none_fits_the_nearest_is_named(answers: Any) -> None:
 def test_where_the_hosts_memory_lacks_it_is_the_host_that_is_named() -> None:
     short = with_host_memory(planned("zero_offload", host_bytes=9 * GiB, device="t4"), 8 * GiB)
     error = none_fits([short, planned("bf16", "does not fit", needed=32 * GiB)])
-    assert (
-        "the nearest, zero_offload, needs 1.00 GiB and 9.00 GiB on the host, which has 8.00 GiB; take a smaller model"
-    ) in str(error)
+    need = "1.00 GiB and 9.00 GiB on the host, which has 8.00 GiB"
+    assert lines_with(str(error), "zero_offload", need, "smaller model")
     assert (error.needed, error.available) == (9 * GiB, 8 * GiB)
 
 
@@ -156,7 +153,7 @@ def test_what_this_machine_cannot_run_is_no_candidate() -> None:
     found = candidates(compose("auto"), check, None, ())
     assert found
     assert all(made.strategy is None for made in found.values())
-    with pytest.raises(PresetError, match=r"none of zero_offload can be chosen: zero_offload: no GPU here"):
+    with pytest.raises(PresetError, match="zero_offload: no GPU here"):
         candidates(compose("auto"), check, ["zero_offload"], ())
 
 
@@ -166,17 +163,17 @@ def test_what_this_machine_cannot_run_is_no_candidate() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("+auto.budgett=16GiB", r"auto\.budgett='16GiB': no such field; did you mean 'budget'\?"),
-        ("auto.budget=true", r"auto\.budget=True: write auto\.budget=16GiB"),
-        ("auto.budget=[16]", r"auto\.budget=\[16\]: write"),
-        ("auto.device=3", r"auto\.device=3: write auto\.device=rtx-4090"),
-        ("auto.accept_tight=1", r"auto\.accept_tight=1: write auto\.accept_tight=true"),
-        ("auto.presets=bf16", r"auto\.presets='bf16': write auto\.presets=\[bf16,checkpointing\]"),
-        ("auto=3", "auto"),
+        ("+auto.budgett=16GiB", ["auto.budgett='16GiB': ", nearest("budget")]),
+        ("auto.budget=true", ["auto.budget=True: write auto.budget=16GiB"]),
+        ("auto.budget=[16]", ["auto.budget=[16]: write"]),
+        ("auto.device=3", ["auto.device=3: write auto.device=rtx-4090"]),
+        ("auto.accept_tight=1", ["auto.accept_tight=1: write auto.accept_tight=true"]),
+        ("auto.presets=bf16", ["auto.presets='bf16': write auto.presets=[bf16,checkpointing]"]),
+        ("auto=3", ["auto"]),
     ],
 )
-def test_fields_that_cannot_be(override: str, says: str) -> None:
-    with pytest.raises(PresetError, match=says):
+def test_fields_that_cannot_be(override: str, says: list[str]) -> None:
+    with pytest.raises(PresetError, match=mentions(*says)):
         trainer_kwargs("auto", [override], module=ByteGPT())
 
 
@@ -185,8 +182,8 @@ def test_fields_that_cannot_be(override: str, says: str) -> None:
     [
         ("auto.budget=16", "16GiB"),
         ("auto.budget=16 gigs", "16GiB"),
-        ("auto.device=rtx_4091", "did you mean 'rtx_4090'"),
-        ("auto.presets=[baselin]", "did you mean 'baseline'"),
+        ("auto.device=rtx_4091", nearest("rtx_4090")),
+        ("auto.presets=[baselin]", nearest("baseline")),
     ],
 )
 def test_values_that_cannot_be_are_refused_before_anything_is_planned(override: str, says: str) -> None:
@@ -197,17 +194,17 @@ def test_values_that_cannot_be_are_refused_before_anything_is_planned(override: 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["auto.device=rtx-4091"], r"auto\.device='rtx-4091': no device of that name; did you mean 'rtx_4090'\?"),
-        (["auto.budget=16 gigs"], r"auto\.budget='16 gigs': write a number above 0"),
-        (["auto.budget=16"], r"auto\.budget=16: must be a size with its unit"),
+        (["auto.device=rtx-4091"], ["auto.device='rtx-4091': ", nearest("rtx_4090")]),
+        (["auto.budget=16 gigs"], ["auto.budget='16 gigs': ", "16GiB"]),
+        (["auto.budget=16"], ["auto.budget=16: ", "16GiB"]),
         (
             ["auto.device=rtx-4090", "auto.budget=64GiB"],
-            r"auto\.budget=64GiB: NVIDIA GeForce RTX 4090 has 23\.52 GiB; write less, or drop it for all of that",
+            ["auto.budget=64GiB: NVIDIA GeForce RTX 4090 ", "23.52 GiB", "write less"],
         ),
     ],
 )
-def test_device_and_budget_are_refused_where_the_preset_is_composed(overrides: list[str], says: str) -> None:
-    with pytest.raises(PresetError, match=says):
+def test_device_and_budget_are_refused_where_the_preset_is_composed(overrides: list[str], says: list[str]) -> None:
+    with pytest.raises(PresetError, match=mentions(*says)):
         compose("auto", overrides)
 
 
@@ -227,15 +224,15 @@ def test_names_as_people_write_them_stay_what_they_are() -> None:
 
 
 def test_a_budget_above_this_devices_memory_is_refused() -> None:
-    with pytest.raises(PresetError, match=r"auto\.budget=1024TiB: CPU has .*; write less, or drop it for all of that"):
+    with pytest.raises(PresetError, match=mentions("auto.budget=1024TiB: ", "CPU", "write less")):
         trainer_kwargs("auto", ["auto.device=cpu", "auto.budget=1024TiB"], module=byte_gpt(), batch=text())
     here = ["auto.budget=1024TiB", "auto.presets=[baseline]"]
-    with pytest.raises(PresetError, match=r"budget='1024TiB': .* has .*; write less, or drop it for all of that"):
+    with pytest.raises(PresetError, match=mentions("budget='1024TiB': ", "write less")):
         trainer_kwargs("auto", here, module=byte_gpt(), batch=text())
 
 
 def test_without_a_module_it_says_how() -> None:
-    with pytest.raises(PresetError, match=r'write trainer_kwargs\("auto", module=module, batch=batch\)'):
+    with pytest.raises(PresetError, match=mentions('write trainer_kwargs("auto", module=module, batch=batch)')):
         trainer_kwargs("auto")
 
 
@@ -271,12 +268,12 @@ def test_a_smaller_budget_chooses_another_and_a_fit_runs_with_it(make_trainer: A
 
 @pytest.mark.long
 def test_a_budget_for_none_names_the_nearest_and_its_need() -> None:
-    with pytest.raises(BudgetError, match=r"no preset fits in 1\.00 MiB; the nearest, checkpointing, needs"):
+    with pytest.raises(BudgetError, match=mentions("1.00 MiB", "checkpointing")):
         trainer_kwargs("auto", [*TOLD, f"auto.budget={MiB}"], module=byte_gpt(), batch=text())
 
 
 def test_a_module_that_cannot_be_planned_is_an_error() -> None:
-    with pytest.raises(PlanError, match=r"RuntimeError: .*, at .*byte_gpt\.py:\d+; its model states"):
+    with pytest.raises(PlanError, match=r"RuntimeError: .*byte_gpt\.py:\d+"):
         trainer_kwargs("auto", TOLD, module=byte_gpt(), batch=torch.zeros(4, 9, 2, dtype=torch.uint8))
 
 
@@ -290,9 +287,9 @@ def test_a_difference_is_said_above_a_tenth(peak: float, said: bool) -> None:
     message = difference(plan, int(peak * GiB), states)
     assert (message is not None) == said
     if message is not None:
-        assert "planned a peak of 1.00 GiB for checkpointing" in message
+        assert lines_with(message, "1.00 GiB", "checkpointing")
         assert "planned: weights 512.00 MiB, activations 512.00 MiB" in message
-        assert "read: weights 100.00 MiB, gradients 200.00 MiB, activations and temporaries" in message
+        assert "read: weights 100.00 MiB, gradients 200.00 MiB, activations" in message
 
 
 class Counter:

@@ -20,6 +20,7 @@ from lightning_solo.planner.device import Device, assumed, device, this_device
 from lightning_solo.planner.step_time import step_seconds
 from lightning_solo.planner.tracer import Cost
 from lightning_solo.units import GiB, MiB
+from tests.messages import lines_with, mentions
 
 READINGS = Readings(
     date="2026-11-22",
@@ -54,7 +55,7 @@ def test_what_was_measured_takes_the_place_of_the_tables() -> None:
         table.memory_bandwidth,
         table.memory_bytes,
     )
-    assert found.source.startswith("measured here on 2026-11-22")
+    assert "2026-11-22" in found.source
 
 
 def test_a_steps_time_is_that_of_the_readings() -> None:
@@ -72,7 +73,7 @@ def test_a_steps_time_is_that_of_the_readings() -> None:
 def test_a_context_is_what_the_device_has_less_but_for_torchs_own() -> None:
     assert context_of(10 * GiB, 7 * GiB, 3 * GiB - 300 * MiB) == 300 * MiB
     for after in (12 * GiB, 10 * GiB, 1 * GiB):  # others gave memory back, or took some
-        with pytest.raises(CapabilityError, match=r"CUDA context reads as .* another program took or gave memory"):
+        with pytest.raises(CapabilityError, match="CUDA context"):
             context_of(10 * GiB, after, GiB)
 
 
@@ -80,9 +81,11 @@ def test_a_plan_says_that_its_device_is_calibrated() -> None:
     table = device("t4")
     assert not any("calibrated" in said for said in assumed(table, "16-mixed"))
     said = assumed(calibrated(table, READINGS), "16-mixed")
-    assert said[0] == "200.00 MiB of CUDA context"
-    assert said[1] == "speeds, CUDA context and workspace of this Tesla T4, calibrated on 2026-11-22"
-    assert assumed(calibrated(device("cpu"), READINGS), "32-true")[1] == "speeds of this CPU, calibrated on 2026-11-22"
+    assert lines_with(said[0], "200.00 MiB", "CUDA context")
+    assert lines_with(said[1], "speeds", "CUDA context", "workspace", "Tesla T4", "2026-11-22")
+    on_cpu = assumed(calibrated(device("cpu"), READINGS), "32-true")[1]
+    assert lines_with(on_cpu, "speeds", "CPU", "2026-11-22")
+    assert "CUDA context" not in on_cpu
 
 
 # --- kept ---
@@ -123,20 +126,20 @@ def test_a_file_that_cannot_be_is_said_and_not_used(cache: Path, key: str, value
     on = device("cpu")
     path = keep(on, READINGS)
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
-    with pytest.warns(UserWarning, match=r"can't be read .*the table's figures are used; write again: lightning-solo"):
+    with pytest.warns(UserWarning, match=mentions(str(path), "lightning-solo plan --calibrate")):
         assert kept(on) is None
     path.write_text("{")
-    with pytest.warns(UserWarning, match="can't be read"):
+    with pytest.warns(UserWarning, match=mentions(str(path))):
         assert kept(on) is None
 
 
 def test_without_a_folder_to_keep_them_it_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("a file")
-    with pytest.raises(CapabilityError, match=r"can't be written: Not a directory; write XDG_CACHE_HOME="):
+    with pytest.raises(CapabilityError, match=mentions("Not a directory", "write XDG_CACHE_HOME=")):
         keep(device("cpu"), READINGS)
     monkeypatch.setattr(calibration, "user_cache", lambda: None)
     assert kept(device("cpu")) is None
-    with pytest.raises(CapabilityError, match=r"no home folder .* write XDG_CACHE_HOME="):
+    with pytest.raises(CapabilityError, match=mentions("home", "write XDG_CACHE_HOME=")):
         keep(device("cpu"), READINGS)
 
 
@@ -218,7 +221,7 @@ def test_a_process_that_fails_is_an_error_with_its_last_line(cache: Path, monkey
     script.write_text("#!/bin/sh\necho first >&2\necho 'torch.OutOfMemoryError: all of it is taken' >&2\nexit 1\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(CapabilityError, match=r"could not be measured: torch\.OutOfMemoryError: all .*; end what else"):
+    with pytest.raises(CapabilityError, match=mentions("torch.OutOfMemoryError")):
         calibrate()
     assert not cache.exists()
 

@@ -21,6 +21,7 @@ from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.compact_states import states as compact_states
 from tests.conftest import long
+from tests.messages import mentions
 from tests.planner.modules import MODULES, Classifier, vectors
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -246,10 +247,10 @@ def test_lbfgs_is_as_large_as_after_many_steps_and_one_vector_is_called_otherwis
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_lstm_on_a_cpu_is_not_planned_without_data(precision: str) -> None:
     make, batch = MODULES["recurrent"]
-    with pytest.raises(PlanError, match="an LSTM's kernel keeps on a CPU is known from real steps only"):
+    with pytest.raises(PlanError, match=mentions("LSTM", "CPU")):
         capture(make, batch(), {"precision": precision}, cuda=False)
 
 
 def test_recurrent_layers_of_a_gpu_are_planned_step_by_step_which_is_said() -> None:
     make, batch = MODULES["recurrent"]
-    assert any("cuDNN's fused kernels" in said for said in capture(make, batch(), {}).assumptions)
+    assert any("cuDNN" in said for said in capture(make, batch(), {}).assumptions)

@@ -17,6 +17,7 @@ from lightning_solo.presets import devices as table
 from lightning_solo.presets.devices import KINDS, parse_budget
 from lightning_solo.presets.files import conf_folder, preset_files
 from lightning_solo.units import GiB
+from tests.messages import mentions, nearest
 
 PRINTED_GB = {  # on the box, in 10**9 or 2**30 as the maker likes; the driver leaves less than the smaller of them
     "a100_40gb": 40,
@@ -157,16 +158,14 @@ def test_no_two_devices_share_a_name_or_a_label() -> None:
     ],
 )
 def test_an_unknown_name_offers_the_nearest(given: str, close: str) -> None:
-    with pytest.raises(PresetError) as caught:
+    allowed = ("a100_40gb, ", "conf/solo/device/<name>.yaml")
+    with pytest.raises(PresetError, match=mentions(f"device={given!r}: ", nearest(close), *allowed)):
         device(given)
-    text = str(caught.value)
-    assert f"device={given!r}: no device of that name; did you mean '{close}'? there are a100_40gb, " in text
-    assert "conf/solo/device/<name>.yaml" in text
 
 
 @pytest.mark.parametrize("given", ["", "  ", "NVIDIA", None, 4090, "../../app/train"])
 def test_what_is_no_name_is_refused(given: object) -> None:
-    with pytest.raises(PresetError, match="no device of that name"):
+    with pytest.raises(PresetError, match="rtx_4090"):
         device(given)  # type: ignore[arg-type]
 
 
@@ -203,34 +202,32 @@ def test_a_users_file_goes_before_ours(own: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "instead", "says"),
     [
-        ("label: Acme 9000", "", "no label; write label: NVIDIA GeForce RTX 4090"),
-        ("label: Acme 9000", "label: 9000", "label=9000: must be a text such as"),
-        ("memory_bytes: 12345678901", "", "no memory_bytes; write memory_bytes: 25253904384"),
-        ("memory_bytes: 12345678901", "memory_bytes: 0", "memory_bytes=0: must be an integer of at least 1, in bytes"),
-        ("memory_bytes: 12345678901", "memory_bytes: 12GiB", "memory_bytes='12GiB': must be an integer of at least 1"),
-        ("memory_bytes: 12345678901", "memory_bytes: 1.5e10", "memory_bytes=15000000000.0: must be an integer"),
-        ("memory_bytes: 12345678901", "memory_byte: 1", "memory_byte=1: no such field; did you mean 'memory_bytes'?"),
-        ("memory_bandwidth: 5.0e11", "memory_bandwidth: -1", "memory_bandwidth=-1: must be a number above 0, in bytes"),
-        ("host_bandwidth: 1e10", "host_bandwidth: .inf", "host_bandwidth=inf: must be a number above 0"),
-        ("host_bandwidth: 1e10", "host_bandwidth: true", "host_bandwidth=True: must be a number above 0"),
-        ("context_bytes: 0", "context_bytes: -1", "context_bytes=-1: must be an integer of at least 0, in bytes"),
-        ("fp32: 1e13", "fp32: null", "flops.fp32=None: must be a number above 0, in operations per second"),
-        ("fp32: 1e13", "fp32: -1", "flops.fp32=-1: must be a number above 0"),
-        ("tf32: null, ", "", "no flops.tf32; write tf32: null, or a number such as 82.6e12"),
-        ("tf32: null", "fp8: 1e15, tf32: null", "flops.fp8=1000000000000000.0: no such field; did you mean"),
-        ("source: measured", "source: ''", "source='': must be a text"),
-        ("source: measured", "source: ${gone}", "can't be read"),
-        ("source: measured", "source: [", "can't be read"),
+        ("label: Acme 9000", "", ["write label: "]),
+        ("label: Acme 9000", "label: 9000", ["label=9000: "]),
+        ("memory_bytes: 12345678901", "", ["write memory_bytes: 25253904384"]),
+        ("memory_bytes: 12345678901", "memory_bytes: 0", ["memory_bytes=0: ", "at least 1, in bytes"]),
+        ("memory_bytes: 12345678901", "memory_bytes: 12GiB", ["memory_bytes='12GiB': ", "at least 1"]),
+        ("memory_bytes: 12345678901", "memory_bytes: 1.5e10", ["memory_bytes=15000000000.0: ", "integer"]),
+        ("memory_bytes: 12345678901", "memory_byte: 1", ["memory_byte=1: ", nearest("memory_bytes")]),
+        ("memory_bandwidth: 5.0e11", "memory_bandwidth: -1", ["memory_bandwidth=-1: ", "above 0, in bytes"]),
+        ("host_bandwidth: 1e10", "host_bandwidth: .inf", ["host_bandwidth=inf: ", "above 0"]),
+        ("host_bandwidth: 1e10", "host_bandwidth: true", ["host_bandwidth=True: ", "above 0"]),
+        ("context_bytes: 0", "context_bytes: -1", ["context_bytes=-1: ", "at least 0, in bytes"]),
+        ("fp32: 1e13", "fp32: null", ["flops.fp32=None: ", "above 0, in operations"]),
+        ("fp32: 1e13", "fp32: -1", ["flops.fp32=-1: ", "above 0"]),
+        ("tf32: null, ", "", ["flops.tf32", "write tf32: null", "82.6e12"]),
+        ("tf32: null", "fp8: 1e15, tf32: null", ["flops.fp8=1000000000000000.0: "]),
+        ("source: measured", "source: ''", ["source='': "]),
+        ("source: measured", "source: ${gone}", ["gone"]),
+        ("source: measured", "source: [", []),
     ],
 )
-def test_a_users_file_is_checked_field_by_field(own: Path, line: str, instead: str, says: str) -> None:
+def test_a_users_file_is_checked_field_by_field(own: Path, line: str, instead: str, says: list[str]) -> None:
     file = own / "acme.yaml"
     assert line in WHOLE
     file.write_text(WHOLE.replace(line, instead))
-    with pytest.raises(PresetError) as caught:
+    with pytest.raises(PresetError, match=mentions(f"device 'acme': {file}", *says)):
         device("acme")
-    assert says in str(caught.value)
-    assert f"device 'acme': {file}" in str(caught.value)
     assert device("h100").name == "h100", "a broken file is in nobody else's way"
 
 

@@ -23,6 +23,7 @@ from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import capture
 from lightning_solo.planner.fake_modules import fake_mode, known_numbers, with_numbers
 from lightning_solo.planner.tracer import Tracer
+from tests.messages import mentions
 from tests.planner.modules import Classifier, vectors
 from tests.planner.test_capture import assert_equal, both
 
@@ -95,7 +96,7 @@ def test_a_batch_of_a_class_that_nobody_looks_into_is_refused() -> None:
     class Opaque:
         x = torch.ones(3)
 
-    with pytest.raises(PresetError, match=r"batch=Opaque: no tensor .* lists, mappings and dataclasses"):
+    with pytest.raises(PresetError, match=mentions("batch=Opaque", "lists, mappings and dataclasses")):
         examples(Opaque())
 
 
@@ -371,9 +372,8 @@ class ByNothing(Classifier):
 def test_what_is_put_on_cuda_by_hand_is_planned_there_and_said() -> None:
     by_hand, plain = capture(ByHand, vectors(), fp32()), capture(lambda: ByNothing(layer()), vectors(), fp32())
     assert by_hand.log.peak() == plain.log.peak()
-    assert set(by_hand.assumptions) - set(plain.assumptions) == {
-        "what the module puts on a CUDA device by hand is put on the one that is planned for"
-    }
+    (assumption,) = set(by_hand.assumptions) - set(plain.assumptions)
+    assert "CUDA device" in assumption
 
 
 def test_what_is_put_on_cuda_by_hand_has_no_place_in_a_plan_for_the_cpu() -> None:
@@ -381,7 +381,7 @@ def test_what_is_put_on_cuda_by_hand_has_no_place_in_a_plan_for_the_cpu() -> Non
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.network(batch[0]).sum() + torch.zeros(1, device="cuda").sum()
 
-    with pytest.raises(RuntimeError, match="put on a CUDA device by hand, and the plan is for the CPU"):
+    with pytest.raises(RuntimeError, match=mentions("CUDA device", "CPU")):
         capture(lambda: InStep(layer()), vectors(), fp32(), cuda=False)
     before = torch.autocast.__init__
     assert capture(lambda: Classifier(layer()), vectors(), fp32()).steps
@@ -476,5 +476,5 @@ def test_every_lookup_is_looked_at(name: str) -> None:
         right, wrong = (with_numbers(mode, torch.tensor([0, 1, most, 2])) for most in (4, 5))
         with mode, Tracer(nn.Identity()):
             LOOKUPS[name](right)
-            with pytest.raises(PlanError, match=r"an index of 5 in the batch, of which there are 5 \(0 to 4\)"):
+            with pytest.raises(PlanError, match=mentions("index of 5", "0 to 4")):
                 LOOKUPS[name](wrong)

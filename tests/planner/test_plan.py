@@ -18,6 +18,7 @@ from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.table import table
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import GiB
+from tests.messages import lines_with, mentions
 
 
 def planned(**given: Any) -> Plan:
@@ -66,7 +67,7 @@ def test_a_host_that_has_too_little_is_in_the_verdict(on: str, gib: float, verdi
 
 def test_a_shortage_in_words() -> None:
     found = with_host_memory(planned(), 9 * GiB)
-    assert found.host_shortage == "10.00 GiB on the host, which has 9.00 GiB"
+    assert lines_with(found.host_shortage, "10.00 GiB", "host", "9.00 GiB")
 
 
 def test_the_worse_of_two_verdicts_stays() -> None:
@@ -121,9 +122,7 @@ def test_a_host_memory_that_is_none(given: Any, says: str) -> None:
 
 
 def test_a_budget_above_the_devices_memory_is_refused() -> None:
-    with pytest.raises(
-        PresetError, match=r"budget='64GiB': NVIDIA GeForce RTX 4090 has 23.52 GiB; write less, or drop"
-    ):
+    with pytest.raises(PresetError, match=mentions("budget='64GiB': ", "RTX 4090", "23.52 GiB", "write less")):
         plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", budget="64GiB")
 
 

@@ -26,6 +26,7 @@ from lightning_solo.planner.worker import Request, Worker
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
 from tests.conftest import long
+from tests.messages import mentions
 from tests.planner.modules import Classifier, dense, vectors
 
 ROOT = Path(__file__).parents[2]
@@ -147,9 +148,9 @@ def test_one_that_never_ends_is_ended(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     groups: list[int] = []
-    reader = threading.Thread(target=lambda: groups.append(int(fifo.read_text().split()[0])))
+    reader = threading.Thread(target=lambda: groups.append(int(fifo.read_text().split()[0])), daemon=True)
     reader.start()
-    with pytest.raises(PlanError, match=r"no plan after 60 s; is there a loop"):
+    with pytest.raises(PlanError, match=" 60 s"):
         asked(hangs(fifo), vectors(), timeout_s=60)
     reader.join(60)
     assert_gone(groups[0])
@@ -160,7 +161,7 @@ def test_an_exception_of_the_module_names_its_line() -> None:
     def what() -> None:
         raise ZeroDivisionError("by nothing")
 
-    with pytest.raises(PlanError, match=r"ZeroDivisionError: by nothing, at .*test_worker.py:\d+"):
+    with pytest.raises(PlanError, match=r"ZeroDivisionError: by nothing.*test_worker.py:\d+"):
         asked(lambda: Does(what), vectors())
 
 
@@ -170,7 +171,7 @@ def test_a_batch_of_the_wrong_shape_names_the_line() -> None:
 
 
 def test_what_is_no_module_is_refused_before_any_process() -> None:
-    with pytest.raises(PresetError, match=r"neither a LightningModule nor a function .*write plan\(lambda"):
+    with pytest.raises(PresetError, match=mentions("LightningModule", "write plan(lambda")):
         asked(3, vectors())
 
 
@@ -191,7 +192,7 @@ def test_without_a_batch_it_is_the_first_of_its_own() -> None:
 
 
 def test_without_any_it_says_how() -> None:
-    with pytest.raises(PresetError, match=r"batch: none given, and Classifier.train_dataloader\(\) gives none"):
+    with pytest.raises(PresetError, match=mentions("batch: ", "Classifier.train_dataloader()")):
         asked(dense)
 
 

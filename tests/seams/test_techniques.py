@@ -21,6 +21,7 @@ from lightning_solo.errors import ConflictError
 from lightning_solo.seams.homes import for_home, home_of, part
 from lightning_solo.seams.strategy import Seams, SoloStrategy, solo_strategy
 from lightning_solo.seams.technique import Technique
+from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 
 Make = Callable[..., Any]
@@ -382,11 +383,11 @@ def test_who_replaces_optimizers_is_alone(home: ModuleType, make_trainer: Make) 
             return optimizers
 
     trainer = make_trainer(home, callbacks=[Mine(), Mine()])
-    with pytest.raises(ConflictError, match="two Mine in one run: drop one"):
+    with pytest.raises(ConflictError, match=mentions("two Mine", "drop one")):
         trainer.fit(regression(home), loader(1))
     assert not isinstance(trainer.strategy, Seams)
     trainer = make_trainer(home, strategy="fsdp" if torch.cuda.is_available() else "ddp", callbacks=[Mine()])
-    with pytest.raises(ConflictError, match=r"Mine and \w+Strategy, which keeps .*write Trainer\(strategy='auto'"):
+    with pytest.raises(ConflictError, match=r"Mine and \w+Strategy.*write Trainer\(strategy='auto'"):
         trainer.callbacks[0].setup(trainer, regression(home), "fit")
     assert not isinstance(trainer.strategy, Seams)
 
