@@ -64,7 +64,7 @@ def trainer_arguments(
         _refuse_other_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(built, callbacks)
     advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
-    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}, advise), *built, *callbacks]
+    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}, advise, lightning), *built, *callbacks]
     return arguments
 
 

@@ -73,3 +73,16 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}? " if close else "; "
+
+
+def unknown_name(option: str, name: object, kind: str, names: Iterable[str]) -> str:
+    """Return the message for a name of a technique, a model or the like that there is none of.
+
+    >>> unknown_name("optimizer", "sdg", "optimizer", ["adamw", "sgd"]).partition(". ")[0]
+    "optimizer='sdg': no optimizer of that name; did you mean 'sgd'? there are adamw, sgd"
+    """
+    names = list(names)
+    return (
+        f"{option}={name!r}: no {kind} of that name{nearest(str(name), names)}there are {', '.join(names)}. "
+        f"For a {kind} of your own write `_target_: your_package.YourClass` and allow=['your_package']"
+    )

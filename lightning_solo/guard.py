@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-import weakref
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
+from lightning_solo.optim.adamw_state_dict import require_plain_states
+from lightning_solo.seams.patches import before_fits
 
 log = logging.getLogger(__name__)
 
@@ -19,25 +24,31 @@ class PresetGuard(Callback):
 
     Python itself refuses ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``: an argument given twice. This
     callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. Where that mapping
-    replaces ``callbacks``, this one is lost with the others; then it says so in the log when it is thrown away.
+    replaces ``callbacks``, this one is lost with the others; the log says so when the Trainer begins a fit.
 
     Args:
         promised: the arguments that the preset made for the Trainer.
         advise: returns what to add to the message of a BudgetError: the presets that would fit the module.
+        home: the package of the Trainer.
     """
 
-    def __init__(self, promised: Mapping[str, Any], advise: Callable[[LightningModule], str] | None = None) -> None:
+    def __init__(
+        self,
+        promised: Mapping[str, Any],
+        advise: Callable[[LightningModule], str] | None = None,
+        home: str = "lightning.pytorch",
+    ) -> None:
         self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
         self._advise = advise
-        self._attached = [False]  # shared with the finalizer, which must not hold the guard itself
+        self._home = home
         names = [type(callback).__name__ for callback in promised.get("callbacks", ())]
         if names:
-            weakref.finalize(self, _say_if_lost, self._attached, names)
+            _wait(self, names)
 
     @property
     def state_key(self) -> str:
         """The key of our (empty) state; a Trainer asks for it when it takes its callbacks over."""
-        self._attached[0] = True
+        _wait_no_longer(self)
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,6 +62,21 @@ class PresetGuard(Callback):
             ConflictError: the Trainer was given another value; names both and what to write.
             CapabilityError: the preset needs a CUDA device and the Trainer runs on another.
         """
+        for name, value, actual in self._differences(trainer):
+            if name == "devices":
+                raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
+            raise ConflictError(
+                f"the preset sets {name}={value!r}, but the Trainer was given {actual!r}; drop {name} from "
+                f"the Trainer's arguments, or give it to the preset: overrides=['{name}={actual}']"
+            )
+        device = trainer.strategy.root_device.type
+        if self.promised.get("accelerator") == "cuda" and device != "cuda":
+            raise CapabilityError(
+                f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
+            )
+
+    def _differences(self, trainer: Any) -> Iterator[tuple[str, Any, Any]]:
+        """Yield each argument that a Trainer doesn't have as promised, with both values."""
         actual: dict[str, Any] = {
             "devices": trainer.num_devices * trainer.num_nodes,
             "precision": trainer.precision,
@@ -59,17 +85,16 @@ class PresetGuard(Callback):
         }
         for name, value in self.promised.items():
             if name in actual and actual[name] is not value and actual[name] != value:
-                if name == "devices":
-                    raise ConflictError(f"Trainer(devices={actual[name]}): lightning-solo is for one device, devices=1")
-                raise ConflictError(
-                    f"the preset sets {name}={value!r}, but the Trainer was given {actual[name]!r}; drop {name} from "
-                    f"the Trainer's arguments, or give it to the preset: overrides=['{name}={actual[name]}']"
-                )
-        device = trainer.strategy.root_device.type
-        if self.promised.get("accelerator") == "cuda" and device != "cuda":
-            raise CapabilityError(
-                f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
-            )
+                yield name, value, actual[name]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse states of a checkpoint that this run's optimizers can't step from.
+
+        Raises:
+            CheckpointError: the checkpoint was saved under `compact` or a preset like it, and this run is under none.
+        """
+        for optimizer in trainer.optimizers:
+            require_plain_states(optimizer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an error about memory the presets that would fit; whoever raised it knows only its own bytes."""
@@ -85,10 +110,34 @@ class PresetGuard(Callback):
             exception.args = (f"{message}\n{advice}",)
 
 
-def _say_if_lost(attached: list[bool], names: list[str]) -> None:
-    if not attached[0]:
-        log.warning(
-            "lightning-solo: the callbacks of a preset (%s) never reached a Trainer; if `callbacks` was replaced in a "
-            "merged mapping, give yours to the preset instead: trainer_kwargs(..., callbacks=[...])",
-            ", ".join(names),
-        )
+_waiting: dict[str, dict[PresetGuard, list[str]]] = defaultdict(dict)
+"""Home -> guards that no Trainer has taken over yet, with the names of the callbacks beside them."""
+_watches: dict[str, ExitStack] = defaultdict(ExitStack)
+
+
+def _wait(guard: PresetGuard, names: list[str]) -> None:
+    """Watch the fits of a home until a Trainer takes over the guard."""
+    home = guard._home
+    if not _waiting[home]:
+        _watches[home].enter_context(before_fits(importlib.import_module(home).Trainer, partial(_say_if_lost, home)))
+    _waiting[home][guard] = names
+
+
+def _wait_no_longer(guard: PresetGuard) -> None:
+    waiting = _waiting[guard._home]
+    if waiting.pop(guard, None) and not waiting:
+        _watches[guard._home].close()
+
+
+def _say_if_lost(home: str, trainer: Any) -> None:
+    """Warn of a Trainer about to fit that has what a preset promised, but not its callbacks."""
+    if any(isinstance(callback, PresetGuard) for callback in trainer.callbacks):
+        return
+    for guard, names in list(_waiting[home].items()):
+        if not any(guard._differences(trainer)):
+            _wait_no_longer(guard)
+            log.warning(
+                "lightning-solo: the callbacks of a preset (%s) never reached this Trainer; if `callbacks` was replaced"
+                " in a merged mapping, give yours to the preset instead: trainer_kwargs(..., callbacks=[...])",
+                ", ".join(names),
+            )

@@ -38,7 +38,8 @@ def test_the_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_entry_point_is_that_of_the_example() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    block, package_data = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert package_data == '[tool.setuptools.package-data]\nfrozen_embeddings = ["conf/**/*.yaml"]\n'
     assert block in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8") + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import lightning_solo as solo
 from lightning_solo.cards.footprint import Sizes
-from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, PresetError
+from lightning_solo.errors import BudgetError, CapabilityError, CheckpointError, ConflictError, PresetError
 from lightning_solo.fitting import Room, model_states, presets_that_fit
 from lightning_solo.guard import PresetGuard
 from lightning_solo.presets.compose import compose
@@ -53,6 +54,56 @@ def test_row_21_gpu_precision_on_another_device(home: ModuleType, make_trainer: 
     trainer = make_trainer(home, callbacks=[PresetGuard({"accelerator": "cuda"})])
     with pytest.raises(CapabilityError, match=mentions("CUDA", "cpu")):
         fit(home, trainer)
+
+
+# --- a checkpoint of another layout ---
+
+
+def save(home: ModuleType, make_trainer: Callable[..., Any], preset: str, path: Path) -> None:
+    trainer = make_trainer(home, **solo.trainer_kwargs(preset, lightning=home.__name__))
+    trainer.fit(regression(home), loader(2))
+    trainer.save_checkpoint(path)
+
+
+def sgd(module: Any) -> Callable[[], torch.optim.Optimizer]:
+    return lambda: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("saved", ["compact", "split_weights"])
+@pytest.mark.parametrize("resumed", ["baseline", "bf16", "bf16_true", "checkpointing", "gradient_release"])
+def test_compact_states_are_refused_where_they_cannot_be_read(
+    saved: str, resumed: str, home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(home, make_trainer, saved, tmp_path / "saved.ckpt")
+    trainer = make_trainer(home, **solo.trainer_kwargs(resumed, lightning=home.__name__), max_epochs=2)
+    with pytest.raises(CheckpointError, match=mentions("AdamW", "resume under", "load_from_checkpoint")):
+        trainer.fit(regression(home), loader(2), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+
+
+def test_corrections_of_another_optimizer_are_not_dropped_in_silence(
+    home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """SGD's states have the shapes of the weights under `compact` too; only the corrections show it."""
+    kwargs = solo.trainer_kwargs("split_weights", lightning=home.__name__)
+    trainer, module = make_trainer(home, **kwargs), regression(home)
+    module.configure_optimizers = sgd(module)
+    trainer.fit(module, loader(2))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed = regression(home)
+    resumed.configure_optimizers = sgd(resumed)
+    trainer = make_trainer(home, **solo.trainer_kwargs("bf16", lightning=home.__name__), max_epochs=2)
+    with pytest.raises(CheckpointError, match=mentions("SGD", "load_from_checkpoint")):
+        trainer.fit(resumed, loader(2), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("preset", ["bf16", "compact", "gradient_release"])
+def test_plain_states_are_read_everywhere(
+    preset: str, home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(home, make_trainer, "baseline", tmp_path / "saved.ckpt")
+    trainer = make_trainer(home, **solo.trainer_kwargs(preset, lightning=home.__name__), max_epochs=2)
+    trainer.fit(regression(home), loader(2), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+    assert trainer.global_step == 4
 
 
 # --- an error about memory names the presets that would fit ---

@@ -23,6 +23,7 @@ RESOURCES = {
     "loss": "the loss that backward starts from",
     "optimizer_states": "the optimizer's states",
     "saved_tensors": "what forward keeps for backward",
+    "trained_parameters": "which parameters are trained",
     "weights": "where and in which precision the weights are stored",
 }
 """What a technique may own, read or free, and what it is. A technique may name others of its own."""

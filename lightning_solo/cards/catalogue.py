@@ -18,7 +18,7 @@ from typing import Any
 from lightning_solo.cards.card import RESOURCES, Card, Requirement, Rung
 from lightning_solo.cards.composition import Chosen
 from lightning_solo.cards.phase import Phase
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import PresetError, unknown_name
 
 GROUP = "lightning_solo.techniques"
 """The group of entry points in which another package names its cards: ``name = "package.module:CARD"``."""
@@ -79,10 +79,7 @@ def card_of(group: str, name: object, option: str) -> Card:
     """
     cards = catalogue().group(group)
     if not isinstance(name, str) or name not in cards:
-        raise PresetError(
-            f"{option}={name!r}: no {group} of that name{nearest(str(name), cards)}there are {', '.join(cards)}. "
-            f"For a {group} of your own write `_target_: your_package.YourClass` and allow=['your_package']"
-        )
+        raise PresetError(unknown_name(option, name, group, cards))
     return cards[name]
 
 
@@ -178,7 +175,11 @@ def _configuration(point: EntryPoint, card: Card) -> Path:
     folder = (root or Path()).parent / "conf"
     yaml = folder / "solo" / card.group / f"{card.name}.yaml"
     if not yaml.is_file():
-        raise PresetError(f"{card.name}: {yaml} is missing; it holds every setting with its default")
+        package = point.module.split(".")[0]
+        raise PresetError(
+            f"{card.name}: {yaml} is missing; it holds every setting with its default. If your source tree has it, the"
+            f" wheel does not: with setuptools write [tool.setuptools.package-data] {package} = ['conf/**/*.yaml']"
+        )
     _check_yaml(yaml, card)
     return folder
 
@@ -188,7 +189,12 @@ def _check_yaml(path: Path, card: Card) -> None:
     from omegaconf import OmegaConf  # for other packages' techniques alone; it reads 1e-3 as a number, as Hydra will
 
     node = OmegaConf.to_container(OmegaConf.load(path))
-    node = node.get(card.name) if card.group == "callback" and isinstance(node, dict) else node
+    if card.group == "callback":
+        if not isinstance(node, dict) or list(node) != [card.name]:
+            raise PresetError(
+                f"{card.name}: {path}: the settings of a callback are below its name; write `{card.name}:`"
+            )
+        node = node[card.name]
     written = {str(key): value for key, value in node.items() if key != "name"} if isinstance(node, dict) else {}
     expected = {field.name: field.default for field in fields(card.settings)}
     for name in sorted({*written, *expected}):

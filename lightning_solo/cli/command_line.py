@@ -91,7 +91,9 @@ def check_command_line(arguments: Sequence[str]) -> None:
     sweeping = any(flag in ("-m", "--multirun") for flag in flags)
     swept = [str(o.input_line) for o in parsed if o.is_sweep_override()]
     if not sweeping and swept:
-        raise PresetError(f"{swept[0]!r} names several values; write -m for a sweep over them")
+        key, _, values = swept[0].partition("=")
+        combined = f", or '{key}=[{values}]' to combine them" if key == "solo" else ""
+        raise PresetError(f"{swept[0]!r} names several values; write -m for a sweep over them{combined}")
     first = [texts[0] for texts in choices]
     if sweeping:
         _refuse_sweep(parsed, math.prod(len(texts) for texts in choices), first)
@@ -299,6 +301,8 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
         if not isinstance(node, Mapping) or key not in node:
             there = [str(name) for name in node] if isinstance(node, Mapping) else []
             where = ".".join(path[:depth])
+            if where == "trainer" and key in FIELDS:
+                raise PresetError(f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}")
             hint = (
                 f"; a new argument is added by +{override.input_line}" if where in ("trainer", "model", "data") else ""
             )

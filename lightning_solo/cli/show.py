@@ -1,4 +1,4 @@
-"""`lightning-solo show NAME [override ...]`: a preset, or several as ``[NAME,NAME]``, as composed, in YAML."""
+"""`lightning-solo show NAME [override ...]`: a preset, several as ``[NAME,NAME]``, or a technique, in YAML."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import re
 import warnings
 from collections.abc import Sequence
 
+from omegaconf import OmegaConf
+
 from lightning_solo.attach import show
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.compose import compose
+from lightning_solo.presets.compose import compose, compose_mapping
 from lightning_solo.presets.files import names_in, preset_files
 
 
@@ -17,10 +21,22 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments:
         raise PresetError(f"show which preset? there are {', '.join(sorted(preset_files()))}")
     name, *overrides = arguments
+    if "=" in name or name.startswith("~"):
+        raise PresetError(f"show which preset? write its name first: lightning-solo show bf16 {name}")
+    overrides = [re.sub(r"^([+~]*)solo[./]", r"\1", text) for text in overrides]  # as written for `train`
+    if name in catalogue().cards and name not in preset_files():
+        print(technique(catalogue().cards[name], overrides), end="")
+        return 0
     preset = names_in(name)
-    overrides = [re.sub(r"^([+~]*)solo\.", r"\1", text) for text in overrides]  # as written for `train`
     compose(preset, overrides)
     with warnings.catch_warnings():  # said by compose
         warnings.simplefilter("ignore")
         print(show(preset, overrides), end="")
     return 0
+
+
+def technique(card: Card, overrides: Sequence[str]) -> str:
+    """Return the settings of a technique that is no preset, in YAML, under what it saves and how it is added."""
+    node = compose_mapping("baseline", [f"+{card.group}={card.name}", *overrides])[card.group]
+    head = f"# Saves {card.saves}.\n# A technique: +solo/{card.group}={card.name} adds it to a preset.\n"
+    return f"{head}{OmegaConf.to_yaml(OmegaConf.create({card.group: node}))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shlex
 import sys
@@ -93,7 +94,8 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     _quieten()
     L.seed_everything(int(cfg.seed), workers=True, verbose=False)
     model, data = build_parts(checked)
-    trainer = L.Trainer(**{**own_arguments(folder), **checked.trainer, **kwargs})
+    own = own_arguments(folder, resumes=checkpoint is not None)
+    trainer = L.Trainer(**{**own, **checked.trainer, **kwargs})
     started = time.monotonic()
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
@@ -157,10 +159,20 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
     if not arguments:
         raise PresetError("model: none chosen; write model=byte_gpt_tiny, or model=custom model._target_=...")
     model = make("model", arguments, allow=checked.allow)
-    if "_target_" in arguments and checked.data.get("name") == "stdlib_text" and brings_data(model):
-        print(f"data: {type(model).__name__}'s own train_dataloader")
-        return model, None
+    if "_target_" in arguments and checked.data.get("name") == "stdlib_text":
+        if brings_data(model):
+            print(f"data: {type(model).__name__}'s own train_dataloader")
+            return model, None
+        print(
+            f"data: the embedded text, batches of bytes, since {type(model).__name__} has no train_dataloader; for data"
+            " of your own write data=custom data._target_=my_project.MyData"
+        )
     data = make("data", checked.data, allow=checked.allow) if checked.data else None
+    if data is None and not brings_data(model):
+        raise PresetError(
+            f"data=none: {type(model).__name__} has no train_dataloader; write data=custom"
+            " data._target_=my_project.MyData"
+        )
     return model, data
 
 
@@ -176,6 +188,8 @@ def first_batch(checked: CheckedConfig) -> Any:
     with empty_parameters():
         model, data = build_parts(checked)
     source = model if data is None else data
+    if not hasattr(source, "train_dataloader"):  # a loader
+        return next(iter(source))
     source.prepare_data()
     source.setup("fit")
     return next(iter(source.train_dataloader()))
@@ -188,17 +202,36 @@ def brings_data(model: Any) -> bool:
     return type(model).train_dataloader is not L.LightningModule.train_dataloader
 
 
-def own_arguments(folder: Path) -> dict[str, Any]:
+def own_arguments(folder: Path, *, resumes: bool = False) -> dict[str, Any]:
     """Return the Trainer arguments of the command line itself: its folder and loggers."""
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.loggers import TensorBoardLogger
 
     return {
         "default_root_dir": str(folder),
         "logger": [
-            CSVLogger(str(folder), name="csv", version=""),
+            csv_logger(folder, resumes=resumes),
             TensorBoardLogger(str(folder), name="tensorboard", version=""),
         ],
     }
+
+
+def csv_logger(folder: Path, *, resumes: bool) -> Any:
+    """Return the logger of ``csv/metrics.csv``; a resumed run continues the file, which Lightning deletes."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(str(folder), name="csv", version="")
+    file = folder / "csv" / "metrics.csv"
+    if not resumes or not file.exists():
+        return logger
+    kept = file.replace(file.with_suffix(".before_resume"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Experiment logs directory")  # that earlier files will be deleted
+        writer: Any = logger.experiment
+    text = kept.read_text(encoding="utf-8")
+    kept.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # an interrupted run may end in half a line
+    kept.replace(file)
+    writer.metrics_keys = next(csv.reader([text.partition("\n")[0]]))
+    return logger
 
 
 def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> list[Any]:

@@ -23,6 +23,8 @@ from lightning_solo.optim.param_groups import name_in, parameters_of, saved_stat
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
+WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(path), and fit without ckpt_path"
+"""What to write where optimizer states can't be loaded."""
 
 
 def loadable_states(
@@ -47,8 +49,8 @@ def loadable_states(
         correction = {name: size for name, size in whole.items() if name == "correction"}
         if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(state, p):
             raise CheckpointError(
-                f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here; build"
-                " the optimizer with the master_bits and moment_bits of the file"
+                f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here;"
+                f" resume with the master_bits and moment_bits of the file, or {WEIGHTS_ALONE}"
             )
     return states
 
@@ -74,6 +76,32 @@ def loaded_state(
     for name, value in saved.items():
         state[name].copy_(value)
     return state
+
+
+def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str) -> None:
+    """Refuse a parameter's state that a compact optimizer saved, in an optimizer that would take it for its own.
+
+    Raises:
+        CheckpointError: names the parameter, the optimizer and what to write.
+    """
+    moment = state.get("exp_avg")
+    is_flat = isinstance(moment, Tensor) and moment.dim() == 1 and p.dim() > 1
+    if "correction" in state or "exp_avg_scale" in state or is_flat:
+        raise CheckpointError(
+            f"the checkpoint has compact states of {name}, which {optimizer} can't read; resume under the preset that"
+            f" wrote it (compact, split_weights, ...), or {WEIGHTS_ALONE}"
+        )
+
+
+def require_plain_states(optimizer: Optimizer) -> None:
+    """Refuse compact states in an optimizer of torch's; others know their states.
+
+    Raises:
+        CheckpointError: as `require_plain`.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        for p, state in optimizer.state.items():
+            require_plain(p, state, name_in(optimizer, p), type(optimizer).__name__)
 
 
 def plain_state_dict(optimizer: Optimizer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.optim import memory_order
+from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
@@ -263,7 +264,8 @@ class MasterWeights(Optimizer):
         if correction is not None and (correction.numel(), correction.dtype) != (p.numel(), self._correction_type(p)):
             raise CheckpointError(
                 f"the states of {name_in(self, p)}: a correction of {correction.numel()} numbers of"
-                f" {correction.itemsize} bytes in the file; build the optimizer with the master_bits of the file"
+                f" {correction.itemsize} bytes in the file; resume with the master_bits of the file, or"
+                f" {WEIGHTS_ALONE}"
             )
         return {**state, **kept}
 

@@ -107,36 +107,36 @@ def candidates(
     Raises:
         PresetError: none is left.
     """
-    found: dict[str, SoloConfig] = {}
+    configs: dict[str, SoloConfig] = {}
     refused: dict[str, str] = {}
     names = [name for name in preset_files() if name != "auto"] if presets is None else list(presets)
     for name in names:
-        own = compose(name, allow=allow)
-        if own.auto is not None:
+        preset = compose(name, allow=allow)
+        if preset.auto is not None:
             raise PresetError(f"auto.presets={names}: auto chooses among other presets; drop {name}")
-        if composition(own).accumulates:
+        if composition(preset).accumulates:
             refused[name] = "its optimizer step is of several micro-batches: another global batch, another training"
             continue
-        made = replace(
-            own,
+        candidate = replace(
+            preset,
             precision=config.precision,
             accumulate_grad_batches=config.accumulate_grad_batches,
-            callback={**own.callback, **config.callback},
+            callback={**preset.callback, **config.callback},
         )
-        same = next((other for other, there in found.items() if there == made), None)
+        same = next((other for other, each in configs.items() if each == candidate), None)
         try:
-            check(made)
+            check(candidate)
         except SoloError as error:
             refused[name] = str(error)
             continue
         if same is None:
-            found[name] = made
-        elif own.precision == config.precision:  # of two that are the same now, the one that is so by itself
-            found[name] = found.pop(same)
-    if not found:
+            configs[name] = candidate
+        elif preset.precision == config.precision:  # of two that are the same now, the one that is so by itself
+            configs[name] = configs.pop(same)
+    if not configs:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise PresetError(f"auto: none of {', '.join(names)} can be chosen: {reasons}")
-    return found
+    return configs
 
 
 def why(chosen: Plan, plans: Sequence[Plan]) -> str:

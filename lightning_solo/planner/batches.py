@@ -41,7 +41,7 @@ def first_batch(make: Callable[[], Any]) -> Any:
     except Exception as error:
         raise PresetError(
             f"batch: none given, and {type(module).__name__}.train_dataloader() gives none"
-            f" ({type(error).__name__}: {error}); write plan(module, batch), such as"
+            f" ({type(error).__name__}: {error}); hand over one micro-batch, such as"
             " batch=next(iter(datamodule.train_dataloader()))"
         ) from error
 

@@ -37,12 +37,12 @@ class Arrangement:
     assumptions: Sequence[str] = ()
 
 
-def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] = ()) -> Arrangement:
+def arrange(config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str] = ()) -> Arrangement:
     """Return how a checked preset is traced.
 
     Args:
         config: the preset.
-        given: the user's own arguments of the Trainer, such as ``gradient_clip_val``.
+        trainer: the user's own arguments of the Trainer, such as ``gradient_clip_val``.
         allow: prefixes of ``_target_`` that the user trusts.
 
     Raises:
@@ -50,8 +50,8 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
     """
     if config.strategy is not None and "name" not in config.strategy:
         raise PlanError(f"strategy={config.strategy['_target_']!r}: no card says how to plan it")
-    precision = config.precision or str(given.get("precision", "32-true"))
-    accumulation = config.accumulate_grad_batches or int(given.get("accumulate_grad_batches", 1))
+    precision = config.precision or str(trainer.get("precision", "32-true"))
+    accumulation = config.accumulate_grad_batches or int(trainer.get("accumulate_grad_batches", 1))
     tracing = Tracing(precision, accumulation)
     planned = {chosen.option: chosen for chosen in composition(config).techniques}
     nodes = {} if config.strategy is None else {"strategy": config.strategy}
@@ -68,16 +68,16 @@ def arrange(config: SoloConfig, given: Mapping[str, Any], allow: Sequence[str] =
         tracing = replace(tracing, precision="bf16-mixed", assumptions=(*tracing.assumptions, assumption))
 
     def arguments() -> dict[str, Any]:
-        made = {
+        objects = {
             option: make(option.split(".")[0], node, allow=allow, option=option) for option, node in attached.items()
         }
-        own = {"strategy": made.pop("strategy")} if "strategy" in made else {}
+        strategy = {"strategy": objects.pop("strategy")} if "strategy" in objects else {}
         return {
-            **{key: value for key, value in given.items() if key in KEPT},
-            **own,
+            **{key: value for key, value in trainer.items() if key in KEPT},
+            **strategy,
             "precision": tracing.precision,
             "accumulate_grad_batches": min(tracing.accumulation, WINDOW),
-            "callbacks": list(made.values()),
+            "callbacks": list(objects.values()),
         }
 
     return Arrangement(arguments, precision, tracing.accumulation, tracing.states, tracing.assumptions)

@@ -7,10 +7,12 @@ An override is Hydra's, with field names as Lightning's and without a prefix: `p
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.errors import ConflictError, PresetError, nearest
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
-from lightning_solo.presets.schema import FIELDS, PresetSchema, SoloConfig, composition, from_mapping
+from lightning_solo.presets.schema import FIELDS, PresetSchema, SoloConfig, composition, from_mapping, unknown_field
 
 GROUPS = ("callback", "strategy")
 # Hydra 1.3 warns without it, 1.4 with it
@@ -65,7 +67,12 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     if isinstance(allow, str) or not all(isinstance(prefix, str) and prefix for prefix in allow):
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=['my_project']")
     config = from_mapping(compose_mapping(preset, overrides, allow=allow), allow)
-    composition(config).check()
+    try:
+        composition(config).check()
+    except ConflictError as error:
+        if isinstance(preset, (str, Mapping)):
+            raise
+        raise ConflictError(f"presets {' and '.join(preset)}: {error}, or drop {' or '.join(preset)}") from error
     return config
 
 
@@ -221,8 +228,17 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
                 warnings.warn(
                     f"{option}={leaves[other][option]!r} of preset {other} replaces {options[option]!r} of preset"
                     f" {name}; to choose, change their order or write the override {option}=...",
-                    stacklevel=3,
+                    stacklevel=_callers_stacklevel(),
                 )
+
+
+def _callers_stacklevel() -> int:
+    """Return the ``stacklevel`` at which a warning of the calling function names the code that called this package."""
+    package = str(Path(__file__).parents[1])
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -245,7 +261,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             raise PresetError(f"override {text!r}: one value at a time; sweeps are for the command line's -m")
         field = override.key_or_group.split(".")[0]
         if field not in FIELDS:
-            from_mapping({field: None if override.is_delete() else override.value()})  # raises, with the nearest name
+            raise PresetError(unknown_field(override.key_or_group, None if override.is_delete() else override.value()))
         if override.key_or_group in GROUPS and not override.is_delete():
             if field == "callback" and not override.is_add():
                 raise PresetError(
@@ -294,8 +310,11 @@ def _explain(name: str, groups: Sequence[str], values: Sequence[Override], allow
         if override.is_delete():
             _refuse_missing(candidate, path)
         else:
-            _place(candidate, path, override.value())
+            known = _place(candidate, path, override.value())
             from_mapping(candidate, allow)
+            if known and override.is_add():
+                text = str(override.input_line)
+                raise PresetError(f"{text!r}: the preset has that already; write {text.lstrip('+')}")
 
 
 def _refuse_missing(node: Any, path: Sequence[str]) -> None:
@@ -310,12 +329,15 @@ def _refuse_missing(node: Any, path: Sequence[str]) -> None:
         node = node[key]
 
 
-def _place(node: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def _place(node: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Put a value at a path, and return whether there was one."""
     for key in path[:-1]:
         child = node.get(key)
         node[key] = child if isinstance(child, dict) else {}
         node = node[key]
+    known = path[-1] in node
     node[path[-1]] = value
+    return known
 
 
 def _in_our_words(error: Exception, preset: object) -> str:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.catalogue import catalogue
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import PresetError, nearest, unknown_name
 
 
 def conf_folder() -> Path:
@@ -85,8 +85,7 @@ def check_file(name: str) -> DictConfig:
     """
     files = preset_files()
     if name not in files:
-        several = f"; several are a list, such as {names_in(name)}" if isinstance(names_in(name), list) else ""
-        raise PresetError(f"no preset {name!r}{several}{nearest(name, files)}there are {', '.join(files)}")
+        raise PresetError(f"no preset {name!r}{_other_form(name)}{nearest(name, files)}there are {', '.join(files)}")
     path = files[name]
     try:
         node = OmegaConf.load(path)
@@ -99,6 +98,17 @@ def check_file(name: str) -> DictConfig:
     return node
 
 
+def _other_form(name: str) -> str:
+    """Return what to write where a text is no preset's name, but a list of them or a technique's name."""
+    if "," in name:
+        names = [each.strip() for each in name.strip("[]").split(",")]
+        return f"; several are a list: write {names}"
+    if name in catalogue().cards:
+        group = catalogue().cards[name].group
+        return f", but a technique: write a preset and the override +{group}={name}"
+    return ""
+
+
 def check_choice(group: str, value: object) -> None:
     """Refuse a callback or strategy for which there is no file.
 
@@ -109,5 +119,4 @@ def check_choice(group: str, value: object) -> None:
     choices = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
     for name in value if isinstance(value, list) else [value]:
         if name is not None and name not in choices:
-            close = nearest(str(name), choices)
-            raise PresetError(f"{group}={name!r}: no {group} of that name{close}there are {', '.join(choices)}")
+            raise PresetError(unknown_name(group, name, group, choices))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_solo.cards.catalogue import card_of
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import PresetError, unknown_name
 
 NAMES: dict[str, dict[str, str]] = {
     "model": {"byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT"},
@@ -30,10 +30,7 @@ def target_of(kind: str, name: object, option: str) -> str:
         return card_of(kind, name, option).target
     names = NAMES[kind]
     if not isinstance(name, str) or name not in names:
-        raise PresetError(
-            f"{option}={name!r}: no {kind} of that name{nearest(str(name), names)}there are {', '.join(names)}. "
-            f"For a {kind} of your own write `_target_: your_package.YourClass` and allow=['your_package']"
-        )
+        raise PresetError(unknown_name(option, name, kind, names))
     return names[name]
 
 

@@ -9,9 +9,10 @@ from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these an
 from omegaconf import MISSING
 
 from lightning_solo.cards.arguments import check_arguments
-from lightning_solo.cards.catalogue import card_of
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import card_of, catalogue
 from lightning_solo.cards.composition import Chosen, Composition
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import ConflictError, PresetError, nearest
 from lightning_solo.presets.devices import budget_on, device, parse_budget
 from lightning_solo.presets.registry import NAMES, refuse_foreign_targets, target_of
 from lightning_solo.presets.signature import parameters
@@ -73,7 +74,7 @@ def from_mapping(given: Mapping[str, Any], allow: Sequence[str] = ()) -> SoloCon
     """
     for name, value in given.items():
         if name not in FIELDS:
-            raise PresetError(_unknown_field(str(name), value))
+            raise PresetError(unknown_field(str(name), value))
     return SoloConfig(
         precision=_precision(given.get("precision")),
         accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
@@ -96,15 +97,25 @@ def composition(config: SoloConfig) -> Composition:
     return Composition(tuple(chosen), config.precision, config.accumulate_grad_batches)
 
 
-def _unknown_field(name: str, value: object) -> str:
+def unknown_field(name: str, value: object) -> str:
+    """Return the message for a name that is no field of a preset: what it may be meant for, and what to write."""
     if name in ("devices", "num_nodes"):
         return (
             f"{name}={value!r}: lightning-solo trains on one device, devices=1; "
             f"for more than one use Lightning's own strategies ('ddp', 'fsdp') without a preset"
         )
+    first, _, rest = name.replace("/", ".").partition(".")
+    if first == "solo":
+        return f"{name}={value!r}: no such field; the prefix is for the command line, write {rest}={value} here"
+    owners = [card for card in catalogue().cards.values() if first in {each.name for each in fields(card.settings)}]
+    if owners:
+        places = (f"strategy.{name}" if c.group == "strategy" else f"callback.{c.name}.{name}" for c in owners)
+        return f"{name}={value!r}: no such field, but a technique's argument; write {' or '.join(places)}={value}"
+    argument = rest if first == "trainer" else name
     return (
         f"{name}={value!r}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}, "
-        f"every other argument goes to the Trainer itself: L.Trainer(**trainer_kwargs(...), {name}=...)"
+        f"every other argument goes to the Trainer itself: "
+        f"L.Trainer(**trainer_kwargs(...), {argument}={value!r})"
     )
 
 
@@ -201,5 +212,20 @@ def _object(node: object, option: str, allow: Sequence[str]) -> dict[str, Any] |
         if kind in NAMES:
             check_arguments(arguments, parameters(target_of(kind, node["name"], f"{option}.name")), option)
         else:
-            card_of(kind, node["name"], f"{option}.name").check(arguments, option)
+            card = card_of(kind, node["name"], f"{option}.name")
+            if kind == "strategy":
+                _refuse_two_strategies(card, arguments)
+            card.check(arguments, option)
     return {str(key): value for key, value in node.items()}
+
+
+def _refuse_two_strategies(card: Card, arguments: Mapping[str, Any]) -> None:
+    """Refuse the arguments of two strategies in one: what two presets come to in a Hydra application's ``cfg.solo``."""
+    settings = {field.name for field in fields(card.settings)}
+    for other in catalogue().group("strategy").values():
+        names = {field.name for field in fields(other.settings)}
+        if not names <= settings and names <= set(arguments):
+            raise ConflictError(
+                f"strategy: the arguments of {other.name} and of {card.name}: two presets each bring their strategy,"
+                " and a run has one; drop one of them from `solo`"
+            )

@@ -1,8 +1,8 @@
 """All that is changed in objects of Lightning, and what is called by a private name: one file for an upgrade to visit.
 
 Written for Lightning 2.6, where no callback hook comes between ``configure_model`` and the optimizers, around forward
-and backward, or to clipping. Each patch is of one object, not of a class, and returns its way back. A test each, in
-`tests/seams/test_patches.py` and for both homes, fails where the target is gone.
+and backward, or to clipping. Each patch but `before_fits` is of one object, not of a class, and returns its way back. A
+test each, in `tests/seams/test_patches.py` and for both homes, fails where the target is gone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from lightning_solo.attributes import replaced
@@ -82,6 +82,18 @@ def clipping(precision: Any, around: Around) -> Any:
         around(lambda *_: stock(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
 
     return replaced(precision, "clip_gradients", clip_gradients)
+
+
+def before_fits(cls: Any, call: Callable[[Any], None]) -> Any:
+    """Call a function with each Trainer of a class before it fits: with those that have no callback of ours."""
+    stock = cls.fit
+
+    @wraps(stock)
+    def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        call(trainer)
+        return stock(trainer, *args, **kwargs)
+
+    return replaced(cls, "fit", fit)
 
 
 def without_module_init_context(precision: Any) -> Any:

@@ -121,8 +121,7 @@ class Sweep:
 
     def _settled(self, job: Job, row: Row | None) -> Row | None:
         """Return the row of a job that ended under this configuration; an earlier command may not have written it."""
-        files = self.folder.job(job.number)
-        start = read_json(files.start)
+        files, start = self.folder.job(job.number), self._started(job)
         if start is None or not self._is_same(start, job):
             return None
         if row is not None and row.attempt == start["attempt"]:
@@ -133,6 +132,11 @@ class Sweep:
         row = self._row(job, start["attempt"], End(*outcome(int("error" in result), result)))
         self._write(row)
         return row
+
+    def _started(self, job: Job) -> dict[str, Any] | None:
+        """Return what the last attempt at a job was started with; what an older version didn't write is unknown."""
+        start = read_json(self.folder.job(job.number).start)
+        return None if start is None else {"attempt": 1, "failures": 0, "config_hash": None, "code": None, **start}
 
     def _is_same(self, start: dict[str, Any], job: Job) -> bool:
         """Return whether an earlier attempt had this configuration, and this script where that matters."""
@@ -148,7 +152,7 @@ class Sweep:
 
     def _next(self, job: Job, row: Row | None) -> Try:
         """Return the next try of a job, where ``row`` is that of its last one, if it ended under this configuration."""
-        start = read_json(self.folder.job(job.number).start)
+        start = self._started(job)
         if start is None:
             return Try(job, 1, False)
         same, failures = self._is_same(start, job), 0

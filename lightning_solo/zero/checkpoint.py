@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError
+from lightning_solo.optim.adamw_state_dict import require_plain
 from lightning_solo.zero.host_optimizer import HostOptimizer, from_original_state, to_original_state
 from lightning_solo.zero.states import ParameterStates
 
@@ -114,7 +115,7 @@ def load_optimizer(
         masters: the fp32 value of each parameter.
 
     Raises:
-        CheckpointError: other groups than the checkpoint's.
+        CheckpointError: other groups than the checkpoint's, or compact states.
     """
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     ours = [len(group.parameters) for group in groups]
@@ -129,6 +130,9 @@ def load_optimizer(
         for parameter, number in zip(group.parameters, saved_group["params"], strict=True):
             if parameter not in masters:  # frozen
                 continue
+            require_plain(
+                masters[parameter], saved["state"].get(number, {}), f"parameter {number}", "DeepSpeed's engine"
+            )
             state = from_original_state(host, saved["state"].get(number, {}))
             without += not state
             tensors = {key: value for key, value in state.items() if _is_elementwise(key, value, parameter, masters)}

@@ -67,19 +67,24 @@ def without_deprecations() -> Iterator[None]:
                 warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
+def unsupported_deepspeed() -> str | None:
+    """Return in words that DeepSpeed is not installed, or too old or untested, or None; nothing is imported."""
+    if not is_installed("deepspeed"):
+        return f"zero_offload needs the package deepspeed, which is not installed here; write: {INSTALL}"
+    version = importlib.metadata.version("deepspeed")
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        return f"zero_offload needs deepspeed {SUPPORTED}, and {version} is installed; write: {INSTALL}"
+    return None
+
+
 def check_deepspeed() -> None:
-    """Refuse a machine without DeepSpeed, or with one that is too old or untested; nothing is imported.
+    """Refuse a machine without DeepSpeed, or with one that is too old or untested.
 
     Raises:
         CapabilityError: names the command.
     """
-    if not is_installed("deepspeed"):
-        raise CapabilityError(
-            f"zero_offload needs the package deepspeed, which is not installed here; write: {INSTALL}"
-        )
-    version = importlib.metadata.version("deepspeed")
-    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
-        raise CapabilityError(f"zero_offload needs deepspeed {SUPPORTED}, and {version} is installed; write: {INSTALL}")
+    if missing := unsupported_deepspeed():
+        raise CapabilityError(missing)
 
 
 def require_deepspeed() -> None:
@@ -166,13 +171,12 @@ def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | No
     if device.type != "cuda" and cuda_only is not None:
         raise CapabilityError(
             f"{cuda_only} needs a CUDA device, and this run is on {device.type!r}: DeepSpeed has it for CUDA only;"
-            " write solo=zero_offload_parameters, or another preset"
+            " take the preset zero_offload_parameters, or another"
         )
     if device.type != "cuda" and not allow_cpu:
         raise CapabilityError(
-            f"zero_offload needs a CUDA device, and this run is on {device.type!r}; write solo=bf16 or another"
-            " preset without ZeRO, or, for trying it where it saves nothing, strategy.allow_cpu=true (on a command line"
-            " solo.strategy.allow_cpu=true)"
+            f"zero_offload needs a CUDA device, and this run is on {device.type!r}; take the preset bf16 or another"
+            " without ZeRO, or, for trying it where it saves nothing, write strategy.allow_cpu=true"
         )
     if device.type not in ("cuda", "cpu"):
         raise CapabilityError(f"zero_offload runs on 'cuda', or with allow_cpu on 'cpu'; not on {device.type!r}")

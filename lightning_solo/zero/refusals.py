@@ -98,5 +98,5 @@ def refuse_accumulation(technique: str, accumulates: bool, why: str) -> None:
     if accumulates:
         raise ConflictError(
             f"{technique} and gradient accumulation or manual optimization: {why}; write accumulate_grad_batches=1"
-            " without an AccumulationSchedule, and automatic_optimization=True, or solo=zero_offload"
+            " without an AccumulationSchedule, and automatic_optimization=True, or take the preset zero_offload"
         )

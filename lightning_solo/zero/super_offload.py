@@ -42,7 +42,7 @@ def require_cpu_adamw(optimizer: Any) -> None:
         raise ConflictError(
             f"SuperOffload and {type(optimizer).__name__}: its worker steps DeepSpeed's CPUAdam in AdamW mode, with"
             " bias correction and fp32 states, whatever it is given; write torch.optim.AdamW and"
-            " strategy.host_optimizer=deepspeed, or solo=zero_offload"
+            " strategy.host_optimizer=deepspeed, or take the preset zero_offload"
         )
 
 
@@ -55,7 +55,7 @@ def require_unscaled(dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         raise ConflictError(
             "SuperOffload and fp16: it steps before the loss scale is taken out of the gradients; write"
-            " precision=bf16-mixed, or solo=zero_offload"
+            " precision=bf16-mixed, or take the preset zero_offload"
         )
 
 
@@ -121,7 +121,7 @@ class Worker:
                 raise ConflictError(
                     f"SuperOffload and a schedule or a checkpoint that changed {'; '.join(changed)}: its worker is told"
                     " learning rates only; write OneCycleLR(cycle_momentum=False), or in configure_optimizers the"
-                    " checkpoint's values, or solo=zero_offload"
+                    " checkpoint's values, or take the preset zero_offload"
                 )
         if self.zero.clip_grad:
             return
@@ -134,7 +134,7 @@ class Worker:
                 f"SuperOffload would leave {len(waiting)} parameters as they are in this step: {why}, and it steps"
                 " parameters of a sub-group together, once each has its gradient; write requires_grad_(False) for"
                 " what is never used, use_reentrant=False for activation checkpointing, Trainer(gradient_clip_val=...),"
-                " with which it steps after backward, or solo=zero_offload"
+                " with which it steps after backward, or take the preset zero_offload"
             )
 
     def close(self) -> None:

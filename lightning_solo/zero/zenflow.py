@@ -27,7 +27,7 @@ def with_optimizer(config: Mapping[str, Any], optimizer: Optimizer) -> dict[str,
     if not is_deepspeeds_adamw(optimizer):
         raise ConflictError(
             f"strategy.config.zero_optimization.zenflow and {type(optimizer).__name__}: ZenFlow is a way to compute"
-            " AdamW; write torch.optim.AdamW and strategy.host_optimizer=auto, or solo=zero_offload"
+            " AdamW; write torch.optim.AdamW and strategy.host_optimizer=auto, or take the preset zero_offload"
         )
     first = optimizer.param_groups[0]
     return {**config, "optimizer": {"type": "AdamW", "params": {name: first[name] for name in SHARED}}}
@@ -44,7 +44,7 @@ def require_matrices(module: nn.Module) -> None:
         named = ", ".join(f"{name} {shape}" for name, shape in list(odd.items())[:5])
         raise ConflictError(
             f"strategy.config.zero_optimization.zenflow and {len(odd)} parameters that are neither vectors nor matrices"
-            f" of several rows ({named}): ZenFlow selects columns of matrices; write solo=zero_offload"
+            f" of several rows ({named}): ZenFlow selects columns of matrices; take the preset zero_offload"
         )
 
 

@@ -41,6 +41,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["solo.accumulate_grad_batches=-1"], ["-1", "at least 1"]),  # row 7
         (["model=custom"], ["model._target_"]),  # row 10
         (["seed=1", "seed=2"], ["'seed=1' and 'seed=2'"]),  # row 13
+        (["trainer.precision=bf16-true"], ["the preset sets that", "solo.precision=bf16-true"]),
+        (["solo=checkpointing,compact"], ["-m", "'solo=[checkpointing,compact]'"]),
         (["devices=2"], ["one device"]),  # row 23
         (["trainer.devices=2"], ["one device"]),  # row 23
         (["solo.devices=2"], ["one device"]),  # row 23
@@ -143,6 +145,10 @@ def test_row_84_run_names_that_are_no_file_names(name: object) -> None:
         (["show", "bf16", "precison=32"], 2, nearest("precision")),
         (["presets"], 0, "checkpointing"),
         (["show", "checkpointing"], 0, "activation_checkpointing:"),
+        (["show", "bf16", "+solo/callback=throughput"], 0, "window_size: 100"),
+        (["show", "+solo/callback=throughput"], 2, "show bf16 +solo/callback=throughput"),
+        (["show", "throughput"], 0, "window_size: 100"),
+        (["show", "activation_checkpointing", "callback.activation_checkpointing.every_k=2"], 0, "every_k: 2"),
         (["doctor"], 0, "C++ compiler"),
         (["--help"], 0, "results"),
         (["--version"], 0, "0.2.0"),

@@ -18,6 +18,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_solo.cli.command_line import CheckedConfig
+from lightning_solo.cli.train import build_parts, csv_logger, first_batch
+from lightning_solo.errors import PresetError
+from lightning_solo.presets.compose import compose
+from tests.messages import mentions
+
 ROOT = Path(__file__).parents[2]
 QUICK = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=2"]
 
@@ -32,7 +38,7 @@ def environment() -> dict[str, str]:
 
 def train(folder: Path, *arguments: str, code: int = 0) -> str:
     done = subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=500
+        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=280
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -45,7 +51,7 @@ def command_output(folder: Path, *arguments: str, code: int = 0) -> str:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=120,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -78,6 +84,62 @@ def test_a_run_says_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
     assert OmegaConf.load(folder / "config.yaml").solo.precision == "bf16-mixed"
 
 
+DATA = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+
+class Plain(L.LightningModule):
+    pass
+
+
+class MyData(L.LightningDataModule):
+    def train_dataloader(self):
+        return loader(2)
+
+
+def loader(batch_size: int = 4):
+    return DataLoader(torch.arange(8.0), batch_size=batch_size)
+"""
+
+
+def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "their_data.py").write_text(DATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def checked(data: dict[str, object]) -> CheckedConfig:
+        return CheckedConfig(compose("bf16"), {"_target_": "their_data.Plain"}, data, {}, {}, ["their_data"])
+
+    for name, size in (("MyData", 2), ("loader", 4)):
+        assert len(first_batch(checked({"_target_": f"their_data.{name}"}))) == size
+    assert capsys.readouterr().out == ""
+    _, text = build_parts(checked({"name": "stdlib_text", "context": 8}))
+    assert type(text).__name__ == "StdlibText"
+    assert "data=custom" in capsys.readouterr().out
+    with pytest.raises(PresetError, match=mentions("Plain", "train_dataloader", "data=custom")):
+        build_parts(checked({}))
+
+
+def test_the_metrics_of_a_resumed_run_continue_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "csv" / "metrics.csv"
+
+    def log(resumes: bool, step: int, **metrics: float) -> list[dict[str, str]]:
+        logger = csv_logger(tmp_path, resumes=resumes)
+        logger.log_metrics(metrics, step)
+        logger.save()
+        return list(csv.DictReader(file.read_text().splitlines()))
+
+    assert [row["step"] for row in log(False, 1, loss=3.0)] == ["1"]
+    with file.open("a") as half:
+        half.write("2.0,")  # what a killed run leaves
+    rows = log(True, 2, loss=1.0, accuracy=0.5)
+    assert [(row["step"], row["loss"], row["accuracy"]) for row in rows] == [("1", "3.0", ""), ("2", "1.0", "0.5")]
+    assert [path.name for path in file.parent.iterdir()] == ["metrics.csv"]
+
+
 @pytest.mark.long
 def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
@@ -94,8 +156,12 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     assert "resume=override" in changed
     assert steps_of(folder) == 4
 
+    before = (folder / "csv" / "metrics.csv").read_text().splitlines()
     train(tmp_path, *same, "trainer.max_steps=6")
     assert steps_of(folder) == 6
+    after = (folder / "csv" / "metrics.csv").read_text().splitlines()
+    assert after[: len(before)] == before
+    assert len(after) > len(before) > 1
 
     with (folder / "checkpoints" / "last.ckpt").open("r+b") as file:
         file.truncate(1000)
@@ -107,7 +173,7 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", "solo=bf16"]
     metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
-    deadline = time.monotonic() + 500
+    deadline = time.monotonic() + 120
     with subprocess.Popen(
         command(*arguments),
         cwd=tmp_path,
@@ -123,7 +189,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
             process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=500)
+            output, _ = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 130, output
@@ -162,7 +228,7 @@ def test_a_sweep(tmp_path: Path) -> None:
 def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     arguments = [*QUICK, "-m", "run=sweep", "trainer.max_steps=800", "trainer.val_check_interval=800", "solo=bf16"]
     folder = tmp_path / "runs" / "sweep" / "0"
-    deadline = time.monotonic() + 500
+    deadline = time.monotonic() + 120
     with subprocess.Popen(
         command(*arguments),
         cwd=tmp_path,
@@ -177,7 +243,7 @@ def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Pat
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             process.send_signal(signal.SIGTERM)
-            output, _ = process.communicate(timeout=500)
+            output, _ = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 130, output

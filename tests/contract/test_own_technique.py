@@ -159,13 +159,15 @@ BROKEN = {
     "no_plan": (CARD.format(**GOOD).replace('reference=""', 'reference="", planned="left-out"'), "write 'attached'"),
     "typo": (CARD.format(**GOOD).replace("trained_parameters", "saved_tensor"), nearest("saved_tensors")),
     "other_default": (CARD.format(**{**GOOD, "default": 'setting(2, "rows")'}), "size=1, the card's settings 2"),
-    "no_yaml": (CARD.format(**{**GOOD, "name": "without_yaml"}), "without_yaml.yaml is missing"),
+    "no_yaml": (CARD.format(**{**GOOD, "name": "without_yaml"}), "[tool.setuptools.package-data] no_yaml = ['conf/**"),
+    "flat_yaml": (CARD.format(**{**GOOD, "name": "flat"}), "below its name; write `flat:`"),
 }  # fmt: skip
 
 
 def test_broken_ones_are_named_and_left_out(installed: Path, tmp_path: Path) -> None:
     for name, (card, _) in BROKEN.items():
         package(tmp_path, name, card)
+    (tmp_path / "flat_yaml" / "conf" / "solo" / "callback" / "flat.yaml").write_text("size: 1\n")
     code = """
 import json, warnings
 import lightning_solo as solo

@@ -35,6 +35,41 @@ def test_a_list_as_text_is_refused_with_the_list_to_write() -> None:
     assert "['checkpointing', 'compact']" in refused("[checkpointing, compact]")
 
 
+@pytest.mark.parametrize(
+    ("preset", "overrides", "words"),
+    [
+        ("checkpointing,compact", [], "['checkpointing', 'compact']"),
+        ("throughput", [], "+callback=throughput"),
+        ("checkpointing", ["every_k=2"], "callback.activation_checkpointing.every_k=2"),
+        (
+            "checkpointing",
+            ["+callback.activation_checkpointing.every_k=2"],
+            "write callback.activation_checkpointing.e",
+        ),
+        ("bf16", ["trainer.max_epochs=3"], "L.Trainer(**trainer_kwargs(...), max_epochs=3)"),
+        ("bf16", ["solo.precision=32-true"], "write precision=32-true"),
+        ("bf16", ["+solo/callback=throughput"], "write callback=throughput"),
+    ],
+)
+def test_remedies_are_for_python(preset: str, overrides: list[str], words: str) -> None:
+    assert words in refused(preset, *overrides)
+
+
+def test_two_strategies_in_a_hydra_applications_node_are_named() -> None:
+    """Hydra joins the arguments of both before anyone of ours sees them."""
+    solo_node = OmegaConf.merge(*(OmegaConf.create(compose_mapping(name)) for name in ("compact", "zero_offload")))
+    message = refused(solo_node, error=ConflictError)
+    assert "compact and of zero_offload" in message
+    assert "drop one" in message
+
+
+def test_the_warning_of_a_combination_names_the_callers_line() -> None:
+    for call in (solo.trainer_kwargs, solo.show, compose):
+        with pytest.warns(UserWarning, match="replaces") as caught:
+            call(["checkpointing", "compact"])
+        assert {warning.filename for warning in caught} == {__file__}
+
+
 def test_two_added_callbacks_are_written_as_a_list() -> None:
     message = refused("bf16", "+callback=throughput", "+callback=[leak_finder]")
     assert "write +callback=[throughput,leak_finder]" in message
@@ -348,6 +383,7 @@ class TestLists:
         [
             (["compact", "zero_offload"], ConflictError, "drop compact or zero_offload"),
             (["bf16", "fp16"], ConflictError, "drop bf16 or fp16"),
+            (["compact", "split_weights"], ConflictError, "drop compact or split_weights"),
             (["bf16", "bf16"], PresetError, "'bf16'"),
             (["auto", "bf16"], PresetError, "write it alone"),
             (["checkpointing", "bf61"], PresetError, nearest("bf16")),

@@ -192,3 +192,14 @@ def test_nobody_else_patches_lightning() -> None:
     package = Path(patches.__file__).parents[1]
     found = {path for path in package.rglob("*.py") if PATCHES.search(path.read_text(encoding="utf-8"))}
     assert found == {Path(patches.__file__)}
+
+
+def test_a_class_calls_before_each_fit(home: ModuleType, make_trainer: Make) -> None:
+    stock, calls = home.Trainer.fit, list[Any]()
+    with patches.before_fits(home.Trainer, calls.append):
+        assert home.Trainer.fit.__doc__ == stock.__doc__
+        trainer = make_trainer(home)
+        trainer.fit(regression(home), loader(1))
+    assert calls == [trainer]
+    assert trainer.global_step == 1
+    assert home.Trainer.fit is stock

@@ -37,6 +37,8 @@ from tests.sweeps.applications import (
     sweep_folder,
 )
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def job(folder: Path, number: int = 0) -> Job:
     return Job(number, (), folder, "hash", lambda: b"")
@@ -304,6 +306,14 @@ def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:
     state.results.unlink()
     sweep(tmp_path, "n=1", "kind=raise", "hydra.launcher.retries=1", code=1)
     assert starts(tmp_path) == {1: 3}  # lost, failed, tried again
+
+
+def test_a_sweep_of_an_older_version_runs_again(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1")
+    files = SweepFolder(sweep_folder(tmp_path)).job(0)
+    write_json(files.start, {"attempt": 1})  # all that it wrote
+    sweep(tmp_path, "n=1")
+    assert starts(tmp_path) == {1: 2}
 
 
 def test_rerun_all_begins_in_a_folder_of_its_own(tmp_path: Path) -> None:

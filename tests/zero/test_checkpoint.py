@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_solo.errors import CheckpointError
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.zero.checkpoint import (
     COUNTERS,
     counters,
@@ -322,6 +323,17 @@ def stepped() -> tuple[list[nn.Parameter], Optimizer]:
         parameter.grad = parameter.detach() + 1
     optimizer.step()
     return parameters, optimizer
+
+
+def test_compact_states_are_refused() -> None:
+    parameters, _ = small()
+    compact = CompactAdamW([{"params": parameters[:1]}, {"params": parameters[1:]}], master_bits=32)
+    for parameter in parameters:
+        parameter.grad = parameter.detach() + 1
+    compact.step()
+    same, optimizer = small()
+    with pytest.raises(CheckpointError, match="compact states of parameter 0"):
+        loaded(optimizer, compact.state_dict(), {p: p.detach() for p in same})
 
 
 def test_states_are_found_by_the_groups_own_numbers() -> None:

@@ -286,7 +286,7 @@ def without_bias_correction(module: nn.Module) -> HostOptimizer:
             torch.bfloat16,
             True,
             "SuperOffload and gradient accumulation or manual optimization: .*accumulate_grad_batches=1 without an"
-            " AccumulationSchedule, and automatic_optimization=True, or solo=zero_offload",
+            " AccumulationSchedule, and automatic_optimization=True, or take the preset zero_offload",
             id="accumulation",
         ),
         pytest.param(

@@ -95,7 +95,7 @@ def test_accumulation_is_refused_before_the_engine_takes_the_module() -> None:
     run = EngineRun(module, torch.bfloat16, torch.device("cpu", 0))
     words = (
         "ZenFlow and gradient accumulation or manual optimization: .*update_interval.*accumulate_grad_batches=1 without"
-        " an AccumulationSchedule, and automatic_optimization=True, or solo=zero_offload"
+        " an AccumulationSchedule, and automatic_optimization=True, or take the preset zero_offload"
     )
     host = HostOptimizer(on_host(user), user, {})
     with pytest.raises(ConflictError, match=words):

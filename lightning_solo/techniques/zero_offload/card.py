@@ -65,7 +65,7 @@ def _zenflow_and_accumulation(settings: Settings, composition: Composition) -> s
     return (
         "strategy.config.zero_optimization.zenflow and gradient accumulation: ZenFlow accumulates by itself, over"
         f" update_interval steps; drop accumulate_grad_batches{''.join(f' or {text}' for text in schedules)}, or write"
-        " solo=zero_offload"
+        " take the preset zero_offload"
     )
 
 
@@ -117,7 +117,7 @@ CARD = Card(
             "cuda",
             "SuperOffload (strategy.config.zero_optimization.offload_optimizer.super_offload) needs a CUDA device,"
             " DeepSpeed has it for nothing else; without one use the preset 'checkpointing', or to try the engine out"
-            " solo=zero_offload solo.strategy.allow_cpu=true",
+            " the preset 'zero_offload' with strategy.allow_cpu=true",
             when=lambda settings: settings.super_offload,
         ),
         Requirement(

@@ -1,18 +1,14 @@
-"""What ZeRO-Offload needs of installed packages and of the machine."""
+"""What ZeRO-Offload needs of installed packages and of the machine: each returns in words what is missing, or None."""
 
 from __future__ import annotations
 
 from lightning_solo.zero import extension
-from lightning_solo.zero.process import check_deepspeed
+from lightning_solo.zero.process import unsupported_deepspeed
 
 
-def engine() -> None:
-    """Refuse a missing or too old DeepSpeed.
-
-    Raises:
-        CapabilityError: names the remedy.
-    """
-    check_deepspeed()
+def engine() -> str | None:
+    """Return what is wrong with the installed DeepSpeed, or None."""
+    return unsupported_deepspeed()
 
 
 def disk_access() -> str | None:
