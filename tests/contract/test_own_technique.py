@@ -195,6 +195,7 @@ print(dict(catalogue().broken), "adapter" in catalogue().cards)
     assert run(code, installed, tmp_path, cwd=tmp_path).strip() == "{} True"
 
 
+@pytest.mark.long
 def test_a_constructor_that_lacks_a_setting_of_its_card_is_named(installed: Path, tmp_path: Path) -> None:
     package(tmp_path, "adapters", CARD.format(**GOOD))  # whose class takes min_rows, and no size
     code = """

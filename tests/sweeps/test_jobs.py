@@ -266,6 +266,7 @@ def test_a_failure_that_the_job_told_counts_though_its_row_was_not_written(tmp_p
     assert [(row.status, row.detail) for row in read(state.results)] == [("failed", "ValueError: bad luck")]
 
 
+@pytest.mark.long
 def test_what_an_earlier_try_said_is_none_of_the_next_ones(tmp_path: Path) -> None:
     """The machine went down between the note that a try starts and the removal of what the one before has left."""
     sweep(tmp_path, "n=1")
@@ -299,6 +300,7 @@ def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Pat
     assert [(row.attempt, row.steps) for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [(2, None)]
 
 
+@pytest.mark.long
 def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", "kind=raise", code=1)
     state = SweepFolder(sweep_folder(tmp_path))

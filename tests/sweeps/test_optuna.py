@@ -165,6 +165,7 @@ def test_the_space_may_be_in_the_configuration_too(tmp_path: Path) -> None:
     assert {params.split()[1] for _, params in starts(tmp_path)} == {"3"}
 
 
+@pytest.mark.long
 def test_two_objectives_of_which_the_sweep_measures_the_second(tmp_path: Path) -> None:
     space = ("x=1,2", "width=range(1,121,40)")
     done = search(tmp_path, *space, "hydra.sweeper.direction=[minimize,minimize]", "hydra.sweeper.n_trials=8")

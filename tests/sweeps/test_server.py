@@ -146,11 +146,13 @@ def no_room(file: str) -> str:
     return TRAIN.replace(LAST, make)
 
 
+@pytest.mark.long
 def test_a_job_that_can_not_write_its_word_ends_as_its_process_did(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/result.json'"), code=1)
     assert [row.detail for row in rows(tmp_path)] == ["with status 1, before the task function returned"]
 
 
+@pytest.mark.long
 def test_rows_that_can_not_be_written_are_missed_at_the_end_and_written_by_the_same_command(tmp_path: Path) -> None:
     file = tmp_path / "here" / "results.jsonl"
     script = no_room(repr(str(file)))
