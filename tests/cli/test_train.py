@@ -310,6 +310,7 @@ def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_refused_resume_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
     compact = [*QUICK, "run=first", "solo=compact"]
     train(tmp_path, *compact)

@@ -154,6 +154,7 @@ CUDA_ERROR = """
 # --- what a job does ---
 
 
+@pytest.mark.long
 def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
