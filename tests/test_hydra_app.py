@@ -105,7 +105,7 @@ class Data(L.LightningDataModule):
 def run(folder: Path, *command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -135,7 +135,7 @@ def test_the_example_application_outside_the_checkout(app: Path, overrides: list
 def test_the_applications_errors_are_ours(app: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "train.py", "+solo.callback.memory_logger.tabel=1"]
-    done = subprocess.run(command, cwd=app, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=app, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode != 0
     assert "did you mean 'table'?" in done.stderr
 

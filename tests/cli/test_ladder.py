@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
 
 def call(folder: Path, *arguments: str, code: int = 0) -> str:
     done = subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=200
+        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=500
     )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
@@ -104,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 500
     while len(starts(path)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -123,7 +123,6 @@ def rows(folder: Path) -> dict[str, Any]:
 # --- a real ladder ---
 
 
-@pytest.mark.timeout(200)
 def test_killed_in_its_second_rung_it_goes_on_with_that(folder: Path, rows: dict[str, Any]) -> None:
     begun = {name: times for name, times in starts(folder).items() if name in RUNGS}
     assert begun == {**dict.fromkeys(RUNGS, 1), "bf16": 2}
@@ -169,7 +168,6 @@ def test_the_file_is_as_promised(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 def test_until_names_the_first_that_fits_and_its_command_trains(folder: Path, rows: dict[str, Any]) -> None:
     before = starts(folder)
     least = min(rows[name]["peak_bytes"] for name in RUNGS)

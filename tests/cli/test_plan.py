@@ -104,7 +104,6 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 # --- the command ---
 
 
-@pytest.mark.timeout(200)
 def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path) -> None:
     (tmp_path / "their_project.py").write_text(PROJECT)
     asked = [
@@ -123,7 +122,7 @@ def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path)
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=190,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # and nothing else: the module prints too
@@ -142,7 +141,6 @@ def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 def test_json_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = called(capsys, *CARD, "--presets", "zero_offload,bf16", "--micro-batch", "8", "--budget", "1GiB", "--json")
     rows = json.loads(out)["plans"]
@@ -155,7 +153,6 @@ def test_json_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None
     assert [row["fits"] for row in rows] == [one.fits for one in told] == [True, True]
 
 
-@pytest.mark.timeout(200)
 def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["model.depth=2", *CARD, "--presets", "bf16,fp16", "--budget", "700MiB"]
     out, err = called(capsys, *asked)
@@ -172,7 +169,6 @@ def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 def test_none_fits_names_the_nearest_and_a_smaller_batch(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = called(capsys, *CARD, "data.batch_size=64", "solo=bf16", "--budget", "550MiB", code=1)
     said = re.search(r"none fits in 550.00 MiB; the nearest, bf16, needs (\S+) MiB, (\S+) MiB more", out)
@@ -185,7 +181,6 @@ def test_none_fits_names_the_nearest_and_a_smaller_batch(capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the device is the GPU")
-@pytest.mark.timeout(200)
 def test_without_a_gpu_and_without_a_device_it_is_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = called(capsys, "--presets", "bf16,zero_offload")
     assert out.startswith("cpu, ")
@@ -194,7 +189,6 @@ def test_without_a_gpu_and_without_a_device_it_is_the_cpu(capsys: pytest.Capture
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_solo.cli", "plan", "model=byte_gpt_7b", *CARD],
@@ -205,13 +199,13 @@ def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 500
     while len(started := below(process.pid)) < 2:  # the process that plans, and the one it has forked for this plan
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=500)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted"
     while any(runs(pid) for pid in started):
@@ -235,7 +229,6 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*CARD, "solo=zero_offload", "model.depth=2"]
     out, _ = called(capsys, *asked, "--host-memory", "1MiB", code=1)
@@ -248,7 +241,6 @@ def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[s
     assert re.search(r"^zero_offload +fits ", out, re.MULTILINE)
 
 
-@pytest.mark.timeout(200)
 def test_a_budget_above_the_memory_of_the_device_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     _, err = called(capsys, "solo=baseline", "--budget", "1024TiB", code=2)
     assert re.search(r"--budget 1048576\.00 GiB: .* has \d.*; write less, or drop it for all of that", err)

@@ -35,7 +35,6 @@ from lightning_solo.units import GiB
 from tests.messages import lines_with, mentions, nearest
 from tests.modules import loader, regression
 
-pytestmark = pytest.mark.timeout(120)
 STUB = """
 import os, signal
 import lightning_solo.errors

@@ -22,6 +22,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.units import GiB, MiB
+from tests.conftest import long
 from tests.planner.modules import Classifier, attending, convolutional, images, sequences, vectors
 
 
@@ -58,9 +59,7 @@ def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("byte_gpt", "attending")), "convolutional"]
-)
+@pytest.mark.parametrize("name", [long("byte_gpt"), long("attending"), "convolutional"])
 def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str, checkpointing: bool) -> None:
     both = of_two(name, precision, checkpointing=checkpointing)
     for size in (7, 16) if checkpointing and precision == "bf16-mixed" else (16,):
@@ -214,7 +213,7 @@ def contrastive() -> Contrastive:
     return Contrastive(torch.nn.Linear(16, 8))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64])
+@pytest.mark.parametrize("size", [1, long(2), long(3), 64])
 def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size: int) -> None:
     batch = vectors(size)
     plan = Planner(contrastive, batch, {}, device("cpu"), GiB).plan("baseline", compose("baseline"))
@@ -225,7 +224,7 @@ def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size
     assert any("linear" in text for text in plan.assumptions)
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 3, 4, 9))])
+@pytest.mark.parametrize("size", [1, *map(long, (2, 3, 4, 9))])
 def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
     planner = Planner(byte_gpt, text(size), {}, device("cpu"), 4 * MiB)
     plan = planner.plan("baseline", compose("baseline"))

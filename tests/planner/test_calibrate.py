@@ -197,6 +197,7 @@ def test_seconds_are_of_the_fastest_call_after_the_first(monkeypatch: pytest.Mon
     assert len(called) == 3
 
 
+@pytest.mark.long
 def test_the_small_training_trains() -> None:
     losses = train_a_little(torch.device("cpu"), torch.bfloat16, steps=4)
     assert losses[-1] < losses[0]
@@ -204,7 +205,6 @@ def test_the_small_training_trains() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the GPU is measured")
-@pytest.mark.timeout(120)
 def test_this_cpu_from_end_to_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found, readings, path = calibrate()

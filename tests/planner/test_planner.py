@@ -30,6 +30,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.techniques.zero_offload.footprint import layout_for
 from lightning_solo.units import GiB, MiB
+from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Held
 from tests.planner.modules import Classifier, dense, vectors
@@ -124,7 +125,7 @@ def test_each_change_changes_the_peak() -> None:
     assert len(set(peaks)) == len(peaks)
 
 
-@pytest.mark.parametrize(("preset", "trainer"), [("bf16", "bf16-mixed"), ("bf16_true", "bf16-true")])
+@pytest.mark.parametrize(("preset", "trainer"), [("bf16", "bf16-mixed"), long("bf16_true", "bf16-true")])
 def test_other_precisions_and_another_batch_as_well(preset: str, trainer: str) -> None:
     plan = planned(Attends, examples(), preset, micro_batch=9)
     assert plan.peak_bytes == held(Attends, examples(9), precision=trainer)
@@ -139,7 +140,7 @@ def test_arguments_of_ones_own_trainer() -> None:
 # --- what adds up ---
 
 
-@pytest.mark.parametrize("on", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("on", [long(CPU), GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("preset", ["baseline", "bf16", "bf16_true", "checkpointing", "zero_offload"])
 def test_the_parts_are_the_peak(preset: str, on: Device) -> None:
     overrides = ["callback.activation_checkpointing.blocks=[Linear]"] if preset == "checkpointing" else []
@@ -180,10 +181,10 @@ TENSORS = len(list(Attends().parameters()))
     ("optimizer", "states"),
     [
         (torch.optim.AdamW, 8 * PARAMETERS + 4 * TENSORS),  # two of fp32, a step of 4 bytes in each tensor
-        (torch.optim.SGD, 0),
+        long(torch.optim.SGD, 0),
         (partial(torch.optim.SGD, momentum=0.9), 4 * PARAMETERS),
         (partial(torch.optim.Adam, amsgrad=True), 12 * PARAMETERS + 4 * TENSORS),
-        (torch.optim.Adagrad, 4 * PARAMETERS + 4 * TENSORS),
+        long(torch.optim.Adagrad, 4 * PARAMETERS + 4 * TENSORS),
     ],
     ids=["AdamW", "SGD", "momentum", "amsgrad", "Adagrad"],
 )
@@ -213,7 +214,9 @@ def test_verdicts_around_the_need() -> None:
         assert plan.margin_bytes == budget - needed
 
 
-@pytest.mark.parametrize(("on", "budget"), [(CPU, 4 * MiB), (GPU, GPU.context_bytes + 64 * MiB)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("on", "budget"), [long(CPU, 4 * MiB), (GPU, GPU.context_bytes + 64 * MiB)], ids=["cpu", "gpu"]
+)
 def test_the_largest_micro_batch_fits_and_one_more_does_not(on: Device, budget: int) -> None:
     planner = Planner(Attends, examples(), {}, on, budget)
     config = compose("baseline")

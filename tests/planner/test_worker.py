@@ -71,7 +71,7 @@ def living(group: int) -> list[int]:
 
 
 def assert_gone(group: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 500
     while living(group) and time.monotonic() < end:
         threading.Event().wait(0.01)  # a killed process takes a moment
     assert not living(group)
@@ -267,7 +267,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         group = int(pipe.readline())
     assert living(group)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=500)
     assert b"KeyboardInterrupt" in said
     assert_gone(group)
 

@@ -130,7 +130,7 @@ def sweep(
         env=environment(threads),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert code is None or done.returncode == code, done.stderr

@@ -12,7 +12,6 @@ from lightning_solo.sweeps.results import read
 from tests.conftest import long
 from tests.sweeps.applications import THREAD, TRAIN, environment, sweep, sweep_folder
 
-pytestmark = pytest.mark.timeout(300)
 PLUGIN = """
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf

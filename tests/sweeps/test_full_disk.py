@@ -24,7 +24,6 @@ from tests.sweeps.applications import (
 
 MOUNT = "mkdir -p disk && mount -t tmpfs -o size=1m none disk"
 MAY_MOUNT = not subprocess.run(["unshare", "-rm", "sh", "-c", MOUNT], cwd="/tmp", capture_output=True).returncode
-pytestmark = pytest.mark.timeout(300)
 FILL = """    if cfg.n == 2 and not os.path.exists("filled"):
         open("filled", "w").close()
         with open("disk/filling", "wb", buffering=0) as file:

@@ -8,7 +8,6 @@ import pytest
 from hydra.test_utils import launcher_common_tests as suites
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.long,
     # of the suites themselves, which write version_base=None and leave it out
     pytest.mark.filterwarnings("ignore::UserWarning:hydra"),

@@ -13,7 +13,6 @@ from lightning_solo.sweeps.results import read
 from tests.conftest import long
 from tests.sweeps.applications import environment, sweep_folder
 
-pytestmark = pytest.mark.timeout(300)
 TRAIN = """
 import inspect
 from dataclasses import dataclass, field
@@ -57,7 +56,7 @@ def test_jobs_run_under_the_commands_hydra_and_nobody_warns(tmp_path: Path, swee
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

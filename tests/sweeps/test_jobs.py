@@ -37,8 +37,6 @@ from tests.sweeps.applications import (
     sweep_folder,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def job(folder: Path, number: int = 0) -> Job:
     return Job(number, (), folder, "hash", lambda: b"")

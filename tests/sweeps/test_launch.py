@@ -51,6 +51,10 @@ def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
     refuse_count(config(basic, "a=1,2", "b=range(5)"), 10)
     with pytest.raises(PresetError, match=r"this sweep has 10 jobs \(5 x 2\)"):
         refuse_count(config(basic, "a=1,2", b="range(5)"), 9)
+    with pytest.raises(PresetError, match=r"a: an empty range, 0 jobs; write for example a=range\(1,5\)"):
+        refuse_count(config(basic, "a=range(5,5)"), 9)
+    with pytest.raises(PresetError, match=r"a step of 0; write for example range\(1,5,1\)"):
+        refuse_count(config(basic, "a=range(1,5,0)"), 9)
     refuse_count(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
 
 
@@ -70,7 +74,15 @@ def test_any_sweeper_is_told_a_value_or_the_error() -> None:
         _ = job_return(config, replace(row, status="failed"), KeyError()).return_value
 
 
-@pytest.mark.parametrize("name", ["parallel", "retries", "grace_s", "output_mib", "tail_lines"])
-def test_settings_below_what_can_be_are_refused(name: str) -> None:
-    with pytest.raises(PresetError, match=f"hydra.launcher.{name}=-1: must be"):
-        Settings(**{name: -1})
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("parallel", 0, "must be 1 or more"),
+        *((name, -1, "must be 0 or more") for name in ("retries", "grace_s", "output_mib", "tail_lines")),
+        ("timeout_s", -1.0, "must be positive"),
+        ("rerun", "some", "must be one of never, failed, all"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(name: str, value: Any, said: str) -> None:
+    with pytest.raises(PresetError, match=f"hydra.launcher.{name}={value!r}: {said}"):
+        Settings(**{name: value})

@@ -15,7 +15,6 @@ from optuna.trial import TrialState
 from tests.sweeps import test_optuna
 from tests.sweeps.applications import environment
 
-pytestmark = pytest.mark.timeout(300)
 EPOCHS = 4
 TRAIN = """
 import hydra, torch
@@ -78,7 +77,7 @@ def search(folder: Path, *overrides: str, code: int = 0, home: str = "lightning"
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -171,7 +170,7 @@ def test_a_pruned_trial_stays_pruned_when_the_command_is_killed_before_it_is_tol
     overrides = (*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.prune_after_trials=1", "hydra.sweeper.seed=1")
     codes = [
         subprocess.run(
-            test_optuna.command(*overrides), cwd=tmp_path, env=environment(), check=False, timeout=200
+            test_optuna.command(*overrides), cwd=tmp_path, env=environment(), check=False, timeout=500
         ).returncode
         for _ in range(2)
     ]

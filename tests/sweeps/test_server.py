@@ -19,7 +19,6 @@ from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
 from tests.sweeps.applications import TRAIN, starts, sweep, sweep_folder
 
-pytestmark = pytest.mark.timeout(300)
 LAST = "return cfg.n * 1.5"
 
 

@@ -23,6 +23,7 @@ from lightning_solo.techniques.accumulation_schedule.technique import (
     factor_at,
     next_factor,
 )
+from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -133,7 +134,7 @@ def test_changes_are_logged(home: Any, make_trainer: Any, caplog: pytest.LogCapt
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         make_trainer(home, logger=Logger(), log_every_n_steps=1, callbacks=[schedule]).fit(regression(home), loader(10))
     assert Logger.seen == [(0, {"accumulation/factor": 2}), (3, {"accumulation/factor": 3})]
-    assert "2 -> 3 batches per optimizer step, from epoch 0, batch 6, optimizer step 3" in caplog.text
+    assert lines_with(caplog.text, "2 -> 3", "epoch 0, batch 6, optimizer step 3")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_changes_are_logged(home: Any, make_trainer: Any, caplog: pytest.LogCapt
     [[], [[0]], [[0, 0]], [[-1, 2]], [[0, 2], [0, 4]], [[4, 2], [1, 4]]],
 )
 def test_impossible_milestones_name_the_option_and_the_value(milestones: Any) -> None:
-    with pytest.raises(PresetError, match=r"accumulation_schedule\.milestones.*allowed are pairs"):
+    with pytest.raises(PresetError, match=mentions("accumulation_schedule.milestones", "allowed")):
         AccumulationSchedule(milestones)
 
 
@@ -167,7 +168,7 @@ def test_the_callers_container_is_neither_kept_nor_changed() -> None:
 
 def test_row_18_two_who_set_the_factor(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, accumulate_grad_batches=4, callbacks=[AccumulationSchedule()])
-    with pytest.raises(ConflictError, match=r"accumulate_grad_batches=4.*milestones=\[\[0, 4\]\]"):
+    with pytest.raises(ConflictError, match=mentions("accumulate_grad_batches=4", "milestones=[[0, 4]]")):
         trainer.fit(regression(home), loader(2))
     assert trainer.accumulate_grad_batches == 4
     with pytest.raises(ConflictError):  # as early as setup: before the model is moved or built
@@ -190,7 +191,7 @@ def test_row_17_a_strategy_that_accumulates_itself(home: Any, make_trainer: Any,
         handles_gradient_accumulation = True
 
     trainer = make_trainer(home, strategy=Accumulating(device), callbacks=[AccumulationSchedule()])
-    with pytest.raises(ConflictError, match="Accumulating: this strategy accumulates by itself"):
+    with pytest.raises(ConflictError, match="Accumulating"):
         trainer.fit(regression(home), loader(2))
 
 
@@ -297,9 +298,9 @@ def test_no_gradients_left_to_correct_is_said_once(home: Any, make_trainer: Any,
             return result
 
     trainer = make_trainer(home, max_epochs=2, strategy=Released(device), callbacks=[AccumulationSchedule([[0, 4]])])
-    with pytest.warns(UserWarning, match="window of 2 batches was divided by 4; no gradients are left") as caught:
+    with pytest.warns(UserWarning, match=mentions("2 batches", "divided by 4")) as caught:
         trainer.fit(regression(home), loader(10))
-    assert len([w for w in caught if "no gradients are left" in str(w.message)]) == 1
+    assert len([w for w in caught if "divided by 4" in str(w.message)]) == 1
 
 
 @pytest.mark.gpu
@@ -583,7 +584,7 @@ def test_state_is_plain_and_closed() -> None:
     assert schedule.state_dict() == {}
     schedule.load_state_dict({"factor": 3})
     assert schedule.state_dict() == {"factor": 3}
-    with pytest.raises(CheckpointError, match=r"unknown keys \['factors'\] and lacks \['factor'\]"):
+    with pytest.raises(CheckpointError, match=mentions("unknown keys ['factors'] and lacks ['factor']")):
         schedule.load_state_dict({"factors": 3})
     with pytest.raises(CheckpointError, match="factor=0"):
         schedule.load_state_dict({"factor": 0})

@@ -27,6 +27,7 @@ from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn import recomputation
 from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks, weights_gathered_on_use
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing, choose_blocks
+from tests.messages import mentions, nearest
 from tests.modules import Block, Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -187,37 +188,37 @@ def test_blocks_that_never_run_are_reported(home, make_trainer):
                 x = x + block.down(block.up(x))
             return self.head(x)
 
-    with pytest.warns(UserWarning, match=r"none of net.blocks.0, .* ran again in backward"):
+    with pytest.warns(UserWarning, match=mentions("net.blocks.0")):
         fitted(home, make_trainer, lambda: regression(home, Around()), [ActivationCheckpointing()])
 
 
 def test_fault_28_a_name_that_matches_nothing_lists_close_names(home, make_trainer):
-    with pytest.raises(NothingToDoError, match=r"no module of class 'Blok'.*did you mean 'Block'.*LayerNorm"):
+    with pytest.raises(NothingToDoError, match=mentions("'Blok'", nearest("Block"), "LayerNorm")):
         fitted(home, make_trainer, lambda: regression(home), [ActivationCheckpointing(blocks="Blok")])
 
 
 def test_nothing_repeated_lists_what_there_is(home, make_trainer):
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-    with pytest.raises(NothingToDoError, match=r"net\.0: Linear \(72 parameters\).*blocks: \[ClassName\]"):
+    with pytest.raises(NothingToDoError, match=mentions("net.0: Linear (72 parameters)", "blocks: [ClassName]")):
         fitted(home, make_trainer, lambda: regression(home, net), [ActivationCheckpointing()])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every_k": 0}, "every_k=0"),
-        ({"every_k": True}, "every_k=True"),
-        ({"every_k": 1.5}, r"every_k=1\.5"),
-        ({"blocks": []}, r"blocks=\[\]"),
-        ({"blocks": [1]}, r"blocks=\[1\]"),
-        ({"blocks": {"A": 1}}, "blocks="),
-        ({"blocks": ""}, "blocks=''"),
-        ({"blocks": ["auto", "Block"]}, "'auto' alone"),
-        ({"verify_recomputation": "yes"}, "verify_recomputation='yes'"),
+        ({"every_k": 0}, ["every_k=0"]),
+        ({"every_k": True}, ["every_k=True"]),
+        ({"every_k": 1.5}, ["every_k=1.5"]),
+        ({"blocks": []}, ["blocks=[]"]),
+        ({"blocks": [1]}, ["blocks=[1]"]),
+        ({"blocks": {"A": 1}}, ["blocks="]),
+        ({"blocks": ""}, ["blocks=''"]),
+        ({"blocks": ["auto", "Block"]}, ["'auto' alone"]),
+        ({"verify_recomputation": "yes"}, ["verify_recomputation='yes'"]),
     ],
 )
 def test_wrong_arguments_are_refused_when_constructed(arguments, message):
-    with pytest.raises(PresetError, match=message):
+    with pytest.raises(PresetError, match=mentions(*message)):
         ActivationCheckpointing(**arguments)
 
 
@@ -311,7 +312,7 @@ def test_batch_norm_in_evaluation_mode_and_originals_after_an_exception():
     buffers = [id(b) for b in block.buffers()]
     checkpoint_blocks({"b": block}, verify=True)
     dtype = torch.get_default_dtype()
-    with pytest.raises(RuntimeError, match="in the recomputation"):
+    with pytest.raises(RuntimeError, match="recomputation"):
         block(torch.randn(4, 8)).sum().backward()
     assert [id(b) for b in block.buffers()] == buffers
     assert torch.get_default_dtype() == dtype
@@ -602,7 +603,7 @@ def test_a_cache_that_already_holds_keys_is_refused():
     cache = model(batch["input_ids"], use_cache=True).past_key_values
     assert isinstance(cache, transformers.Cache)
     wrap(model, verify=True)
-    with pytest.raises(ConflictError, match=r"'transformer\.h\.0' gets a key-value cache that already holds keys"):
+    with pytest.raises(ConflictError, match=mentions("'transformer.h.0'", "key-value cache")):
         model(batch["input_ids"], past_key_values=cache)
 
 
@@ -615,7 +616,7 @@ def test_the_models_own_checkpointing_is_refused(home, make_trainer):
         module.model.gradient_checkpointing_enable()
         return module
 
-    with pytest.raises(ConflictError, match=r"gradient_checkpointing=True.*gradient_checkpointing_disable"):
+    with pytest.raises(ConflictError, match=mentions("gradient_checkpointing=True", "gradient_checkpointing_disable")):
         fitted(home, make_trainer, make, [ActivationCheckpointing()])
 
 

@@ -30,6 +30,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states import states
 from tests.conftest import long
+from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -169,7 +170,7 @@ def test_acted_on_torchs_other_optimizers(
     assert weight.dtype == torch.bfloat16
     assert optimizer.state[weight]["correction"].dtype == torch.int8
     assert not torch.equal(weight.float(), net().blocks[0].up.weight.bfloat16().float())
-    assert f"compact: optimizer states, {optimizer.bytes_per_parameter - 2:.2f} bytes per parameter" in caplog.text
+    assert lines_with(caplog.text, "compact: optimizer states", f"{optimizer.bytes_per_parameter - 2:.2f} bytes")
     assert f"; {name}" in caplog.text
 
 
@@ -178,10 +179,10 @@ def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture
 
     with caplog.at_level("INFO"):
         fit(home, make_trainer, CompactStrategy(), precision="bf16-true", gradient_clip_val=1.0)
-    assert "compact: weights, 2.00 bytes per parameter" in caplog.text
-    assert "compact: optimizer states, 3." in caplog.text
+    assert lines_with(caplog.text, "compact: weights", "2.00 bytes")
+    assert lines_with(caplog.text, "compact: optimizer states", " 3.")
     assert "net.blocks.0.norm.weight" in caplog.text  # small: its moments are in fp32
-    assert "gradients, kept on the device until the step, 2 bytes each" in caplog.text
+    assert lines_with(caplog.text, "gradients", "on the device", "2 bytes")
 
 
 def test_says_where_states_lie(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,14 +190,13 @@ def test_says_where_states_lie(make_trainer: Make, caplog: pytest.LogCaptureFixt
 
     with caplog.at_level("INFO"):
         fit(home, make_trainer, CompactStrategy(state_budget=0), precision="bf16-true")
-    assert "KiB on the device, 1" in caplog.text
-    assert "KiB on the host" in caplog.text
-    assert "from where" not in caplog.text
+    assert lines_with(caplog.text, "compact: optimizer states", "KiB on the device, 1", "KiB on the host")
+    assert not lines_with(caplog.text, "compact: optimizer states", "first step")
     caplog.clear()
     with caplog.at_level("INFO"):
         fit(home, make_trainer, CompactStrategy(state_budget="auto"), precision="bf16-true")
-    assert caplog.text.count("on the host, from where comes back what is free behind the first step") == 1
-    assert caplog.text.count("compact: optimizer states, ") == 2  # the second time it is known
+    assert len(lines_with(caplog.text, "compact: optimizer states", "on the host", "first step")) == 1
+    assert len(lines_with(caplog.text, "compact: optimizer states")) == 2  # the second time it is known
 
 
 @pytest.mark.usefixtures("eager")
@@ -214,7 +214,7 @@ def test_acted_with_another_librarys_optimizer(
     assert not torch.equal(weight.float(), net().blocks[0].up.weight.to(weight.dtype).float())
     assert all(p.grad is None for p in trainer.lightning_module.parameters())
     each = {"torchao_8bit": "2.1", "torchao_4bit": "1.1", "bitsandbytes_8bit": "2.1"}[back_end]
-    assert f"compact: optimizer states, {back_end}: {each}" in caplog.text
+    assert lines_with(caplog.text, "compact: optimizer states", f"{back_end}: {each}")
     assert "net.blocks.0.norm.weight" in caplog.text
 
 
@@ -1078,11 +1078,11 @@ def test_clipping_that_bypasses_the_strategy_is_said(make_trainer: Make) -> None
     module = regression(home, net())
     cls = type(module)
     cls.configure_gradient_clipping = lambda self, *args, **kwargs: torch.nn.utils.clip_grad_norm_(self.parameters(), 1)
-    with pytest.warns(UserWarning, match=r"didn't call self\.clip_gradients"):
+    with pytest.warns(UserWarning, match=mentions("self.clip_gradients")):
         fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true")
     other = regression(home, net())
     type(other).on_after_backward = lambda self: None
-    with pytest.warns(UserWarning, match=r"on_after_backward finds no \.grad"):
+    with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad")):
         fit(home, make_trainer, CompactStrategy(), other, precision="bf16-true")
 
 
@@ -1122,7 +1122,7 @@ def test_a_detached_use_of_a_weight_is_an_error_as_in_torch(make_trainer: Make) 
             x = nn.functional.linear(self.first(x), self.last.weight.detach())
             return self.last(x).sum(1, keepdim=True)
 
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         fit(home, make_trainer, CompactStrategy(32, 32), regression(home, Twice()))
 
 
@@ -1139,7 +1139,9 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
 
     with pytest.raises(PresetError, match="master_bits=16: write 32, 24, '16-stochastic'"):
         CompactStrategy(master_bits=16)
-    with pytest.raises(ConflictError, match=r"precision=32-true: write precision=bf16-true, or strategy\.master_bits"):
+    with pytest.raises(
+        ConflictError, match=mentions("precision=32-true: write precision=bf16-true, or strategy.master_bits")
+    ):
         fit(home, make_trainer, CompactStrategy())
     sgd = regression(home, net())
 
@@ -1148,7 +1150,7 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
 
     for kind in (Mine, torch.optim.LBFGS, torch.optim.SparseAdam):
         sgd.configure_optimizers = lambda kind=kind: kind(list(sgd.parameters()), lr=1e-4)
-        with pytest.raises(ConflictError, match=rf"serves torch's SGD, .*\.{kind.__name__} computes something else"):
+        with pytest.raises(ConflictError, match=mentions("torch's SGD", f".{kind.__name__}")):
             fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
     released = fit(home, make_trainer, CompactStrategy(32, 32), sgd)  # nothing is compressed: any that can be released
@@ -1159,12 +1161,12 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
         fit(home, make_trainer, CompactStrategy(), odd, precision="bf16-true")
     sgd = regression(home, net())
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
-    with pytest.raises(ConflictError, match="only AdamW's and Adam's states are stored on the host"):
+    with pytest.raises(ConflictError, match=mentions("AdamW", "host")):
         fit(home, make_trainer, CompactStrategy(state_budget=0), sgd, precision="bf16-true")
-    with pytest.raises(PresetError, match=r"strategy\.state_budget='much': write a number above 0 and one of B, KiB"):
+    with pytest.raises(PresetError, match=mentions("strategy.state_budget='much'", "B, KiB")):
         CompactStrategy(state_budget="much")
     leave_no_room(monkeypatch)
-    with pytest.raises(BudgetError, match="optimizer states of"):
+    with pytest.raises(BudgetError, match="optimizer states"):
         fit(home, make_trainer, CompactStrategy(), precision="bf16-true")
 
 
@@ -1173,7 +1175,7 @@ def test_refusals_of_back_ends_name_what_to_write(make_trainer: Make, monkeypatc
 
     with pytest.raises(PresetError, match="back_end='bnb': write 'own', 'torchao_8bit'"):
         CompactStrategy(back_end="bnb")
-    with pytest.raises(ConflictError, match="has its own bits, on the device, and no masters to join: drop"):
+    with pytest.raises(ConflictError, match=mentions("back_end=torchao_8bit", "drop")):
         CompactStrategy(master_bits=32, back_end="torchao_8bit")
     refused = "back_end=bitsandbytes_8bit and precision=bf16-true, whose bf16 weights .*write precision=bf16-mixed or"
     with pytest.raises(ConflictError, match=refused):
@@ -1181,13 +1183,13 @@ def test_refusals_of_back_ends_name_what_to_write(make_trainer: Make, monkeypatc
     with pytest.raises(ConflictError, match=refused):
         solo.trainer_kwargs("compact", overrides=["strategy.back_end=bitsandbytes_8bit"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(CapabilityError, match="back_end=flashoptim needs a CUDA device"):
+    with pytest.raises(CapabilityError, match=mentions("back_end=flashoptim", "CUDA")):
         solo.trainer_kwargs("compact", overrides=["strategy.back_end=flashoptim"])
     monkeypatch.setattr(back_ends, "is_installed", lambda package: False)
-    with pytest.raises(CapabilityError, match=r"torchao is not installed; write pip install lightning-solo\[compact\]"):
+    with pytest.raises(CapabilityError, match=mentions("torchao", "pip install lightning-solo[compact]")):
         fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
     leave_no_room(monkeypatch)
-    with pytest.raises(BudgetError, match=r"write strategy\.back_end=own strategy\.moment_bits=4"):
+    with pytest.raises(BudgetError, match=mentions("write strategy.back_end=own strategy.moment_bits=4")):
         fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
 
 
@@ -1196,7 +1198,7 @@ def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
 
     module = regression(home, net())
     module.step = lambda batch: (module.net(batch[0]) * float("nan")).float().mean()
-    with pytest.raises(GradientError, match=r"net\..*is not finite; no weight has been touched"):
+    with pytest.raises(GradientError, match=mentions("net.", "not finite")):
         fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true", gradient_clip_val=1.0)
     before = {name: p.bfloat16() for name, p in regression(home, net()).named_parameters()}
     assert_same(dict(module.named_parameters()), before)

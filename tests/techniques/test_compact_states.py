@@ -23,6 +23,7 @@ from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long
+from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -79,8 +80,8 @@ def test_acted_on_weights_and_states(
     assert weight.dtype == torch.bfloat16
     assert optimizer.state[weight]["exp_avg"].dtype == optimizer.state[weight]["correction"].dtype == torch.int8
     assert gradients == [len(list(trainer.lightning_module.parameters()))] * 10  # they stay, until the step
-    assert "compact_states: weights, 2.00 bytes per parameter" in caplog.text
-    assert "compact_states: optimizer states, 3." in caplog.text
+    assert lines_with(caplog.text, "compact_states: weights", "2.00 bytes")
+    assert lines_with(caplog.text, "compact_states: optimizer states", " 3.")
 
 
 # --- parity ---
@@ -201,16 +202,18 @@ def test_trace_validation_is_left_alone(home: ModuleType, make_trainer: Make) ->
 
 
 def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
-    with pytest.raises(PresetError, match=r"compact_states\.master_bits=16: write 32, 24, '16-stochastic'"):
+    with pytest.raises(PresetError, match=mentions("compact_states.master_bits=16: write 32, 24, '16-stochastic'")):
         CompactStates(master_bits=16)
-    with pytest.raises(PresetError, match=r"compact_states\.state_budget='much'"):
+    with pytest.raises(PresetError, match=mentions("compact_states.state_budget='much'")):
         CompactStates(state_budget="much")
-    with pytest.raises(ConflictError, match=r"compact_states\.back_end=torchao_8bit has its own bits"):
+    with pytest.raises(ConflictError, match=mentions("compact_states.back_end=torchao_8bit", "bits")):
         CompactStates(32, back_end="torchao_8bit")
-    with pytest.raises(ConflictError, match=r"compact_states, .*precision=32-true.*compact_states\.master_bits=32"):
+    with pytest.raises(
+        ConflictError, match=mentions("compact_states, ", "precision=32-true", "compact_states.master_bits=32")
+    ):
         fit(home, make_trainer, precision="32-true", callbacks=[CompactStates()])
     strategy = for_home(CompactStrategy, home.__name__)()
-    with pytest.raises(ConflictError, match="two CompactStates in one run"):
+    with pytest.raises(ConflictError, match="two CompactStates"):
         fit(home, make_trainer, strategy=strategy, callbacks=[CompactStates()])
 
 

@@ -19,6 +19,7 @@ from lightning_solo.techniques.accumulation_schedule.technique import Accumulati
 from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long
+from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -74,7 +75,7 @@ def test_acted_in_backward(home: ModuleType, make_trainer: Make, caplog: pytest.
     assert watch.counts == [0] * 10
     assert plain.counts == [count] * 10
     assert type(trainer.optimizers[0]) is torch.optim.AdamW
-    assert "gradient_release: gradients, released in backward, one by one" in caplog.text
+    assert lines_with(caplog.text, "gradient_release: gradients", "released in backward")
 
 
 def test_acted_where_gradients_are_kept(home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,7 +90,7 @@ def test_acted_where_gradients_are_kept(home: ModuleType, make_trainer: Make, ca
     with caplog.at_level("INFO"):
         fit(home, make_trainer, [Watch(), release], accumulate_grad_batches=4)
     assert kept == [True, True, True, False] * 2 + [True, False]  # the epoch's last batch steps
-    assert "gradient_release: gradients, kept on the host until the step, 4 bytes each" in caplog.text
+    assert lines_with(caplog.text, "gradient_release: gradients", "on the host", "4 bytes")
 
 
 # --- parity ---
@@ -163,7 +164,7 @@ def test_clipping_by_hand(home: ModuleType, make_trainer: Make) -> None:
     assert_same(weights(ours), weights(plain))
     other = regression(home, net())
     type(other).configure_gradient_clipping = lambda *args, **kwargs: None
-    with pytest.warns(UserWarning, match=r"didn't call self\.clip_gradients"):
+    with pytest.warns(UserWarning, match=mentions("self.clip_gradients")):
         fit(home, make_trainer, [GradientRelease()], other)
 
 
@@ -253,21 +254,21 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(home: ModuleType, make_train
 
 
 def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
-    with pytest.raises(PresetError, match=r"gradient_release\.buffer='disk': write 'device', 'host'"):
+    with pytest.raises(PresetError, match=mentions("gradient_release.buffer='disk': write 'device', 'host'")):
         GradientRelease("disk")
     by_hand = regression(home, net(), automatic_optimization=False)
-    with pytest.raises(ConflictError, match=r"gradient_release with manual optimization: .*drop gradient_release"):
+    with pytest.raises(ConflictError, match=mentions("manual optimization", "drop gradient_release")):
         fit(home, make_trainer, [GradientRelease()], by_hand)
     many = regression(home, net())
     many.configure_optimizers = lambda: torch.optim.LBFGS(many.parameters())
     with pytest.raises(ConflictError, match="release_gradients with LBFGS"):
         fit(home, make_trainer, [GradientRelease()], many)
     strategy = for_home(CompactStrategy, home.__name__)(32, 32)
-    with pytest.raises(ConflictError, match="two GradientRelease in one run"):
+    with pytest.raises(ConflictError, match="two GradientRelease"):
         fit(home, make_trainer, [GradientRelease()], strategy=strategy)
     reads = regression(home, net())
     type(reads).on_after_backward = lambda self: None
-    with pytest.warns(UserWarning, match=r"on_after_backward finds no \.grad: .*drop gradient_release"):
+    with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad: ", "drop gradient_release")):
         fit(home, make_trainer, [GradientRelease()], reads)
 
 

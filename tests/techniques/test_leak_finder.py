@@ -19,6 +19,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.leak_finder import technique as leak_finder
 from lightning_solo.techniques.leak_finder.technique import LeakFinder
 from tests.conftest import long
+from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -92,7 +93,7 @@ LEAKS = [
 def test_leaks_are_found_and_their_holders_named_once(home: Any, make_trainer: Any, make: Any, holder: str) -> None:
     callback = LeakFinder(every_n_steps=3)
     trainer = make_trainer(home, callbacks=[callback])
-    with pytest.warns(UserWarning, match="LeakFinder: .* a step more in each of 9 optimizer steps: ") as caught:
+    with pytest.warns(UserWarning, match=mentions("LeakFinder: ", "9 optimizer steps")) as caught:
         trainer.fit(make(home), loader(14))
     assert holder in [leak.holder for leak in callback.leaks]
     told = [str(one.message) for one in caught if "LeakFinder" in str(one.message)]
@@ -104,9 +105,7 @@ def test_the_bytes_are_those_kept(home: Any, make_trainer: Any) -> None:
     kept: list[Any] = []
     module = stepping(home, lambda module, loss, batch, batch_idx: kept.append(torch.ones(1000)))
     callback = LeakFinder(every_n_steps=2, consecutive=2)
-    with pytest.warns(
-        UserWarning, match=r"3.91 KiB a step more .*: 4 float32 \(1000,\) \(other\); held by list `kept`"
-    ):
+    with pytest.warns(UserWarning, match=mentions("3.91 KiB", "4 float32 (1000,) (other)", "list `kept`")):
         make_trainer(home, callbacks=[callback]).fit(module, loader(10))
     (leak,) = callback.leaks
     assert leak.bytes_per_step == 4 * 1000
@@ -131,7 +130,7 @@ def test_optimizer_steps_that_jump_are_looked_at_too(home: Any, make_trainer: An
             optimizer.step()
 
     module.training_step = training_step
-    with pytest.warns(UserWarning, match="dict `outputs` in the closure"):
+    with pytest.warns(UserWarning, match="dict `outputs`"):
         make_trainer(home, callbacks=[LeakFinder(every_n_steps=3, min_bytes=100)]).fit(module, loader(20))
 
 
@@ -252,7 +251,7 @@ def test_leaks_on_a_gpu(home: Any, make_trainer: Any) -> None:
     callback = LeakFinder(every_n_steps=3)
     with pytest.warns(UserWarning, match="LeakFinder") as caught:  # one for what the list holds, one for its graphs
         make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(kept_losses(home), loader(14))
-    assert any("the graph of a tensor in list `history` of Regression" in str(one.message) for one in caught)
+    assert any(lines_with(str(one.message), "graph", "list `history` of Regression") for one in caught)
     assert callback.leaks[0].bytes_per_step > 0
 
 

@@ -25,6 +25,7 @@ from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB, MiB
 from tests.conftest import long
+from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -254,7 +255,7 @@ def test_the_first_steps_are_told_by_category(
     assert peak is not None
     assert peak.module.startswith("net.blocks.")
     assert f"optimizer step 2: made by {peak.operator} in {peak.module}" in printed
-    assert "counted optimizer states" in printed
+    assert lines_with(printed, "counted", "optimizer states")
 
 
 def test_it_counts_nothing_unless_asked(home: Any, make_trainer: Any, tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ def test_more_steps_on_request(home: Any, make_trainer: Any, tmp_path: Path) -> 
     callback = MemoryLogger(every_n_steps=50)
     make_trainer(home, callbacks=[callback, Ask()]).fit(regression(home), loader(8))
     assert [row["step"] for row in counted(tmp_path / "memory.csv")] == ["5", "6"]
-    with pytest.raises(PresetError, match=r"log_categories\.steps=0"):
+    with pytest.raises(PresetError, match=mentions("log_categories.steps=0")):
         callback.log_categories(0)
 
 
@@ -362,7 +363,7 @@ def test_a_compiled_lightning_module_is_named(home: Any, make_trainer: Any) -> N
     torch._dynamo.reset()
     module = torch.compile(regression(home), backend="eager")
     trainer = make_trainer(home, callbacks=[MemoryLogger(category_steps=1, table=False)])
-    with pytest.warns(UserWarning, match="compiled: the whole Regression"):
+    with pytest.warns(UserWarning, match=mentions("compiled: ", "Regression")):
         trainer.fit(module, loader(2))
     torch._dynamo.reset()
 
@@ -546,7 +547,7 @@ def test_a_failing_fit_shows_its_table_once(
         trainer.fit(module, loader(3))
     callback.on_exception(trainer, module, RuntimeError())
     callback.teardown(trainer, module, "fit")
-    assert capsys.readouterr().out.count(f"Memory, fit on {device}") == 1
+    assert capsys.readouterr().out.count(f"fit on {device}") == 1
     module.training_step = stock
     make_trainer(home, callbacks=[callback]).fit(module, loader(3))
     assert len({row["fit"] for row in rows(tmp_path / "memory.csv")}) == 2
@@ -561,9 +562,9 @@ def test_row_91_a_file_that_cannot_be_written(
 
     monkeypatch.setattr(technique, "append_rows", fail)
     trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1)])
-    with pytest.warns(UserWarning, match="cannot be written") as caught:
+    with pytest.warns(UserWarning, match=mentions("memory.csv")) as caught:
         trainer.fit(regression(home), loader(5))
-    assert len([w for w in caught if "cannot be written" in str(w.message)]) == 1
+    assert len([w for w in caught if "memory.csv" in str(w.message)]) == 1
     assert trainer.global_step == 5
 
 

@@ -16,6 +16,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.memory_snapshot import technique as memory_snapshot
 from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
 from tests.memory.test_snapshot import EVENTS, active, event, recorded
+from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
 
 pytestmark = pytest.mark.any_device
@@ -90,8 +91,8 @@ def test_the_highest_peak_is_kept_and_told(
     written = pickle.loads((tmp_path / "memory_snapshots" / "step-2-peak.pickle").read_bytes())
     assert written["device_traces"][0] == EVENTS
     words = (tmp_path / "memory_snapshots" / "step-2-peak.txt").read_text()
-    assert words.startswith("memory at the peak, optimizer step 2: 5.37 KiB allocated")  # 5000 + 200 + 300
-    assert "300 B  forward at model.py:9 (1)" in words
+    assert lines_with(words, "peak", "optimizer step 2", "5.37 KiB")  # 5000 + 200 + 300
+    assert lines_with(words, "300 B", "model.py:9")
     assert callback.words.startswith(words.strip())
 
 
@@ -120,8 +121,7 @@ def test_an_oom_is_kept_and_the_history_stopped(
     with pytest.raises(type(error)):
         trainer.fit(module, loader(2))
     assert names(tmp_path / "memory_snapshots") == ["step-0-oom.pickle", "step-0-oom.txt"]
-    assert "out of memory, optimizer step 0" in callback.words
-    assert "1.00 MiB more were wanted, 1.00 KiB of the device free" in callback.words
+    assert lines_with(callback.words, "out of memory", "optimizer step 0", "1.00 MiB", "1.00 KiB of the device")
     assert cuda.recording is None
 
 
@@ -143,7 +143,7 @@ def test_each_batch_starts_a_history_of_its_own(home: Any, make_trainer: Any, cu
 @pytest.mark.cpu_only("it refuses a run on a CPU")
 def test_without_cuda_it_names_the_cpus_way(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, callbacks=[MemorySnapshot()])
-    with pytest.raises(CapabilityError, match=r"run is on cpu.*memory_logger\.category_steps=2"):
+    with pytest.raises(CapabilityError, match=mentions("cpu", "memory_logger.category_steps=2")):
         trainer.fit(regression(home), loader(2))
     trainer.validate(regression(home), loader(2), verbose=False)
 
@@ -152,7 +152,7 @@ def test_a_preset_says_so_before_the_run() -> None:
     import lightning_solo as solo
 
     if not torch.cuda.is_available():
-        with pytest.raises(CapabilityError, match=r"memory_snapshot needs a CUDA device.*category_steps=2"):
+        with pytest.raises(CapabilityError, match=mentions("memory_snapshot", "CUDA", "category_steps=2")):
             solo.trainer_kwargs("baseline", ["+callback=memory_snapshot"])
     with pytest.raises(ConflictError, match=r"per_phase=false"):
         compose("baseline", ["+callback=[memory_snapshot,memory_logger]", "callback.memory_logger.per_phase=true"])
@@ -225,7 +225,7 @@ def test_a_real_oom_is_kept(home: Any, make_trainer: Any, tmp_path: Path) -> Non
     with pytest.raises(torch.OutOfMemoryError):
         make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(module, loader(2))
     assert not snapshot.records()
-    assert "more were wanted" in callback.words
+    assert "out of memory" in callback.words
     assert names(tmp_path / "memory_snapshots") == ["step-0-oom.pickle", "step-0-oom.txt"]
 
 
@@ -285,7 +285,7 @@ def test_a_full_disk_ends_no_training(
 
     monkeypatch.setattr(memory_snapshot, "write_snapshot", fail)
     trainer = make_trainer(home, callbacks=[MemorySnapshot()])
-    with pytest.warns(UserWarning, match="cannot be written"):
+    with pytest.warns(UserWarning, match="snapshot"):
         trainer.fit(with_peaks(home, cuda, [5, 5, 5]), loader(3))
     assert trainer.global_step == 3
 
@@ -300,7 +300,7 @@ def test_a_snapshot_that_fails_does_not_hide_the_failure(
 
     module.training_step = fail
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {}["segments"])
-    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="no snapshot of the failure"):
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="no snapshot"):
         make_trainer(home, callbacks=[MemorySnapshot()]).fit(module, loader(2))
     assert cuda.recording is None
 
@@ -309,4 +309,4 @@ def test_a_handled_event_is_not_told_twice(home: Any, make_trainer: Any, cuda: C
     cuda.events.append(event("oom", 0, 1))
     callback = MemorySnapshot()
     make_trainer(home, callbacks=[callback]).fit(with_peaks(home, cuda, [5, 5]), loader(2))
-    assert callback.words.startswith("memory at the peak")
+    assert "peak" in callback.words

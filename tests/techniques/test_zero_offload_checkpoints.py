@@ -18,6 +18,7 @@ from lightning_solo.errors import CheckpointError
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.module import MODULE_HOOKS
+from tests.messages import mentions
 from tests.modules import Block, Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -170,7 +171,7 @@ def test_frozen_weights_are_left_out_where_asked(
     saved = torch.load(file, weights_only=True)
     del saved["state_dict"]["net.head.bias"]
     torch.save(saved, tmp_path / "less.ckpt")
-    with pytest.raises(RuntimeError, match=r"Missing key.*net\.head\.bias"):
+    with pytest.raises(RuntimeError, match=mentions("Missing key", "net.head.bias")):
         make_trainer(home, max_epochs=2, strategy=strategy(home, **arguments)).fit(
             module(home, Frozen), loader(), ckpt_path=tmp_path / "less.ckpt"
         )
@@ -283,7 +284,7 @@ def test_after_the_fit_there_is_no_engine_to_write_its_directory(
 ) -> None:
     trainer = make_trainer(home, strategy=strategy(home, **arguments, save_engine_directory=True))
     trainer.fit(module(home), loader())
-    with pytest.warns(UserWarning, match=r"late.ckpt has no directory.*save_last=True"):
+    with pytest.warns(UserWarning, match=mentions("late.ckpt", "save_last=True")):
         trainer.save_checkpoint(tmp_path / "late.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["late.ckpt"]
 
@@ -360,7 +361,7 @@ def test_the_engines_directory_comes_and_goes_with_its_file(
     assert trained <= set(theirs)
     assert all(torch.equal(theirs[name], state[name]) for name in trained)
 
-    with pytest.raises(CheckpointError, match=r"directory of DeepSpeed's engine.*plain file.*zero_to_fp32"):
+    with pytest.raises(CheckpointError, match=mentions("DeepSpeed's engine", "zero_to_fp32")):
         make_trainer(home, strategy=strategy(home, **arguments)).fit(module(home, Frozen), ckpt_path=directory)
 
 
@@ -494,7 +495,7 @@ def test_counts_of_steps_that_differ_are_refused(
     saved = torch.load(file, weights_only=True)
     saved["optimizer_states"][0]["state"][0]["step"] -= 3
     torch.save(saved, file)
-    with pytest.raises(CheckpointError, match=r"counts 'step' apart.* from 7\.0 to 10\.0;.*start from the weights"):
+    with pytest.raises(CheckpointError, match=mentions("'step'", "from 7.0 to 10.0", "weights")):
         make_trainer(home, max_epochs=2, strategy=strategy(home, **arguments)).fit(
             module(home), loader(), ckpt_path=file
         )

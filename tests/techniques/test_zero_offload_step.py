@@ -16,6 +16,7 @@ from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, N
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
+from tests.messages import mentions, nearest
 from tests.modules import Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -134,7 +135,7 @@ def test_a_modules_own_clipping_clips(home: ModuleType, make_trainer: Any, stage
 def test_clipping_that_finds_no_gradient_is_told(home: ModuleType, make_trainer: Any) -> None:
     made = module(home)
     made.configure_gradient_clipping = lambda *_, **__: nn.utils.clip_grad_norm_(made.parameters(), 0.1)
-    with pytest.warns(UserWarning, match=r"didn't call self.clip_gradients.*no \.grad"):
+    with pytest.warns(UserWarning, match=mentions("self.clip_gradients", ".grad")):
         make_trainer(home, strategy=strategy(home)).fit(made, loader())
 
 
@@ -166,20 +167,20 @@ def lbfgs(made: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (without_optimizer, NothingToDoError, "configure_optimizers returned None"),
-        (frozen, NothingToDoError, "no trained parameter.*requires_grad"),
-        (two_optimizers, ConflictError, "one optimizer, not several; write one with several parameter groups"),
-        (two_by_hand, ConflictError, "configure_optimizers returned 2; write one with several parameter groups"),
-        (lbfgs, ConflictError, "LBFGS.*AdamW"),
+        (without_optimizer, NothingToDoError, ["configure_optimizers returned None"]),
+        (frozen, NothingToDoError, ["requires_grad"]),
+        (two_optimizers, ConflictError, ["one optimizer", "several parameter groups"]),
+        (two_by_hand, ConflictError, ["configure_optimizers returned 2", "several parameter groups"]),
+        (lbfgs, ConflictError, ["LBFGS", "AdamW"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned .None:UserWarning")
 def test_what_cannot_be_stepped_is_refused_and_leaves_nothing(
-    home: ModuleType, make_trainer: Any, change: Any, error: type[Exception], message: str
+    home: ModuleType, make_trainer: Any, change: Any, error: type[Exception], message: list[str]
 ) -> None:
     made = module(home)
     change(made)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=mentions(*message)):
         make_trainer(home, strategy=strategy(home)).fit(made, loader())
     assert not torch.distributed.is_initialized()
     assert largest_difference(made, module(home)) == 0
@@ -188,8 +189,8 @@ def test_what_cannot_be_stepped_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clips by the global norm only.*'norm'"),
-        ({"devices": 2}, "one device, and the Trainer has 2; write devices=1"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='norm'"),
+        ({"devices": 2}, "has 2; write devices=1"),
     ],
 )
 def test_a_trainer_that_it_cannot_follow_is_refused_before_the_model_is_built(
@@ -204,8 +205,8 @@ def test_a_trainer_that_it_cannot_follow_is_refused_before_the_model_is_built(
 @pytest.mark.parametrize(
     ("callback", "remedy"),
     [
-        ("StochasticWeightAveraging", "average saved checkpoints"),
-        ("EMAWeightAveraging", "average saved checkpoints"),
+        ("StochasticWeightAveraging", "checkpoints"),
+        ("EMAWeightAveraging", "checkpoints"),
         ("LearningRateFinder", "without ZeRO"),
         ("BatchSizeFinder", "limit_train_batches"),
         ("GradientAccumulationScheduler", "AccumulationSchedule"),
@@ -230,7 +231,7 @@ def test_a_part_in_torchs_wrapper_is_refused_at_stage_3_and_trains_in_place(
 ) -> None:
     wrapped, plain, in_place = module(home), module(home), module(home)
     wrapped.net = torch.compile(wrapped.net, backend="eager")
-    with pytest.raises(ConflictError, match=r"torch.compile\(net\).*net\.compile\(\)"):
+    with pytest.raises(ConflictError, match=mentions("torch.compile(net)", "net.compile()")):
         make_trainer(home, strategy=strategy(home, stage=3)).fit(wrapped, loader())
     in_place.net.compile(backend="eager")
     make_trainer(home).fit(plain, loader())
@@ -242,24 +243,28 @@ def test_a_part_in_torchs_wrapper_is_refused_at_stage_3_and_trains_in_place(
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"zero_optimization": {"reduce_bucket_sise": 1}}, PresetError, "refuses reduce_bucket_sise"),
-        ({"zero_optimization": {"reduce_bucket_size": "many"}}, PresetError, "refuses reduce_bucket_size.*'many'"),
-        ({"zero_optimisation": {"stage": 3}}, PresetError, "did you mean 'zero_optimization'"),
-        ({"zero_optimization": None}, ConflictError, "a section that zero_offload needs"),
-        ({"zero_optimization": {"offload_optimizer": None}}, ConflictError, "a section that zero_offload needs"),
-        ({"zero_force_ds_cpu_optimizer": True}, ConflictError, "write strategy.host_optimizer=deepspeed"),
+        ({"zero_optimization": {"reduce_bucket_sise": 1}}, PresetError, ["refuses reduce_bucket_sise"]),
+        ({"zero_optimization": {"reduce_bucket_size": "many"}}, PresetError, ["refuses reduce_bucket_size", "'many'"]),
+        ({"zero_optimisation": {"stage": 3}}, PresetError, [nearest("zero_optimization")]),
+        ({"zero_optimization": None}, ConflictError, ["config.zero_optimization"]),
+        (
+            {"zero_optimization": {"offload_optimizer": None}},
+            ConflictError,
+            ["config.zero_optimization.offload_optimizer"],
+        ),
+        ({"zero_force_ds_cpu_optimizer": True}, ConflictError, ["write strategy.host_optimizer=deepspeed"]),
     ],
 )
 def test_a_configuration_that_deepspeed_would_misread_is_refused_at_once(
-    home: ModuleType, config: Any, error: type[Exception], message: str
+    home: ModuleType, config: Any, error: type[Exception], message: list[str]
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=mentions(*message)):
         strategy(home, config=config)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(home: ModuleType, make_trainer: Any) -> None:
     made = module(home)
-    with pytest.raises(CapabilityError, match=r"nvme_path='/proc/no.*local SSD|async_io has to be built"):
+    with pytest.raises(CapabilityError, match=r"nvme_path='/proc/no.*local SSD|async_io"):
         make_trainer(home, strategy=strategy(home, stage=3, nvme_path="/proc/no")).fit(made, loader())
     assert not torch.distributed.is_initialized()
 
@@ -272,7 +277,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
     made = regression(home, Stack(blocks=1, width=256))
     nvme = strategy(home, stage=3, nvme_path=str(tmp_path / "swap"), offload_parameters=offload_parameters)
-    with pytest.raises(BudgetError, match=r"of disk, and there are 4\.00 KiB \(below .*are missing") as caught:
+    with pytest.raises(BudgetError, match=mentions("disk", "4.00 KiB", "missing")) as caught:
         make_trainer(home, strategy=nvme).fit(made, loader(width=256))
     elements = sum(p.numel() for p in made.parameters())  # 2 MiB in fp32; below 1 MiB they stay in memory
     assert caught.value.needed >= 3 * 4 * elements  # master weights and two moments
