@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from this_machine import machine, versions
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = {"wait_event", "wait_stream", "record_stream", "record_event", "synchronize", "wait", "_wait"}
+NAMES = {"wait_event", "wait_stream", "record_stream", "record_event", "synchronize", "wait", "_wait", "_await_copy"}
 NOT_STREAMS = {"_process", "process", "done"}  # other processes that are waited for
 TESTS = [
     ["tests/simcuda/test_orderings.py"],

@@ -26,7 +26,7 @@ LEVELS = {
     "cards": 0.8,
     "presets": 1.2,
     "data": 1,
-    "memory": 1,
+    "memory": 0.9,  # below the optimizers and modules that keep tensors on the host
     "nn": 1,
     "optim": 1,
     "zero": 1.5,  # an engine of its own, which steps optimizers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_solo.errors import ConflictError
 _WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared by
 _GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
+_keeping: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which wrapped blocks save their inputs
 
 
 @dataclass
@@ -79,6 +80,17 @@ def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
         _GATHERED_ON_USE.difference_update(parts)
 
 
+@contextmanager
+def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Have wrapped blocks, for a while, save the inputs of their recomputation in a context, and nothing else."""
+    global _keeping
+    before, _keeping = _keeping, context
+    try:
+        yield
+    finally:
+        _keeping = before
+
+
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
     """Return whether any of the blocks, since it was wrapped, ran again in a backward."""
     return any(block.__dict__[_WRAP].recomputed for block in blocks)
@@ -99,7 +111,8 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         wrap.recomputed = True  # from here on it is the compiler's
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
     call = _Call(block, wrap, original, args, kwargs)
-    return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)
+    with _keeping():  # what is inside the block is saved by a context of torch's own
+        return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)
 
 
 class _Call:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_solo.optim import host_slabs
+from lightning_solo.memory import host_slabs
 from lightning_solo.optim.kernels import Control, Kernels, Sum
 from lightning_solo.optim.memory_order import in_memory_order
 from lightning_solo.optim.staging import Staging

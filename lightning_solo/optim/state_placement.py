@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import BudgetError, PresetError
+from lightning_solo.memory import host_slabs
 from lightning_solo.optim import compressed_moments as moments
-from lightning_solo.optim import host_slabs
 from lightning_solo.optim.adamw_states import Layout, bytes_of
 from lightning_solo.optim.staging import Staging
 from lightning_solo.units import format_bytes

@@ -34,7 +34,7 @@ from lightning_solo.planner.fake_modules import (
     to_random,
     with_numbers,
 )
-from lightning_solo.planner.kernels import planned_host_memory, planned_kernels
+from lightning_solo.planner.kernels import planned_host_memory, planned_kernels, planned_offloading
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
 from lightning_solo.seams.patches import batches_through
@@ -107,6 +107,7 @@ def capture(
         home = _home(module)
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
         stack.enter_context(planned_kernels(tracer, cuda=cuda))
+        stack.enter_context(planned_offloading(tracer, cuda=cuda))
         if cuda:
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_solo.attributes import replaced
-from lightning_solo.optim import adamw_update, cpu_kernel, host_slabs, kernels, memory_order, split_weights, staging
+from lightning_solo.memory import host_slabs
+from lightning_solo.nn.offloading import Offloader
+from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order, split_weights, staging
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import CpuKernels
-from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST
+from lightning_solo.planner.timeline import AWAITED, TO_DEVICE, TO_HOST
 from lightning_solo.planner.tracer import Tracer
 
 
@@ -144,9 +146,40 @@ def planned_host_memory(
     ) -> Iterator[dict[str, Tensor]]:
         slot, _ = self.next_slot(pieces)
         copied(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), slot)
+        copied(AWAITED, 0, slot)
         yield dict(pieces)
         copied(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
 
     on_gpu = replaced(staging.Staging, "on_device", on_device)
     with replaced(host_slabs, "host_tensors", host_tensors), on_gpu:
         yield
+
+
+@contextmanager
+def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
+    """Mark the buffers of offloaded tensors as host memory, and record the copies that a GPU makes beside kernels."""
+    allocate, copy = Offloader._new_buffer, Offloader._copy
+
+    def new_buffer(self: Offloader, size: int) -> Tensor:
+        with tracer.on_host():
+            return allocate(self, size)
+
+    def copy_aside(self: Offloader, moved: Any, *, to_host: bool) -> None:
+        if not tracer.fake:
+            copy(self, moved, to_host=to_host)
+        tracer.copy(TO_HOST if to_host else TO_DEVICE, moved.bytes, _slot(moved))
+
+    def await_copy(self: Offloader, moved: Any) -> None:
+        tracer.copy(AWAITED, 0, _slot(moved))
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(Offloader, "_new_buffer", new_buffer))
+        if cuda:
+            stack.enter_context(replaced(Offloader, "_copy", copy_aside))
+            stack.enter_context(replaced(Offloader, "_await_copy", await_copy))
+        yield
+
+
+def _slot(moved: Any) -> int:
+    """Return a number that no staging buffer has."""
+    return -2 - int(moved.number)

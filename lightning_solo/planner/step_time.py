@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lightning_solo.planner.device import CPU, Device
-from lightning_solo.planner.timeline import COMPUTE, TO_DEVICE, Operation, Span, length, schedule
+from lightning_solo.planner.timeline import AWAITED, COMPUTE, TO_DEVICE, TO_HOST, Operation, Span, length, schedule
 from lightning_solo.planner.tracer import Cost
 
 KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; a launch from Python
@@ -40,28 +40,33 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
     """Return operators and copies with the operations that each waits for.
 
     An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth in one
-    direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70 and 0.80. As in
-    `staging.Staging`, a copy to the device waits until its buffer is empty, the next operator waits for that copy,
-    and a copy to the host waits for the operator before it.
+    direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70 and 0.80. A copy to the device
+    waits until the last copy from its buffer is done, and a copy to the host for the operator before it; an operator
+    waits for the copies of the buffers that were awaited since the one before.
     """
     bandwidth = device.bandwidth_reached * device.memory_bandwidth
     result: list[Operation] = []
-    arrived = computed = -1  # the last copy to the device, until an operator waits for it; the last operator
+    computed = -1  # the last operator
+    awaited: list[int] = []  # copies that the next operator waits for
+    last: dict[int, int] = {}  # slot -> the last copy to or from it
     emptied: dict[int, int] = {}  # slot -> the last copy from it
-    for number, cost in enumerate(costs):
-        name = phases[number] if phases else ""
+    for index, cost in enumerate(costs):
+        name, number = phases[index] if phases else "", len(result)
+        if cost.stream == AWAITED:
+            awaited += [last[cost.slot]] if cost.slot in last else []
+            continue
         if cost.stream == COMPUTE:
             compute = cost.flops / _speed(device, cost.dtype) if cost.flops else 0.0
             seconds = max(compute, cost.bytes / bandwidth, KERNEL_S)
-            waits, arrived, computed = arrived, -1, number
+            waits, awaited, computed = tuple(awaited), [], number
         else:
             seconds = cost.bytes / device.host_bandwidth
-            waits = emptied.get(cost.slot, -1) if cost.stream == TO_DEVICE else computed
-            if cost.stream == TO_DEVICE:
-                arrived = number
-            else:
+            before = emptied.get(cost.slot, -1) if cost.stream == TO_DEVICE else computed
+            waits = () if before < 0 else (before,)
+            last[cost.slot] = number
+            if cost.stream == TO_HOST:
                 emptied[cost.slot] = number
-        result.append(Operation(cost.stream, seconds, () if waits < 0 else (waits,), name))
+        result.append(Operation(cost.stream, seconds, waits, name))
     return result
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 COMPUTE, TO_DEVICE, TO_HOST = STREAMS = ("compute", "to device", "to host")
+AWAITED = "awaited"
+"""In the place of a stream: nothing runs, but the next operator waits for a copy."""
 
 
 class Operation(NamedTuple):

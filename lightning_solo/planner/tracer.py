@@ -33,7 +33,8 @@ _META = torch.device("meta")
 class Cost(NamedTuple):
     """Cost of one operator: floating-point operations, bytes read and written, and the type it computes in.
 
-    A copy between host and device has its direction as ``stream``, and its staging buffer as ``slot``.
+    A copy between host and device has its direction as ``stream``, and its staging buffer as ``slot``. So has
+    the moment at which the next operator waits for the last copy of a buffer.
     """
 
     flops: int
@@ -88,7 +89,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
             self.costs[index] = cost._replace(flops=round(cost.flops * times), bytes=round(cost.bytes * times))
 
     def copy(self, stream: str, size: int, slot: int) -> None:
-        """Record a copy to the device or the host, through a staging buffer."""
+        """Record a copy to the device or the host, through a staging buffer, or that the last one is awaited."""
         self.costs.append(Cost(0, size, torch.uint8, stream, slot))
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -167,6 +167,13 @@ class Seams(Base):
         super().on_train_batch_start(batch, batch_idx)
 
     @_WhereAttached
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step."""
+        run, own = self.ctx, super().training_step
+        assert run is not None  # else `_WhereAttached` returns the next class's method
+        return run.around("training_step", own)(*args, **kwargs)
+
+    @_WhereAttached
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward of a micro-batch, whose loss counts by the window's weight."""
         run, own = self.ctx, super().backward

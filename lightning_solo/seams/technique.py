@@ -60,6 +60,10 @@ class Technique(Callback):
         """
         return proceed()
 
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``, under manual optimization too; ``proceed(*args, **kwargs)`` does so."""
+        return proceed(*args, **kwargs)
+
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Run backward; ``proceed(loss)`` does as Lightning."""
         return proceed(loss)

@@ -19,6 +19,7 @@ PAIRS = list(combinations(own_cards().values(), 2))
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
     pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing"),
+    pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
 ]
 
 

@@ -17,7 +17,10 @@ from lightning_solo.units import GiB
 from tests.contract.runs import ON_CPU, WIDTH, fields, module_of, trainer_of
 from tests.modules import Held, loader
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
+    pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
+]
 
 
 def held(folder: Path, *cards: Card) -> int:

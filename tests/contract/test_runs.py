@@ -14,7 +14,10 @@ from tests.conftest import HOMES
 from tests.contract.runs import BATCHES, ON_CPU, WIDTH, fields, fit, module_of, trainer_of, weights_of
 from tests.modules import loader
 
-pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
+    pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
+]
 every_card = pytest.mark.parametrize("card", ON_CPU, ids=lambda card: card.name)
 every_home = pytest.mark.parametrize("home", HOMES)
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import BudgetError, PresetError
 from lightning_solo.machine import cxx_compiler
+from lightning_solo.memory import host_slabs
+from lightning_solo.memory.host_slabs import host_tensors
 from lightning_solo.optim import (
     CompactAdamW,
     GradientRelease,
     adamw_update,
-    host_slabs,
     state_placement,
 )
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.optim.host_slabs import host_tensors
 from lightning_solo.optim.staging import Staging
 from tests.conftest import long
 from tests.messages import lines_with, mentions

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import PlanError
+from lightning_solo.memory import host_slabs
 from lightning_solo.memory.ledger import storages_of
-from lightning_solo.optim import compressed_moments, host_slabs
+from lightning_solo.optim import compressed_moments
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture

@@ -17,6 +17,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.step_time import KERNEL_S, LAUNCH_S, operations, step_schedule, step_seconds
 from lightning_solo.planner.timeline import (
+    AWAITED,
     COMPUTE,
     STREAMS,
     TO_DEVICE,
@@ -50,7 +51,7 @@ def streamed(pieces: int, slots: int, copy: float, compute: float) -> list[Cost]
     costs = []
     for number in range(pieces):
         up, down = copies(copy, copy, number % slots)
-        costs += [up, kernel(compute), down]
+        costs += [up, Cost(0, 0, torch.uint8, AWAITED, number % slots), kernel(compute), down]
     return costs
 
 
@@ -119,7 +120,7 @@ def test_what_is_copied_back_overlaps_with_the_next_step() -> None:
 
 
 def test_a_buffer_is_filled_when_it_has_been_emptied() -> None:
-    made = operations(streamed(3, 2, 1.0, 1.0), H200, ["backward"] * 9)
+    made = operations(streamed(3, 2, 1.0, 1.0), H200, ["backward"] * 12)
     assert [(operation.stream, operation.after) for operation in made] == [
         (TO_DEVICE, ()),
         (COMPUTE, (0,)),

@@ -70,6 +70,10 @@ class Everywhere(Technique):
         self.note("loss")
         return proceed()
 
+    def training_step(self, ctx: Any, proceed: Any, *args: Any, **kwargs: Any) -> Any:
+        self.note("training_step")
+        return proceed(*args, **kwargs)
+
     def backward(self, ctx: Any, proceed: Any, loss: Tensor) -> Any:
         self.note("backward")
         return proceed(loss)
@@ -150,7 +154,7 @@ def test_every_seam_is_come_to_in_order(
     )
     trainer.fit(module, loader(1))
     set_up = ["building", "configure_model", "built", "transform", "configure_optimizers", "optimizers"]
-    batch = ["step", "loss", "backward", "clip", "saved_weights", "saved_states"]
+    batch = ["step", "loss", "training_step", "backward", "clip", "saved_weights", "saved_states"]
     assert notes == [*set_up, "loader", *batch, "leaving", "undone"]
     assert kind != "own" or trainer.strategy.mine
     notes.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,12 @@ from torch import Tensor, nn
 
 import lightning_solo as solo
 from lightning_solo.ladder.measurement import Clock
-from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, host_slabs, state_placement
-from lightning_solo.optim.host_slabs import host_tensors
+from lightning_solo.memory import host_slabs
+from lightning_solo.memory.host_slabs import host_tensors
+from lightning_solo.nn.blocks import repeated_blocks
+from lightning_solo.nn.offloading import Offloader
+from lightning_solo.nn.recomputation import checkpoint_blocks, inputs_kept_in
+from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, state_placement
 from lightning_solo.optim.staging import Staging
 from tests.modules import Stack, loader, regression
 from tests.simcuda import device
@@ -238,6 +242,78 @@ def test_gradients_get_other_room_while_they_are_under_way() -> None:
     release.forget()
     release.allocate()
     assert all(torch.isfinite(one).all() for one in sums)
+
+
+# --- saved tensors on the host ---
+
+SHAPE = (32, 64)
+
+
+def saved_gradients(
+    net: nn.Module, offloader: Offloader | None, checkpointed: bool, scale: float = 1.0
+) -> list[Tensor]:
+    """Return the gradients of a stack of blocks, on the device; copies may be under way still."""
+    net.zero_grad()
+    torch.manual_seed(3)
+    x = torch.linspace(-1, 1, 32 * 64, device=CUDA).reshape(SHAPE) * scale
+    saving = nullcontext if offloader is None else offloader.saving
+    with inputs_kept_in(saving) if checkpointed else saving():
+        loss = net(x).square().sum()
+    loss.backward()
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def offloaded(checkpointed: bool, in_flight: int = 1) -> tuple[nn.Module, Offloader]:
+    torch.manual_seed(1)
+    net = Stack(6, 64, dropout=0.5).to(CUDA)
+    if checkpointed:
+        checkpoint_blocks(repeated_blocks(net), verify=False)
+    offloader = Offloader(CUDA, 256, in_flight)
+    offloader.leave(net)
+    return net, offloader
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_published_races_of_saved_tensors_on_the_host(checkpointed: bool, in_flight: int, held_back: Any) -> None:
+    """As torchtitan 2581: a host buffer is filled while the step before is still reading it.
+
+    And as DeepSpeed 8181 and 8186: memory of the device is used again while it is copied from; what comes back is read
+    before it is there, or into memory that is in use.
+    """
+    net, offloader = offloaded(checkpointed, in_flight)
+    for scale in (1.0, 2.0, 3.0):  # other numbers in the same buffers
+        made = [gradient.clone() for gradient in saved_gradients(net, offloader, checkpointed, scale)]
+        plain = saved_gradients(net, None, checkpointed, scale)
+        assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
+    assert offloader.moved_bytes > offloader.host_bytes > 0
+
+
+@pytest.mark.usefixtures("held_back")
+def test_a_graph_is_dropped_while_its_tensors_are_under_way() -> None:
+    net, offloader = offloaded(checkpointed=False, in_flight=4)
+    for _ in range(3):
+        with offloader.saving():
+            loss = net(torch.ones(SHAPE, device=CUDA)).sum()
+        del loss
+        others = [torch.full(SHAPE, 3.0, device=CUDA) for _ in range(40)]  # in what it leaves
+        assert all(other.sum().item() == 3 * 32 * 64 for other in others)
+
+
+@pytest.mark.usefixtures("held_back")
+def test_a_backward_fails_while_tensors_come_back() -> None:
+    net, offloader = offloaded(checkpointed=True)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    net.blocks[3].up.weight.register_hook(fail)
+    with suppress(ArithmeticError):
+        saved_gradients(net, offloader, checkpointed=True)
+    torch.ones(1, device=CUDA, requires_grad=True).sum().backward()  # torch keeps a graph that failed until then
+    gc.collect()
+    others = [torch.full(SHAPE, 3.0, device=CUDA) for _ in range(40)]
+    assert all(other.sum().item() == 3 * 32 * 64 for other in others)
 
 
 # --- fits ---

@@ -32,6 +32,7 @@ DEEPSPEED = [
         for name in ("zero_offload_parameters", "super_offload", "zenflow")
     ),
 ]
+OVERRIDES = {"offloading": ["callback.activation_offloading.min_offload_bytes=64"]}  # by default larger than all here
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_progress_bar": False,
@@ -49,8 +50,12 @@ def batches(count: int = 6) -> Any:
     return loader(batches=count, batch_size=8, width=WIDTH)
 
 
+def kwargs_of(preset: str, callbacks: list[Any]) -> dict[str, Any]:
+    return solo.trainer_kwargs(preset, OVERRIDES.get(preset, ()), callbacks=callbacks)
+
+
 def trainer(preset: str, folder: Path, **arguments: Any) -> L.Trainer:
-    kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, callbacks=arguments.pop("callbacks", []))}
+    kwargs = {"accelerator": "cuda", **kwargs_of(preset, arguments.pop("callbacks", []))}
     return L.Trainer(**{**kwargs, **QUIET, "default_root_dir": str(folder), **arguments})
 
 
@@ -110,7 +115,7 @@ def test_a_fit_that_fails_leaves_a_module_that_trains(preset: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("what", ["copies", "all"])
-@pytest.mark.parametrize("preset", ["compact", "compact_host", "checkpointing"])
+@pytest.mark.parametrize("preset", ["compact", "compact_host", "checkpointing", "offloading"])
 def test_delays_change_no_number(preset: str, what: str, tmp_path: Path) -> None:
     held_back, plain = module(), module()
     trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(plain, batches())

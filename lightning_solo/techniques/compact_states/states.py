@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import BudgetError
 from lightning_solo.machine import host_memory
+from lightning_solo.memory.host_slabs import host_room, is_planned
 from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.conversion import compacted
-from lightning_solo.optim.host_slabs import host_room, is_planned
 from lightning_solo.optim.torch_optimizers import SERVED, state_bytes
 from lightning_solo.units import format_bytes
 

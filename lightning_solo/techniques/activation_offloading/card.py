@@ -1,0 +1,69 @@
+"""The card of `activation_offloading`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+BLOCK_INPUTS, ALL = "block_inputs", "all"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of ActivationOffloading."""
+
+    mode: str = setting(
+        BLOCK_INPUTS,
+        "block_inputs: what recomputed blocks keep; all: everything that is saved, at the price of the bus",
+        allowed=(BLOCK_INPUTS, ALL),
+    )
+    min_offload_bytes: int = setting(2**20, "smaller tensors stay on the device", at_least=1)
+    allow_cpu: bool = setting(False, "move to a second buffer on the CPU, for tests and for trying: it saves nothing")
+
+
+def _nothing_recomputed(settings: Settings, composition: Composition) -> str | None:
+    if settings.mode == ALL or any("saved_tensors" in chosen.owned() for chosen in composition.techniques):
+        return None
+    return (
+        "callback.activation_offloading.mode=block_inputs moves the inputs of recomputed blocks, and no block is"
+        " recomputed; write +callback=activation_checkpointing, or callback.activation_offloading.mode=all"
+    )
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan it on the CPU, whose copies stand for those to the host."""
+    return replace(tracing, node={**(tracing.node or {}), "allow_cpu": True})
+
+
+CARD = Card(
+    name="activation_offloading",
+    target="lightning_solo.techniques.activation_offloading.technique:ActivationOffloading",
+    phase=Phase.SAVED_TENSORS,
+    settings=Settings,
+    saves="with recomputed blocks their inputs: of each block 2 (bf16) or 4 bytes per token and unit of width, all but"
+    " those of one or two blocks; with ``mode=all`` nearly all that forward saves",
+    costs="as many bytes of page-locked host memory. Each byte crosses the bus once in each direction, beside the"
+    " computation: block inputs are hidden from a few thousand tokens per micro-batch on, everything isn't",
+    numerics="bit-exact: the same bytes come back",
+    conflicts="changes in place of a saved tensor (refused, as without it); with ``block_inputs`` a model in which no"
+    " block is recomputed (refused)",
+    reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840;"
+    " https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks",
+    exact=True,
+    rules=(_nothing_recomputed,),
+    requires=(
+        Requirement(
+            "cuda",
+            "callback.activation_offloading needs a CUDA device: it moves activations from it to the host; without one"
+            " use the preset 'checkpointing', or to try it out callback.activation_offloading.allow_cpu=true",
+            when=lambda settings: not settings.allow_cpu,
+        ),
+    ),
+    on_cpu={"mode": ALL, "min_offload_bytes": 256, "allow_cpu": True},
+    planned="lightning_solo.techniques.activation_offloading.card:planned",
+)

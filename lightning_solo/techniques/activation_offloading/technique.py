@@ -1,0 +1,97 @@
+"""Activation offloading: keep what forward saves for backward in host memory until backward comes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_solo.errors import CapabilityError, NothingToDoError
+from lightning_solo.nn.offloading import Offloader
+from lightning_solo.nn.recomputation import inputs_kept_in
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPUTS, CARD
+from lightning_solo.units import format_bytes
+
+IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4}
+"""Of the largest tensor: inputs of blocks are saved at equal distances, everything comes in bursts."""
+
+
+class ActivationOffloading(Technique):
+    """Keeps saved tensors in page-locked host memory between forward and backward, for the length of a fit.
+
+    Args:
+        mode: ``block_inputs`` moves the inputs that recomputed blocks keep, and needs a technique that recomputes;
+            ``all`` moves everything that forward saves.
+        min_offload_bytes: smaller tensors stay on the device: a copy takes some 10 microseconds however small it is.
+        allow_cpu: on a CPU, move to a second buffer; for tests and for trying.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, mode: str = BLOCK_INPUTS, min_offload_bytes: int = 2**20, allow_cpu: bool = False) -> None:
+        CARD.check({"mode": mode, "min_offload_bytes": min_offload_bytes, "allow_cpu": allow_cpu})
+        self.mode = mode
+        self.min_offload_bytes = min_offload_bytes
+        self.allow_cpu = allow_cpu
+        self._offloader: Offloader | None = None
+        self._is_reported = False
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that were copied to the host in the present or last fit."""
+        return 0 if self._offloader is None else self._offloader.moved_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are taken now; 0 outside a fit."""
+        return 0 if self._offloader is None else self._offloader.host_bytes
+
+    def transform(self, ctx: Run) -> None:
+        if ctx.device.type != "cuda" and not self.allow_cpu:
+            raise CapabilityError(CARD.requires[0].remedy)
+        self._offloader = Offloader(ctx.device, self.min_offload_bytes, IN_FLIGHT[self.mode])
+        self._is_reported = False
+        ctx.undo.callback(self._offloader.free_buffers)
+
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._offloader is not None  # transform comes first
+        self._offloader.leave(ctx.module)
+        saving = self._offloader.saving
+        with saving() if self.mode == ALL else inputs_kept_in(saving):
+            return proceed(*args, **kwargs)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._offloader is None or self._is_reported:
+            return
+        self._is_reported = True
+        moved, left = format_bytes(self.moved_bytes), self._offloader.largest_left_bytes
+        if not self.moved_bytes and not left:
+            raise NothingToDoError(
+                "activation offloading moved nothing: mode=block_inputs moves the inputs of recomputed blocks, and no"
+                " block was recomputed; add ActivationCheckpointing(), or write mode=all"
+                if self.mode == BLOCK_INPUTS
+                else "activation offloading moved nothing: forward saved no tensors but weights; leave it out"
+            )
+        if not self.moved_bytes:
+            rank_zero_warn(
+                f"activation offloading saves nothing: the largest saved tensor has {left} bytes, and"
+                f" min_offload_bytes={self.min_offload_bytes}; write a smaller one, or leave"
+                " callback.activation_offloading out"
+            )
+        elif self.mode == ALL:
+            rank_zero_warn(
+                f"activation offloading: mode=all moves {moved} of activations to the host and back in every"
+                " micro-batch, and a step waits for what the bus can't hide; with callback=activation_checkpointing"
+                " mode=block_inputs moves far less"
+            )
+        elif self.ctx is not None:
+            self.ctx.info(f"activation offloading: {moved} of block inputs are kept on the host in each micro-batch")
