@@ -91,7 +91,7 @@ class Offloader:
         # an address is used again: compare the storage too
         if moved is None or moved.source() is not storage or moved.version != tensor._version:
             moved = self._of_storage[storage._cdata] = self._move(tensor, storage)
-        return _View(moved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _is_moved(self, tensor: Tensor) -> bool:
         if (

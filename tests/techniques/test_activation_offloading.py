@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as package
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,12 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import checkpoint_blocks, inputs_kept_in
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.planner import Planner
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
+from lightning_solo.units import GiB
 from tests.modules import Held, Stack, loader, regression
 
 pytestmark = [
@@ -408,6 +413,24 @@ def test_the_peak_of_a_fit_is_lower(home: ModuleType, make_trainer: Any) -> None
     saved = peak(ActivationCheckpointing()) - peak(ActivationCheckpointing(), offloading)
     # the first input is the batch, two are on the device at once, and gradients take a little
     assert saved >= (blocks - 4) * block_input
+
+
+def test_a_plan_counts_the_host_and_what_the_copies_cost() -> None:
+    def planned(*more: str) -> Any:
+        fields = {"precision": "32-true", "callback": {name: {} for name in ("activation_checkpointing", *more)}}
+        batch = next(iter(loader(1, 2048, WIDTH)))
+        make = lambda: regression(package, Stack(BLOCKS, WIDTH))  # noqa: E731
+        planner = Planner(make, batch, {}, device_of("h200"), 64 * GiB, micro_batch=8192)
+        return planner.plan("tried", compose(fields))
+
+    block_input = 4 * 8192 * WIDTH
+    kept, moved = planned(), planned("activation_offloading")
+    assert (kept.host_bytes, moved.host_bytes) == (0, BLOCKS * block_input)
+    # the first input is the batch, and two are on the device at once; gradients and rounding take a little
+    assert kept.peak_bytes - moved.peak_bytes >= (BLOCKS - 4) * block_input
+    assert {span.stream for span in moved.timeline} == {"compute", "to device", "to host"}
+    assert not kept.timeline
+    assert kept.seconds_per_step < moved.seconds_per_step < 2 * kept.seconds_per_step
 
 
 # Trace
