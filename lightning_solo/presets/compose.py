@@ -131,7 +131,8 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
         node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
         plain = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
-        raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}") from error
+        remedy = f"; write {error.full_key}=..." if error.full_key else ""
+        raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}{remedy}") from error
     if not isinstance(plain, dict):
         raise PresetError(f"a preset must be a mapping, got {node!r}")
     presets: list[tuple[Any, Any]] = [(node, plain), (node.get("solo"), plain.get("solo"))]

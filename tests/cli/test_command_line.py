@@ -42,6 +42,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["model=custom"], ["model._target_"]),  # row 10
         (["seed=1", "seed=2"], ["'seed=1' and 'seed=2'"]),  # row 13
         (["trainer.precision=bf16-true"], ["the preset sets that", "solo.precision=bf16-true"]),
+        (["data=custom", "data._target_=m.Data", "allow=[m]"], ["data.context", "write model.context=..."]),
         (["solo=checkpointing,compact"], ["-m", "'solo=[checkpointing,compact]'"]),
         (["devices=2"], ["one device"]),  # row 23
         (["trainer.devices=2"], ["one device"]),  # row 23
