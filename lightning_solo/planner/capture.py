@@ -25,8 +25,8 @@ from lightning_solo.planner.batches import mapped
 from lightning_solo.planner.cuda_rules import CudaByHand, cpu_rules, cuda_rules
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
 from lightning_solo.planner.fake_modules import (
-    CopiedByClone,
     built_without_data,
+    copied_by_clone,
     fake_mode,
     inspected_masks,
     known_numbers,
@@ -119,7 +119,7 @@ def capture(
             stack.enter_context(replaced_by_apply())
             stack.enter_context(arrays_of_zeros(tracer.assume))
             stack.enter_context(mode)
-            stack.enter_context(CopiedByClone())
+            stack.enter_context(copied_by_clone())
         stack.enter_context(_collected_at_steps())
         stack.enter_context(tracer)
         trainer.fit(module, loader)

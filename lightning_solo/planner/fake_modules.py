@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
-from torch.overrides import TorchFunctionMode
 
 from lightning_solo.attributes import replaced
 
@@ -190,18 +189,15 @@ def replaced_by_apply() -> AbstractContextManager[None]:
     return replaced(nn.Module, "_apply", apply)
 
 
-class CopiedByClone(TorchFunctionMode):
-    """Makes ``deepcopy`` of a fake tensor clone it: torch would copy the mode too."""
+def copied_by_clone() -> AbstractContextManager[None]:
+    """Make ``deepcopy`` of a fake tensor clone it: torch would copy the mode too."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
-            tensor, memo = args
-            if id(tensor) not in memo:
-                with torch.no_grad():  # as torch's own
-                    new: Tensor = tensor.detach().clone()
-                is_parameter = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
+    def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            with torch.no_grad():  # as torch's own
+                new: Tensor = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+        return memo[id(tensor)]
+
+    return replaced(FakeTensor, "__deepcopy__", deepcopy)

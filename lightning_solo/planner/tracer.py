@@ -16,6 +16,7 @@ from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
 from lightning_solo.planner.index_bounds import check_indices
+from lightning_solo.planner.operator_cache import OperatorCache
 from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten
@@ -61,6 +62,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.costs: list[Cost] = []
         self.phases: list[tuple[int, int, str]] = []  # events before it, costs before it, name
         self.steps: list[int] = []  # costs before the end of each optimizer step
+        self._cached = OperatorCache(self._computed)
 
     def assume(self, what: str) -> None:
         """Record an assumption."""
@@ -96,6 +98,14 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         """Run one operator, or its replacement where it needs data that fake tensors lack."""
         if func is torch.ops.prim.device.default:
             return _device(args[0]) if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
+        cached = self.fake and func not in DATA_DEPENDENT and func not in CONVOLUTIONS
+        result, cost = self._cached(func, args, kwargs) if cached else self._computed(func, args, kwargs)
+        if cost is not None:
+            self.costs.append(cost)
+        return result
+
+    def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
+        """Return the result of one operator, and its cost unless it is free."""
         if self.fake:
             check_indices(func, args)
         replacement = DATA_DEPENDENT.get(func) if self.fake else None
@@ -112,9 +122,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         elif func in CONVOLUTIONS:
             for size in workspaces(func, args, result):
                 self.see_workspace(size)
-        if not func.is_view and func not in _FREE:  # type: ignore[attr-defined]
-            self.costs.append(_cost(func, args, kwargs, result))
-        return result
+        return result, None if func.is_view or func in _FREE else _cost(func, args, kwargs, result)
 
 
 def _device(tensor: FakeTensor) -> torch.device:

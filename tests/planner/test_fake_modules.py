@@ -22,7 +22,7 @@ from transformers.utils import import_utils
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
 from lightning_solo.planner.fake_modules import (
     KNOWN,
-    CopiedByClone,
+    copied_by_clone,
     empty_parameters,
     fake_mode,
     inspected_masks,
@@ -186,7 +186,7 @@ def test_a_deep_copy_on_fake_tensors_keeps_ties_and_the_mode() -> None:
     module = empty(tied)
     mode = fake_mode()
     to_fake(module, mode)
-    with mode, CopiedByClone():
+    with mode, copied_by_clone():
         copied = copy.deepcopy(module)
         result = copied.network(torch.ones(2, 16))
     assert ties(copied) == ties(module)
@@ -204,6 +204,7 @@ def patched() -> Iterator[tuple[str, AbstractContextManager[None], Callable[[], 
     names = sorted(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
     yield "init", empty_parameters(), lambda: [getattr(nn.init, name) for name in names]
     yield "_apply", replaced_by_apply(), lambda: nn.Module._apply
+    yield "deepcopy", copied_by_clone(), lambda: FakeTensor.__deepcopy__
     yield "known_numbers", known_numbers(), lambda: fake_tensor.CONSTANT_NUMEL_LIMIT
     yield "inspected_masks", inspected_masks(), lambda: import_utils.is_fake_tensor
     yield "numpy", arrays_of_zeros(lambda what: None), lambda: (torch.Tensor.numpy, FakeTensor.tolist)

@@ -1,0 +1,165 @@
+"""Results of operators on fake tensors, rebuilt from the sizes, strides and types of an equal call before.
+
+Equal blocks call the same operators on the same sizes again and again. torch has such a cache too, but its keys and
+results take most of a trace's time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._library.utils import is_builtin
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+class OperatorCache:
+    """Runs each operator once for arguments of equal metadata.
+
+    Args:
+        run: returns (result, its cost) of an operator; both may depend on metadata only.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known: dict[tuple[Any, ...], tuple[type, list[_Output], Any]] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return (result, cost) of an operator."""
+        call = _described(func, args, kwargs)
+        if call is None:
+            return self._run(func, args, kwargs)
+        key, tensors = call
+        if (known := self._known.get(key)) is not None:
+            kind, outputs, cost = known
+            results = [_rebuilt(output, tensors) for output in outputs]
+            return (kind(results) if kind in (tuple, list) else results[0]), cost
+        result, cost = self._run(func, args, kwargs)
+        kind = type(result)
+        outputs = _outputs(result if kind in (tuple, list) else [result], tensors)
+        if outputs and _described(func, args, kwargs) == call:  # no argument was resized
+            self._known[key] = kind, outputs, cost
+        return result, cost
+
+
+def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """Return the metadata of a call and its tensors; None where its result may depend on more, or on no tensor."""
+    if not _is_by_metadata(func):
+        return None
+    key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+    tensors: list[Tensor] = []
+    if not _describe(args, key, tensors) or not _describe(kwargs.values(), key, tensors) or not tensors:
+        return None
+    positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+    if len(positions) < len(tensors):  # x * x reads one tensor
+        key += [positions[id(tensor)] for tensor in tensors]
+    return tuple(key), tensors
+
+
+@functools.cache
+def _is_by_metadata(func: Any) -> bool:
+    return isinstance(func, OpOverload) and is_builtin(func) and _BY_DATA.isdisjoint(func.tags)
+
+
+def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+    """Add values to a key, and their tensors to a list; return whether all could be described."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None:
+                return False
+            tensors.append(value)
+            key += _metadata(value)
+        elif kind is list or kind is tuple:
+            key += (kind, len(value))
+            if not _describe(value, key, tensors):
+                return False
+        elif kind in _PLAIN:
+            key += (kind, value)  # 1, 1.0 and True are equal
+        else:
+            return False
+    return True
+
+
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+    keys = torch._C._dispatch_keys(tensor).raw_repr()  # device, layout, conjugation
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad, keys
+
+
+class _Output(NamedTuple):
+    """How to rebuild a tensor of a result.
+
+    Attributes:
+        argument: position of the tensor that it is, or is a view of, among those of the call; -1 for none.
+        layout: sizes, strides, offset and type; None for the argument itself, or for no tensor.
+        attributes: of the fake tensor.
+    """
+
+    argument: int
+    layout: tuple[Any, Any, Any, torch.dtype] | None = None
+    attributes: Any = None
+
+
+def _outputs(results: Sequence[Any], tensors: Sequence[Tensor]) -> list[_Output]:
+    """Return how to rebuild the tensors of a result; nothing where one can't be."""
+    outputs: list[_Output] = []
+    storages: list[int] = []  # new ones
+    for result in results:
+        output = _output(result, tensors)
+        if output is None:
+            return []
+        outputs.append(output)
+        if output.layout is not None and output.argument < 0:
+            storages.append(_storage(result))
+    return outputs if len(set(storages)) == len(storages) else []
+
+
+def _output(result: Any, tensors: Sequence[Tensor]) -> _Output | None:
+    if result is None:
+        return _Output(-1)
+    if type(result) is not FakeTensor or result.constant is not None:
+        return None
+    for position, tensor in enumerate(tensors):
+        if tensor is result:
+            return _Output(position)
+    owners = {id(tensor): position for position, tensor in enumerate(tensors) if _storage(tensor) == _storage(result)}
+    if len(owners) > 1:
+        return None
+    layout = (result.shape, result.stride(), result.storage_offset(), result.dtype)
+    output = _Output(next(iter(owners.values()), -1), layout, dict(vars(result)))
+    rebuilt = _rebuilt(output, tensors)
+    is_same = _metadata(rebuilt) == _metadata(result)
+    return output if is_same and rebuilt.untyped_storage().nbytes() == result.untyped_storage().nbytes() else None
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
+    argument, layout, attributes = output
+    if layout is None:
+        return tensors[argument] if argument >= 0 else None
+    sizes, strides, offset, dtype = layout
+    with torch._C._DisableTorchDispatch():
+        if argument < 0:
+            data = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+        else:
+            data = torch.as_strided(tensors[argument], sizes, strides, offset)
+    # as in FakeTensor.__new__, which takes five times as long to set the same attributes
+    result = Tensor._make_subclass(
+        FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=attributes["_fake_device"]
+    )
+    torch._C._set_throw_on_mutable_data_ptr(result)
+    vars(result).update(attributes)
+    return result
