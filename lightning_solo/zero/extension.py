@@ -312,8 +312,6 @@ def _remove_leftovers(folder: Path, name: str) -> None:
     """Remove what a killed build left, and say so; the lock is held, so nobody is building."""
     for path in sorted(folder.glob(f"{name}.building-*")):
         lock = path / name / "lock"
-        warnings.warn(
-            f"a build of DeepSpeed's {name} was killed; what it left is removed: {lock if lock.exists() else path}",
-            stacklevel=5,
-        )
-        shutil.rmtree(path, ignore_errors=True)
+        left = lock if lock.exists() else path
+        shutil.rmtree(path, ignore_errors=True)  # first: the warning may be an error
+        warnings.warn(f"a build of DeepSpeed's {name} was killed; what it left is removed: {left}", stacklevel=5)

@@ -31,6 +31,7 @@ from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import host_optimizer
 from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.states import ParameterStates, read, write
+from tests.messages import mentions
 from tests.zero.engines import PLACES, arguments, batch, engine_of, net, step_engine, step_plain, trained, weights_now
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -172,11 +173,11 @@ def test_weights_are_loaded_strictly_but_for_what_was_left_out() -> None:
     assert torch.equal(module[1].bias, own)
     assert torch.equal(module[1].weight, saved["1.weight"] + 1)
     load_weights(module, short, left_out=["1.bias", "of another module"], strict=True)
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*1\.bias"):
+    with pytest.raises(RuntimeError, match=mentions("Missing key(s)", "1.bias")):
         load_weights(module, short, left_out=["0.bias"], strict=True)
     load_weights(module, short, left_out=[], strict=False)
     more = {**saved, "unknown": torch.zeros(1)}
-    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*unknown"):
+    with pytest.raises(RuntimeError, match=mentions("Unexpected key(s)", "unknown")):
         load_weights(module, more, left_out=["unknown"], strict=True)
     load_weights(module, more, left_out=[], strict=False)
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -375,7 +376,7 @@ def test_states_that_are_not_there_are_counted() -> None:
     del saved["state"][1]
     parameters, optimizer = small()
     masters = {p: p.detach() for p in parameters}
-    with pytest.warns(UserWarning, match="1 of 3 parameters have no optimizer state in the checkpoint"):
+    with pytest.warns(UserWarning, match=mentions("1 of 3 parameters", "optimizer state")):
         states = loaded(optimizer, saved, masters)
     assert (states[parameters[1]].tensors, states[parameters[1]].scalars) == ({}, {})
     saved["state"] = {}  # saved before the first step: nothing to say

@@ -21,6 +21,7 @@ from lightning_solo.zero.config import (
     zenflow_of,
     zero_config,
 )
+from tests.messages import mentions
 from tests.zero.engines import engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -180,9 +181,8 @@ def test_a_contradiction_names_both(section: dict[str, Any], option: str, ours: 
 )
 def test_a_contradiction_in_either_place_is_named(place: str, name: str, value: Any, ours: Any) -> None:
     both = zero_config(3, offload_parameters=True, nvme_path="/nvme")
-    with pytest.raises(ConflictError) as raised:
+    with pytest.raises(ConflictError, match=mentions(f"{place}.{name}={value!r}", f" {ours!r}")):
         merge(both, zero(**{place: {name: value}}))
-    assert f"{place}.{name}={value!r}, but the strategy's own arguments make it {ours!r}" in str(raised.value)
     assert merge(both, zero(**{place: {name: ours}})) == both
 
 
@@ -190,20 +190,22 @@ def test_a_contradiction_in_either_place_is_named(place: str, name: str, value: 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_param_needs_the_argument(stage: int, section: dict[str, Any]) -> None:
     """A user who copies a section from DeepSpeed's tutorial would believe that the weights are offloaded."""
-    with pytest.raises(ConflictError, match=r"offload_param=.*: write offload_parameters=True, and stage=3"):
+    with pytest.raises(ConflictError, match=mentions("offload_param=", ": write offload_parameters=True, and stage=3")):
         merge(zero_config(stage), zero(offload_param=section))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_tunes_offload_param_needs_the_argument_too(stage: int) -> None:
-    with pytest.raises(ConflictError, match=r"offload_param=\{'buffer_count': 3.*: write offload_parameters=True"):
+    with pytest.raises(
+        ConflictError, match=mentions("offload_param={'buffer_count': 3", ": write offload_parameters=True")
+    ):
         merge(zero_config(stage), zero(offload_param={"buffer_count": 3, "max_in_cpu": 10}))
 
 
 @pytest.mark.parametrize("value", [None, True, 2, "stage2", [1]])
 def test_a_section_can_not_be_replaced_by_something_else(value: Any) -> None:
     for given in ({"zero_optimization": value}, zero(offload_optimizer=value)):
-        with pytest.raises(ConflictError, match=r"zero_optimization.*is a section.*mapping"):
+        with pytest.raises(ConflictError, match=mentions("zero_optimization", "section", "mapping")):
             merge(zero_config(), given)
 
 
@@ -228,16 +230,16 @@ def test_a_misspelt_section_is_named(given: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("section", "named"),
     [
-        ({"reduce_bucket_sizes": 7}, r"reduce_bucket_sizes: Extra inputs are not permitted, 7"),
-        ({"offload_optimizer": {"pin_memori": True}}, r"offload_optimizer\.pin_memori: Extra inputs"),
-        ({"zenflow": {"topk": 0.1}}, r"zenflow\.topk: Extra inputs"),
-        ({"reduce_bucket_size": "many"}, r"reduce_bucket_size: .*integer.*'many'"),
-        ({"reduce_bucket_size": None}, r"reduce_bucket_size: .*None"),
-        ({"a": 1, "overlap_comm": "perhaps"}, r"overlap_comm: .*'perhaps'.*; a: Extra inputs|a: .*; overlap_comm"),
+        ({"reduce_bucket_sizes": 7}, ["reduce_bucket_sizes: Extra inputs", ", 7"]),
+        ({"offload_optimizer": {"pin_memori": True}}, ["offload_optimizer.pin_memori: Extra inputs"]),
+        ({"zenflow": {"topk": 0.1}}, ["zenflow.topk: Extra inputs"]),
+        ({"reduce_bucket_size": "many"}, ["reduce_bucket_size: ", "integer", "'many'"]),
+        ({"reduce_bucket_size": None}, ["reduce_bucket_size: ", "None"]),
+        ({"a": 1, "overlap_comm": "perhaps"}, ["overlap_comm: ", "'perhaps'", "a: Extra inputs"]),
     ],
 )
-def test_what_deepspeed_refuses_of_zero_is_named(section: dict[str, Any], named: str) -> None:
-    with pytest.raises(PresetError, match=named) as raised:
+def test_what_deepspeed_refuses_of_zero_is_named(section: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(PresetError, match=mentions(*named)) as raised:
         check_zero_section(merge(zero_config(), zero(**section)))
     assert isinstance(raised.value, SoloError)
     assert raised.value.__cause__ is None
@@ -260,20 +262,20 @@ def test_what_is_sound_passes_unchanged(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "offload", "words"),
     [
-        ({"stage": 3}, {"ratio": 0.9}, r"\.ratio=0\.9: .*allowed is 1, all on the host: leave ratio out"),
-        ({"stage": 3}, {"ratio": 0}, r"\.ratio=0: "),
-        ({}, {"super_offload": True}, r"\.super_offload=True and stage=2: .*write strategy\.stage=3"),
+        ({"stage": 3}, {"ratio": 0.9}, [".ratio=0.9: ", "allowed is 1", "leave ratio out"]),
+        ({"stage": 3}, {"ratio": 0}, [".ratio=0: "]),
+        ({}, {"super_offload": True}, [".super_offload=True and stage=2: ", "write strategy.stage=3"]),
         (
             {"stage": 3, "nvme_path": "/nvme"},
             {"super_offload": True},
-            r"super_offload=True and nvme_path: .*strategy\.nvme_path=null",
+            ["super_offload=True and nvme_path: ", "strategy.nvme_path=null"],
         ),
     ],
 )
 def test_what_deepspeed_takes_and_then_steps_wrong_is_refused(
-    arguments: dict[str, Any], offload: dict[str, Any], words: str
+    arguments: dict[str, Any], offload: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(ConflictError, match=words) as raised:
+    with pytest.raises(ConflictError, match=mentions(*words)) as raised:
         check_zero_section(merge(zero_config(**arguments), zero(offload_optimizer=offload)))
     assert str(raised.value).startswith("zero_offload.config.zero_optimization.offload_optimizer.")
 
@@ -304,37 +306,37 @@ def test_a_file_is_read_as_a_mapping_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "No such file or directory"),
-        ("{'stage': 2}", "Expecting property name"),
-        ("", "Expecting value"),
-        ("[1, 2]", "holds a list, a mapping is needed"),
-        ('"auto"', "holds a str, a mapping is needed"),
-        ("null", "holds a NoneType, a mapping is needed"),
-        ("{\ud800".encode("utf-8", "surrogatepass"), "codec can't decode"),
+        (None, ["No such file"]),
+        ("{'stage': 2}", ["Expecting property name"]),
+        ("", ["Expecting value"]),
+        ("[1, 2]", ["list", " mapping"]),
+        ('"auto"', ["str", " mapping"]),
+        ("null", ["NoneType", " mapping"]),
+        ("{\ud800".encode("utf-8", "surrogatepass"), ["codec can't decode"]),
     ],
 )
-def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str | bytes | None, words: str) -> None:
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str | bytes | None, words: list[str]) -> None:
     file = tmp_path / "zero.json"
     if text is not None:
         file.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(PresetError, match=words) as raised:
+    with pytest.raises(PresetError, match=mentions(*words)) as raised:
         merge(zero_config(), str(file))
     assert str(raised.value).startswith(f"zero_offload.config={str(file)!r}: ")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(PresetError, match=r"Is a directory.*write the path of a JSON file, or a mapping"):
+    with pytest.raises(PresetError, match=mentions("Is a directory", "JSON file", "mapping")):
         merge(zero_config(), str(tmp_path))
 
 
 def test_a_section_without_a_name_is_named() -> None:
-    with pytest.raises(PresetError, match=r"zero_offload\.config: 1 is no name of a section"):
+    with pytest.raises(PresetError, match=mentions("zero_offload.config: 1", "section")):
         merge(zero_config(), {1: 2})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("given", [[1], 3, True])
 def test_what_is_neither_mapping_nor_path_is_named(given: Any) -> None:
-    with pytest.raises(PresetError, match=r"zero_offload\.config=.*; write a mapping, or the path of a JSON file"):
+    with pytest.raises(PresetError, match=mentions(f"zero_offload.config={given}", "mapping", "JSON file")):
         merge(zero_config(), given)
 
 

@@ -23,6 +23,7 @@ from lightning_solo.errors import CapabilityError, PresetError
 from lightning_solo.machine import cxx_compiler, links, ninja_executable, nvcc_release
 from lightning_solo.zero import extension
 from lightning_solo.zero.extension import cache_folder, load_extension, what_is_missing
+from tests.messages import lines_with, mentions, nearest
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test of a machine's life builds cpu_adam
@@ -159,7 +160,7 @@ def test_doctor_builds_ahead_and_names_what_fails(root: Path, tmp_path: Path, li
         lines = dict(line.split(": ", 1) for line in out.splitlines() if ": " in line)
         assert process.returncode == 1, out + err
         assert lines["cpu_adam"] == f"{word}, {cache_folder() / 'cpu_adam' / 'cpu_adam.so'}"
-        assert "cpu_lion could not be built or loaded" in lines["cpu_lion"]
+        assert "could not be built" in lines["cpu_lion"]
     assert (cache_folder() / "cpu_adam").is_dir()
     assert not (cache_folder() / "cpu_lion").exists()
 
@@ -182,7 +183,7 @@ def test_what_is_missing_names_the_remedy(root: Path, tmp_path: Path, monkeypatc
     assert "ninja (pip install ninja)" in str(what_is_missing("cpu_lion"))
     with pytest.raises(CapabilityError, match="lacks ninja"):
         load_extension("cpu_lion")
-    with pytest.raises(PresetError, match=r"did you mean 'cpu_adam'\?"):
+    with pytest.raises(PresetError, match=nearest("cpu_adam")):
         what_is_missing("cpu_adm")
 
 
@@ -270,7 +271,7 @@ def test_a_killed_build_is_named_and_removed(root: Path, tmp_path: Path, library
     process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(tmp_path, library)))
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"a build of DeepSpeed's cpu_adam was killed; what it left is removed: {lock}" in err
+    assert lines_with(err, "cpu_adam", "removed", str(lock))
     assert not killed.exists()
 
 
@@ -291,7 +292,7 @@ def test_a_second_process_waits_and_builds_nothing(root: Path, tmp_path: Path, l
     (tmp_path / "go").touch()
     out, rest = second.communicate(timeout=120)
     _, err = first.communicate(timeout=120)
-    assert "waiting for another process" in seen, seen + rest
+    assert "another process" in seen, seen + rest
     assert (first.returncode, second.returncode) == (0, 0), err + rest
     assert "loaded" in out
     assert "building" not in seen + rest
@@ -316,17 +317,15 @@ def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"torch{torch.__version__}-deepspeed" in folder.name
     assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
     folder.parent.chmod(0o770)
-    with pytest.raises(
-        CapabilityError, match=r"the folder .*/extensions is not yours alone.*chmod.*TORCH_EXTENSIONS_DIR"
-    ):
+    with pytest.raises(CapabilityError, match=mentions(str(folder.parent), "chmod", "TORCH_EXTENSIONS_DIR")):
         cache_folder()
-    assert "not yours alone" in str(what_is_missing("cpu_lion"))
+    assert "TORCH_EXTENSIONS_DIR" in str(what_is_missing("cpu_lion"))
 
 
 def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = cache_folder()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(CapabilityError, match="not yours alone") as refused:
+    with pytest.raises(CapabilityError, match="TORCH_EXTENSIONS_DIR") as refused:
         cache_folder()
     assert str(folder) in str(refused.value)
 

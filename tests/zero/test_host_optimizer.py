@@ -19,6 +19,7 @@ from lightning_solo.zero.host_optimizer import (
     host_optimizer,
     to_original_state,
 )
+from tests.messages import mentions, nearest
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.timeout(600)  # the first test of a machine's life builds the extension
@@ -198,7 +199,7 @@ def test_fused_adam_becomes_the_one_for_the_host(mode: int, same_as: Any) -> Non
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=0, atol=TOLERANCE)
     state = host.optimizer.state[ours[0]]
     assert to_original_state(host, state)["step"] == STEPS
-    with pytest.raises(ConflictError, match="runs on CUDA devices only"):
+    with pytest.raises(ConflictError, match="CUDA"):
         host_optimizer(fused_adam(parameters(), mode), kind="torch")
 
 
@@ -390,18 +391,18 @@ def test_element_wise_optimizers_pass(kind: Any, arguments: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda of: torch.optim.Adafactor(of), "Adafactor looks at a parameter as a whole"),
-        (lambda of: Lamb(of), "Lamb looks at a parameter as a whole"),
-        (lambda of: Lamb(of, lr=0.0), "Lamb looks at a parameter as a whole"),
-        (lambda of: torch.optim.Muon([one.unsqueeze(0).detach() for one in of]), "which have one dimension"),
-        (lambda of: torch.optim.LBFGS(of), "closure"),
-        (lambda of: torch.optim.SparseAdam(of), "sparse gradients only"),
-        (lambda of: AdamW(of, amsgrad=True, capturable=True), "capturable=False"),
-        (lambda of: Adagrad(of, lr_decay=0.1), "groups and schedules would be lost"),
+        (lambda of: torch.optim.Adafactor(of), ["Adafactor", "as a whole"]),
+        (lambda of: Lamb(of), ["Lamb", "as a whole"]),
+        (lambda of: Lamb(of, lr=0.0), ["Lamb", "as a whole"]),
+        (lambda of: torch.optim.Muon([one.unsqueeze(0).detach() for one in of]), ["one dimension"]),
+        (lambda of: torch.optim.LBFGS(of), ["closure"]),
+        (lambda of: torch.optim.SparseAdam(of), ["sparse gradients"]),
+        (lambda of: AdamW(of, amsgrad=True, capturable=True), ["capturable=False"]),
+        (lambda of: Adagrad(of, lr_decay=0.1), ["groups and schedules"]),
     ],
 )
-def test_what_would_compute_something_else_is_refused(make: Any, words: str) -> None:
-    with pytest.raises(ConflictError, match=words) as refused:
+def test_what_would_compute_something_else_is_refused(make: Any, words: list[str]) -> None:
+    with pytest.raises(ConflictError, match=mentions(*words)) as refused:
         host_optimizer(make(parameters()))
     assert "write" in str(refused.value)
 
@@ -411,10 +412,10 @@ def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             raise KeyError("exp_avg")
 
-    with pytest.warns(UserWarning, match="Fails could not be tried.*KeyError"):
+    with pytest.warns(UserWarning, match=mentions("Fails", "KeyError")):
         host_optimizer(Fails(parameters(), lr=0.1))
 
 
 def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(PresetError, match="did you mean 'deepspeed'"):
+    with pytest.raises(PresetError, match=nearest("deepspeed")):
         host_optimizer(AdamW(parameters()), kind="deepsped")

@@ -21,6 +21,7 @@ from lightning_solo.units import GiB, MiB
 from lightning_solo.zero.budget import check_device_budget, check_disk_budget, check_host_budget, disk_budget
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
 from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment, open_process_group
+from tests.messages import mentions
 
 ROOT = Path(__file__).parents[2]
 BUCKET = 40
@@ -305,19 +306,19 @@ def test_the_start_can_be_the_peak() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"precision": "64-true"}, "precision='64-true'.*32-true"),
-        ({"stage": 1}, "stage=1: must be 2 or 3"),
-        ({"offload_parameters": True}, "stage=2.*need stage=3"),
-        ({"stage": 3, "nvme_parameters": True}, "needs offload_parameters=True"),
+        ({"precision": "64-true"}, ["precision='64-true'", "32-true"]),
+        ({"stage": 1}, ["stage=1: must be 2 or 3"]),
+        ({"offload_parameters": True}, ["stage=2", "need stage=3"]),
+        ({"stage": 3, "nvme_parameters": True}, ["needs offload_parameters=True"]),
     ],
 )
-def test_impossible_settings(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_impossible_settings(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=mentions(*words)):
         ZeroSettings(**arguments)
 
 
 def test_nothing_to_train() -> None:
-    with pytest.raises(ValueError, match="no trainable parameters"):
+    with pytest.raises(ValueError, match="trainable"):
         zero_layout([[], []], frozen=[5])
 
 
@@ -331,9 +332,7 @@ def layout_of(device: int = 0, host: int = 0, disk: int = 0, start: int = 0) -> 
 def test_the_host_budget_says_how_much_is_missing() -> None:
     layout = layout_of(host=100 * GiB)
     check_host_budget(layout, 105 * GiB)
-    with pytest.raises(
-        BudgetError, match=r"needs 105.00 GiB of host memory.*are 100.00 GiB.*5.00 GiB are missing"
-    ) as e:
+    with pytest.raises(BudgetError, match=mentions("105.00 GiB of host memory", "100.00 GiB", " 5.00 GiB")) as e:
         check_host_budget(layout, 100 * GiB)
     assert (e.value.needed, e.value.available) == (105 * GiB, 100 * GiB)
     assert "margin of 5%" in str(e.value)
@@ -349,13 +348,13 @@ def test_the_host_budget_says_how_much_is_missing() -> None:
 def test_on_the_cpu_device_and_host_are_one_memory() -> None:
     layout = layout_of(device=50 * GiB, host=50 * GiB)
     check_host_budget(layout, 60 * GiB)
-    with pytest.raises(BudgetError, match=r"device weights 50\.00 GiB"):
+    with pytest.raises(BudgetError, match=mentions("device weights 50.00 GiB")):
         check_host_budget(layout, 100 * GiB, one_memory=True)
 
 
 def test_the_device_budget() -> None:
     check_device_budget(layout_of(device=100 * GiB), 105 * GiB)
-    with pytest.raises(BudgetError, match=r"of device memory.*activations come on top"):
+    with pytest.raises(BudgetError, match=mentions("device memory", "activations")):
         check_device_budget(layout_of(device=100 * GiB), 104 * GiB)
 
 
@@ -365,13 +364,13 @@ def test_the_disk_budget(tmp_path: Path) -> None:
     assert free > MiB
     assert not folder.parent.exists()
     check_disk_budget(layout_of(disk=MiB), folder)
-    with pytest.raises(BudgetError, match=r"of disk.*are missing"):
+    with pytest.raises(BudgetError, match=mentions("of disk", "are missing")):
         check_disk_budget(layout_of(disk=2 * free), folder)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CapabilityError, match=r"file is a file; write strategy\.nvme_path="):
+    with pytest.raises(CapabilityError, match=mentions(str(tmp_path / "file"), "write strategy.nvme_path=")):
         disk_budget(tmp_path / "file" / "below")
 
 
@@ -389,5 +388,5 @@ def test_a_folder_in_memory_saves_none(tmp_path: Path, kind: str, refused: bool)
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a folder without the permission")
 def test_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(CapabilityError, match="read-only for this user"):
+    with pytest.raises(CapabilityError, match="read-only"):
         disk_budget(tmp_path / "swap")

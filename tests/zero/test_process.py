@@ -34,6 +34,7 @@ from lightning_solo.zero.process import (
     require_device,
     without_deprecations,
 )
+from tests.messages import mentions
 from tests.modules import loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -134,7 +135,7 @@ def test_a_group_that_stays_is_forgotten() -> None:
 def test_a_group_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     open_ones_own()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(CapabilityError, match=r"one process, but a group of 2 is open;.*without a launcher"):
+    with pytest.raises(CapabilityError, match=mentions("group of 2", "without a launcher")):
         open_process_group("gloo")
     assert torch.distributed.is_initialized()
 
@@ -323,7 +324,7 @@ def test_a_newer_one_of_the_same_minor_is_accepted(monkeypatch: pytest.MonkeyPat
 
 def test_an_old_one_stops_the_strategy_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.17.0")
-    with pytest.raises(CapabilityError, match=r"0\.17\.0 is installed"):
+    with pytest.raises(CapabilityError, match=mentions("0.17.0 is installed")):
         for_home(ZeroOffloadStrategy)()
 
 
@@ -333,30 +334,30 @@ def test_an_old_one_stops_the_strategy_before_anything_is_built(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("device", "arguments", "words"),
     [
-        pytest.param(CPU, {}, r"needs a CUDA device, and this run is on 'cpu'; .*strategy\.allow_cpu=true", id="CPU"),
+        pytest.param(CPU, {}, ["CUDA", "'cpu'", "strategy.allow_cpu=true"], id="CPU"),
         pytest.param(
             CPU,
             {"allow_cpu": True, "cuda_only": "SuperOffload"},
-            r"^SuperOffload needs a CUDA device.*'cpu'",
+            ["SuperOffload ", "CUDA", "'cpu'"],
             id="CUDA only",
         ),
-        pytest.param(torch.device("mps", 0), {}, r"needs a CUDA device, and this run is on 'mps'", id="another"),
+        pytest.param(torch.device("mps", 0), {}, ["CUDA", "'mps'"], id="another"),
         pytest.param(
             torch.device("mps", 0),
             {"allow_cpu": True},
-            r"on 'cuda', or with allow_cpu on 'cpu'; not on 'mps'",
+            ["on 'cuda', or with allow_cpu on 'cpu'; not on 'mps'"],
             id="no CPU",
         ),
         pytest.param(
             torch.device("cuda", 1),
             {},
-            r"first device.*not on cuda:1; write CUDA_VISIBLE_DEVICES=1 and devices=1",
+            ["cuda:1", "write CUDA_VISIBLE_DEVICES=1 and devices=1"],
             id="second",
         ),
     ],
 )
-def test_a_device_is_refused_by_name(device: torch.device, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(CapabilityError, match=words):
+def test_a_device_is_refused_by_name(device: torch.device, arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CapabilityError, match=mentions(*words)):
         require_device(device, **{"allow_cpu": False, **arguments})
 
 
@@ -371,5 +372,5 @@ def test_another_accelerator_of_deepspeeds_is_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed's accelerator is CUDA here")
 def test_the_cpu_is_let_through_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"runs on the CPU \(allow_cpu=True\).*saves no memory here"):
+    with pytest.warns(UserWarning, match=mentions("CPU", "allow_cpu=True", "no memory")):
         require_device(CPU, allow_cpu=True)

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_solo.errors import CheckpointError
 from lightning_solo.zero.deepspeed_internals import flat_tensors, in_memory
 from lightning_solo.zero.states import ParameterStates, is_elementwise, read, write
+from tests.messages import mentions
 from tests.zero.engines import PLACES, arguments, engine_of, net, step_engine, step_plain, trained
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -210,7 +211,7 @@ def test_counts_that_differ_within_a_flat_tensor_are_refused(stage: int) -> None
             return {p: ParameterStates(masters[p], {}, {"step": torch.tensor(float(n))}) for p, n in steps.items()}
 
         a, b, other = module[2].weight, module[2].bias, module[0].weight
-        with pytest.raises(CheckpointError, match=r"counts 'step' apart.*from 3\.0 to 5\.0.*without the optimizer"):
+        with pytest.raises(CheckpointError, match=mentions("'step'", "from 3.0 to 5.0", "without the optimizer")):
             write(engine.optimizer, counted({a: 5, b: 3, other: 5}))
         assert all(torch.equal(found[p].master, before[p]) for p in before)  # nothing was written
         write(engine.optimizer, counted({a: 5, b: 5, other: 3}))  # of two flat tensors they may

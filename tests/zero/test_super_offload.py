@@ -36,6 +36,7 @@ from lightning_solo.zero.process import (
 )
 from lightning_solo.zero.run import EngineRun
 from lightning_solo.zero.super_offload import Worker
+from tests.messages import mentions
 from tests.zero.engines import batch, step_plain
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -204,7 +205,7 @@ def test_an_unused_parameter_is_named_and_with_clipping_it_steps(on_cpu: None) -
     module.uses_side = plain.uses_side = False
     with running(module) as run, pytest.raises(ConflictError) as raised:
         step(run, 0)
-    assert "side.weight, side.bias got no gradient" in str(raised.value)
+    assert "side.weight, side.bias" in str(raised.value)
     assert "Trainer(gradient_clip_val=...)" in str(raised.value)
     assert all(torch.isfinite(p).all() for p in module.parameters())
     module = Branches()
@@ -223,18 +224,18 @@ def test_an_unused_parameter_is_named_and_with_clipping_it_steps(on_cpu: None) -
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"betas": (0.5, 0.999)}, r"betas=\(0\.5, 0\.999\), before \(0\.9, 0\.999\).*cycle_momentum=False"),
-        ({"weight_decay": 0.2, "eps": 1e-3}, r"eps=0\.001, before 1e-08; weight_decay=0\.2, before 0\.1"),
+        ({"betas": (0.5, 0.999)}, ["betas=(0.5, 0.999), before (0.9, 0.999)", "cycle_momentum=False"]),
+        ({"weight_decay": 0.2, "eps": 1e-3}, ["eps=0.001, before 1e-08; weight_decay=0.2, before 0.1"]),
     ],
 )
-def test_an_option_that_the_worker_does_not_learn_of_is_named(change: dict[str, Any], words: str) -> None:
+def test_an_option_that_the_worker_does_not_learn_of_is_named(change: dict[str, Any], words: list[str]) -> None:
     """Without the engine: all that is looked at is the groups of an optimizer."""
     optimizer = adamw(Branches())
     worker = Worker(SimpleNamespace(optimizer=optimizer, clip_grad=1.0), {})
     optimizer.param_groups[0].update(lr=3.0, betas=[0.9, 0.999])  # a list: as a checkpoint may have it
     worker.before_step([])
     optimizer.param_groups[0].update(change)
-    with pytest.raises(ConflictError, match=words):
+    with pytest.raises(ConflictError, match=mentions(*words)):
         worker.before_step([])
 
 
@@ -285,34 +286,33 @@ def without_bias_correction(module: nn.Module) -> HostOptimizer:
             lambda module: host_optimizer(adamw(module), kind="deepspeed"),
             torch.bfloat16,
             True,
-            "SuperOffload and gradient accumulation or manual optimization: .*accumulate_grad_batches=1 without an"
-            " AccumulationSchedule, and automatic_optimization=True, or take the preset zero_offload",
+            ["SuperOffload and ", "accumulate_grad_batches=1", "automatic_optimization=True", "the preset zero_offload"],
             id="accumulation",
         ),
         pytest.param(
             lambda module: kept(adamw(module)),
             torch.bfloat16,
             False,
-            r"SuperOffload and AdamW: .*write torch\.optim\.AdamW and strategy\.host_optimizer=deepspeed, or",
+            ["SuperOffload and AdamW: ", "write torch.optim.AdamW and strategy.host_optimizer=deepspeed, or"],
             id="torch's own",
         ),
-        pytest.param(l2, torch.bfloat16, False, "SuperOffload and DeepSpeedCPUAdam: .*AdamW mode", id="L2"),
-        pytest.param(without_bias_correction, torch.bfloat16, False, "bias correction", id="no bias correction"),
+        pytest.param(l2, torch.bfloat16, False, ["SuperOffload and DeepSpeedCPUAdam: ", "AdamW mode"], id="L2"),
+        pytest.param(without_bias_correction, torch.bfloat16, False, ["bias correction"], id="no bias correction"),
         pytest.param(
             lambda module: host_optimizer(adamw(module), kind="deepspeed"),
             torch.float16,
             False,
-            "SuperOffload and fp16: .*precision=bf16-mixed",
+            ["SuperOffload and fp16: ", "precision=bf16-mixed"],
             id="a scaled loss",
         ),
     ],
 )
 def test_what_it_would_train_wrong_is_refused(
-    on_cpu: None, host: Callable[[nn.Module], HostOptimizer], dtype: torch.dtype, accumulates: bool, words: str
+    on_cpu: None, host: Callable[[nn.Module], HostOptimizer], dtype: torch.dtype, accumulates: bool, words: list[str]
 ) -> None:
     module, cores = Branches(), os.sched_getaffinity(0)
     run = EngineRun(module, dtype, CPU)
-    with pytest.raises(ConflictError, match=words):
+    with pytest.raises(ConflictError, match=mentions(*words)):
         run.train(configuration(), host(module), groups_of(adamw(module)), accumulates=accumulates)
     assert run.engine is None
     run.end()

@@ -18,6 +18,7 @@ from lightning_solo.zero.extension import what_is_missing
 from lightning_solo.zero.host_optimizer import HostOptimizer, host_optimizer
 from lightning_solo.zero.run import EngineRun
 from lightning_solo.zero.zenflow import SHARED, require_matrices, with_optimizer
+from tests.messages import lines_with, mentions
 from tests.zero.engines import batch, engine_of
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
@@ -121,9 +122,7 @@ def test_other_shapes_are_named(shape: tuple[int, ...]) -> None:
     module[1].odd = nn.Parameter(torch.zeros(shape))
     with pytest.raises(ConflictError) as raised:
         require_matrices(module)
-    assert f"zenflow and 1 parameters that are neither vectors nor matrices of several rows (1.odd {shape})" in str(
-        raised.value
-    )
+    assert lines_with(str(raised.value), "zenflow and 1 parameters", f"(1.odd {shape})")
     module[1].odd.requires_grad_(False)  # what is not trained has no gradient to select from
     require_matrices(module)
 
@@ -131,7 +130,7 @@ def test_other_shapes_are_named(shape: tuple[int, ...]) -> None:
 def test_of_many_the_first_five_are_named() -> None:
     module = nn.ModuleList([nn.Conv1d(2, 2, 2, bias=False) for _ in range(7)])
     with pytest.raises(
-        ConflictError, match=r"7 parameters.*\(0\.weight \(2, 2, 2\), .*4\.weight \(2, 2, 2\)\)"
+        ConflictError, match=mentions("7 parameters", "(0.weight (2, 2, 2), ", "4.weight (2, 2, 2))")
     ) as raised:
         require_matrices(module)
     assert "5.weight" not in str(raised.value)
