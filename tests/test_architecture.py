@@ -142,6 +142,35 @@ def test_no_file_outside_its_folder_names_a_technique() -> None:
     assert found == WORDS_IN_COMMON, "what others need to know of a technique stands in its card"
 
 
+SENTENCE = re.compile(r"(?:\b[A-Za-z']+[,;:]? ){4}[A-Za-z]+")
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    """Yield the string constants in an expression, but for reasons and names of a parametrization."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.keyword) and child.arg in ("id", "reason")):
+            yield from strings(child)
+
+
+def looked_for(path: Path) -> Iterator[str]:
+    """Yield what the tests of a file look for: in assertions, `pytest.raises` and its like, and parametrizations."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Assert(test=expected) | ast.withitem(context_expr=expected):
+                yield from strings(expected)
+            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[_, expected, *_]):
+                yield from strings(expected)
+
+
+def test_tests_look_for_class_option_and_remedy_and_for_no_sentence() -> None:
+    """A better sentence in a message breaks no test: none looks for more than four plain words in a row."""
+    files = (ROOT / "tests").rglob("*.py")
+    sentences = [f"{path.name}: {text}" for path in files for text in looked_for(path) if SENTENCE.search(text)]
+    assert not sentences, "write tests.messages.mentions(option, remedy)"
+
+
 def test_every_file_says_first_what_it_is_for() -> None:
     for path in [*FILES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]:
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no docstring"

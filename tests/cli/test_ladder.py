@@ -24,6 +24,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import composition
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.units import format_bytes
+from tests.messages import lines_with, mentions, nearest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = """
@@ -128,10 +129,10 @@ def test_killed_in_its_second_rung_it_goes_on_with_that(folder: Path, rows: dict
     assert begun == {**dict.fromkeys(RUNGS, 1), "bf16": 2}
     assert {row["status"] for name, row in rows.items() if name in RUNGS} == {"finished"}
     printed = (folder / "printed.txt").read_text()
-    assert "baseline: finished, by an earlier command" in printed
+    assert lines_with(printed, "baseline: finished", "earlier")
     (page,) = folder.glob("runs/ladder-*/report.html")
     assert f"report: {page.relative_to(folder)}" in printed
-    assert "; peak: resident set of the process" in printed or torch.cuda.is_available()
+    assert "resident set" in printed or torch.cuda.is_available()
 
 
 def test_each_technique_acted(rows: dict[str, Any], folder: Path) -> None:
@@ -142,7 +143,7 @@ def test_each_technique_acted(rows: dict[str, Any], folder: Path) -> None:
         (output,) = folder.glob(f"runs/ladder-*/{name}/output.log")
         assert "backward recomputes 3 Layer" in output.read_text()
     (output,) = folder.glob("runs/ladder-*/accumulation/output.log")
-    assert "AccumulationSchedule: 1 -> 4 batches per optimizer step" in output.read_text()
+    assert lines_with(output.read_text(), "AccumulationSchedule", "1 -> 4")
 
 
 def test_accumulation_sees_the_same_batch_in_parts(rows: dict[str, Any]) -> None:
@@ -154,7 +155,7 @@ def test_accumulation_sees_the_same_batch_in_parts(rows: dict[str, Any]) -> None
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there zero_offload runs")
 def test_what_this_machine_lacks_is_a_row(rows: dict[str, Any]) -> None:
     assert rows["zero_offload"]["status"] == "not run here"
-    assert rows["zero_offload"]["detail"].startswith("no CUDA device on this machine: strategy=zero_offload needs")
+    assert rows["zero_offload"]["detail"].startswith("no CUDA device")
     assert not any("+zero_offload" in name for name in rows)
 
 
@@ -179,14 +180,14 @@ def test_until_names_the_first_that_fits_and_its_command_trains(folder: Path, ro
     assert "their_project.Theirs" in line
     call(folder, *shlex.split(line)[1:], "trainer.max_steps=1", "run=trained")
     printed = call(folder, "ladder", *LADDER, "--until", f"{least - 1}B", code=1)
-    assert f"none fits in {format_bytes(least - 1)}; the smallest, " in printed
+    assert lines_with(printed, f"none fits in {format_bytes(least - 1)}")
 
 
 @pytest.mark.long
 def test_a_module_without_blocks_is_a_row_with_the_reason(folder: Path) -> None:
     options = ["+model.layers=0", "--techniques", "checkpointing", "--steps", "2", "run=flat"]
     printed = call(folder, "ladder", *MODULE, *options)
-    assert "checkpointing: failed: NothingToDoError: no repeated blocks in Theirs; there are net" in printed
+    assert lines_with(printed, "checkpointing: failed: NothingToDoError", "Theirs", "net")
     found = json.loads((folder / "runs/flat/ladder.json").read_text())["rows"]
     assert [row["status"] for row in found] == ["finished", "failed"]
     assert "output: runs/flat/checkpointing/output.log\n" in printed
@@ -196,30 +197,29 @@ def test_a_module_without_blocks_is_a_row_with_the_reason(folder: Path) -> None:
 # --- what is refused, and how ---
 
 BAD = {
-    "--steps=0": "--steps 0: must be an integer of at least 1, such as --steps 25",
-    "--steps=many": "--steps many: must be an integer of at least 1",
-    "--until=16GB": "--until '16GB': write a number above 0 and one of B, KiB, MiB, GiB, TiB, such as 16GiB",
-    "--until=-1GiB": "--until '-1GiB': write a number",
-    "--techniques=bf61": "no technique 'bf61'; did you mean 'bf16'? there are bf16, checkpointing",
-    "-m": "unrecognized arguments: -m; a ladder takes overrides as `lightning-solo train` does, --steps, --until",
-    "solo=checkpointing": "solo=checkpointing: the ladder chooses the presets, from `baseline` on; drop it",
-    "trainer.max_steps=3": "trainer.max_steps=3: every rung takes as many optimizer steps; write --steps 25",
-    "resume=auto": "resume=auto: a ladder always resumes where the same command stopped",
-    "hydra/launcher=basic": "hydra/launcher=basic: a ladder runs on hydra/launcher=solo",
-    "model.width=32,64": "'model.width=32,64' names several values; a ladder is of one module",
-    "nonsense": "not of the form key=value",
-    "model.widht=3": "model.widht=3: no 'widht' in model; did you mean 'width'?",
-    "model=nope": "model=nope: no model of that name; there are byte_gpt_124m",
-    "run=../x": "run='../x': must be 1 to 100 letters",
-    "+trainer.precision=16-mixed": "trainer.precision='16-mixed' and the preset's precision='32-true'",
+    "--steps=0": ["--steps 0:", "at least 1", "--steps 25"],
+    "--steps=many": ["--steps many:", "at least 1"],
+    "--until=16GB": ["--until '16GB':", "B, KiB, MiB, GiB, TiB", "16GiB"],
+    "--until=-1GiB": ["--until '-1GiB':", "16GiB"],
+    "--techniques=bf61": ["'bf61'", nearest("bf16"), "bf16, checkpointing"],
+    "-m": [": -m;", "lightning-solo train", "--steps", "--until"],
+    "solo=checkpointing": ["solo=checkpointing:", "baseline", "drop it"],
+    "trainer.max_steps=3": ["trainer.max_steps=3:", "write --steps 25"],
+    "resume=auto": ["resume=auto:", "ladder"],
+    "hydra/launcher=basic": ["hydra/launcher=basic:", "hydra/launcher=solo"],
+    "model.width=32,64": ["'model.width=32,64'", "ladder"],
+    "nonsense": ["key=value"],
+    "model.widht=3": ["model.widht=3:", nearest("width")],
+    "model=nope": ["model=nope:", "byte_gpt_124m"],
+    "run=../x": ["run='../x':", "1 to 100"],
+    "+trainer.precision=16-mixed": ["trainer.precision='16-mixed'", "precision='32-true'"],
 }
 
 
 @pytest.mark.parametrize("argument", BAD)
 def test_bad_command_lines(argument: str) -> None:
-    with pytest.raises(SoloError) as refused:
+    with pytest.raises(SoloError, match=mentions(*BAD[argument])):
         compose_base(parse([argument]))
-    assert BAD[argument] in str(refused.value)
 
 
 def prepared(name: str, *overrides: str, steps: int = 2) -> Any:
@@ -228,11 +228,11 @@ def prepared(name: str, *overrides: str, steps: int = 2) -> Any:
 
 
 def test_a_choice_of_the_ladders_own_is_refused_with_the_techniques() -> None:
-    with pytest.raises(PresetError, match=r"solo.precision is set twice"):
+    with pytest.raises(PresetError, match=mentions("solo.precision")):
         prepared("bf16", "solo.precision=16-mixed")
     with pytest.raises(ConflictError, match=r"trainer.precision"):
         prepared("bf16", "+trainer.precision=16-mixed")
-    with pytest.raises(PresetError, match=r"did you mean 'every_k'"):
+    with pytest.raises(PresetError, match=nearest("every_k")):
         prepared("checkpointing", "solo.callback.activation_checkpointing.every_q=2")
 
 
@@ -271,7 +271,7 @@ def test_the_folder_is_found_again_by_what_is_asked(tmp_path: Path) -> None:
 
 def test_the_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(CheckpointError, match=r"holds something else than a ladder; give another name: run="):
+    with pytest.raises(CheckpointError, match=mentions(str(tmp_path), "run=")):
         claim(SweepFolder(tmp_path), parse([]), "lightning-solo ladder")
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
@@ -280,5 +280,5 @@ def test_a_module_without_data_is_refused(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(folder)
     target = "model._target_=their_project.WithoutLoader"
     asked = prepared("", "model=custom", target, "allow=[their_project]", "data=none").argument
-    with pytest.raises(PresetError, match=r"data: none, and WithoutLoader has no train_dataloader; give it one, or"):
+    with pytest.raises(PresetError, match=mentions("data", "WithoutLoader", "train_dataloader")):
         rung(asked)

@@ -30,6 +30,7 @@ from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture
 from lightning_solo.units import GiB
+from tests.messages import lines_with, mentions, nearest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = """
@@ -131,9 +132,9 @@ def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path)
     # fp32: 16 * 64 + 64 + 64 + 1 = 1153 weights, AdamW's states twice that and its 4 counters of steps
     assert only["breakdown"]["weights"] == 4 * 1153
     assert only["breakdown"]["optimizer_states"] == 8 * 1153 + 4 * 4
-    assert found["not_planned"]["checkpointing"].startswith("no repeated blocks in Theirs")
+    assert "Theirs" in found["not_planned"]["checkpointing"]
     assert found["command"] == shlex.join(["lightning-solo", "plan", *asked])
-    assert f"train with it: {shlex.join(['lightning-solo', 'train', *asked[:4], 'solo=bf16'])}" in found["advice"]
+    assert shlex.join(["lightning-solo", "train", *asked[:4], "solo=bf16"]) in found["advice"]
     assert done.stderr.splitlines()[-1] == "imported: altair"
     with Image.open(tmp_path / "new" / "p.png") as png:
         assert png.width >= 1600
@@ -156,25 +157,25 @@ def test_json_is_the_planners_answer(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["model.depth=2", *CARD, "--presets", "bf16,fp16", "--budget", "700MiB"]
     out, err = called(capsys, *asked)
-    lines = out.splitlines()
-    assert lines[0].startswith("rtx_4090, 700.00 MiB; batches of 16; needed: of the device with the CUDA context")
-    assert lines[2].split() == ["preset", "verdict", "peak", "needed", "host", "step", "batch", "peak", "in"]
-    assert re.fullmatch(r"bf16 +fits +\d+\.\d\d MiB +\d{3}\.00 MiB +1\.00 x +\d+ forward *", lines[3])
-    assert re.fullmatch(r"bf16 +[WGOA]+[WGOATX]*-+ *\| +\d{3}\.00 MiB", lines[6])
-    assert "  A activations  " in lines[8]
-    assert "assumed: 16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped (fp16)" in lines
-    assert out.count("of CUDA context") == 1
-    assert lines[-1] == "train with it: lightning-solo train model.depth=2 solo=bf16"
+    printed = out.splitlines()
+    assert lines_with(printed[0], "rtx_4090", "700.00 MiB", "batches of 16")
+    assert printed[2].split() == ["preset", "verdict", "peak", "needed", "host", "step", "batch", "peak", "in"]
+    assert re.fullmatch(r"bf16 +fits +\d+\.\d\d MiB +\d{3}\.00 MiB +1\.00 x +\d+ forward *", printed[3])
+    assert re.fullmatch(r"bf16 +[WGOA]+[WGOATX]*-+ *\| +\d{3}\.00 MiB", printed[6])
+    assert "  A activations  " in printed[8]
+    assert lines_with(out, "assumed: ", "16-mixed", "bf16-mixed", "(fp16)")
+    assert len(lines_with(out, "assumed: ", "CUDA context")) == 1
+    assert printed[-1].endswith(": lightning-solo train model.depth=2 solo=bf16")
     assert re.match(r"bf16: fits, \d+\.\d\d MiB\nfp16: fits, ", err)
 
 
 @pytest.mark.long
 def test_none_fits_names_the_nearest_and_a_smaller_batch(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = called(capsys, *CARD, "data.batch_size=64", "solo=bf16", "--budget", "550MiB", code=1)
-    said = re.search(r"none fits in 550.00 MiB; the nearest, bf16, needs (\S+) MiB, (\S+) MiB more", out)
+    said = re.search(r"550.00 MiB.*bf16,.* (\S+) MiB, (\S+) MiB more", out)
     assert said is not None
     assert float(said[1]) - float(said[2]) == pytest.approx(550)
-    again = re.search(r"fits with batches of (\d+); train with it: lightning-solo train (.*)", out)
+    again = re.search(r"batches of (\d+);.*lightning-solo train (.*)", out)
     assert again is not None
     assert again[2] == f"data.batch_size={again[1]} solo=bf16"
     called(capsys, *CARD, again[2].split()[0], "solo=bf16", "--budget", "550MiB")
@@ -184,8 +185,8 @@ def test_none_fits_names_the_nearest_and_a_smaller_batch(capsys: pytest.CaptureF
 def test_without_a_gpu_and_without_a_device_it_is_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = called(capsys, "--presets", "bf16,zero_offload")
     assert out.startswith("cpu, ")
-    assert "zero_offload: not planned: strategy=zero_offload needs a CUDA device" in out
-    assert "zero_offload: could not be planned" in err
+    assert lines_with(out, "zero_offload: ", "strategy=zero_offload", "CUDA")
+    assert lines_with(err, "zero_offload: ", "planned")
 
 
 @pytest.mark.long
@@ -235,7 +236,7 @@ def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[s
     assert re.search(r"^zero_offload +does not fit ", out, re.MULTILINE)
     said = r"(\S+ MiB on the host, which has 1\.00 MiB)"
     assert re.search(rf"^zero_offload: does not fit: {said}$", out, re.MULTILINE)
-    assert re.search(rf"^none fits in 23\.52 GiB; the nearest, zero_offload, needs \S+ MiB, and {said}$", out, re.M)
+    assert re.search(rf"^none fits in 23\.52 GiB.*zero_offload,.* {said}$", out, re.M)
     out, _ = called(capsys, *asked)
     assert f"assumed: {HOST_NOT_JUDGED}" in out.splitlines()
     assert re.search(r"^zero_offload +fits ", out, re.MULTILINE)
@@ -243,7 +244,7 @@ def test_host_memory_is_judged_where_it_is_known(capsys: pytest.CaptureFixture[s
 
 def test_a_budget_above_the_memory_of_the_device_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     _, err = called(capsys, "solo=baseline", "--budget", "1024TiB", code=2)
-    assert re.search(r"--budget 1048576\.00 GiB: .* has \d.*; write less, or drop it for all of that", err)
+    assert re.search(r"--budget 1048576\.00 GiB: .*\d.*; write less", err)
 
 
 def test_calibrating_says_what_was_read_and_where_it_is(
@@ -252,15 +253,17 @@ def test_calibrating_says_what_was_read_and_where_it_is(
     readings = Readings("2026-11-22", {"fp16": 3.25e13, "bf16": None}, 1.6e11, 5e9, 200 * 2**20, 16 * 2**20)
     monkeypatch.setattr(calibrate, "calibrate", lambda: (calibrated(device("t4"), readings), readings, Path("it.json")))
     out, _ = called(capsys, "--calibrate")
-    assert [" ".join(line.split()) for line in out.splitlines()] == [
-        "Tesla T4, measured on 2026-11-22",
-        "fp16 product 32.50 TFLOP/s 50% of 65",
-        "copy 160.0 GB/s 50% of 320",
-        "from pinned host memory 5.0 GB/s",
-        "CUDA context 200.00 MiB",
-        "workspace 16.00 MiB",
-        "kept for plans for the device that is here: it.json",
-    ]
+    for words in (
+        ("Tesla T4", "2026-11-22"),
+        ("fp16", "32.50 TFLOP/s", "50% of 65"),
+        ("copy", "160.0 GB/s", "50% of 320"),
+        ("host", "5.0 GB/s"),
+        ("context", "200.00 MiB"),
+        ("workspace", "16.00 MiB"),
+        ("it.json",),
+    ):
+        assert len(lines_with(out, *words)) == 1, words
+    assert len(out.splitlines()) == 7
     out, _ = called(capsys, "--calibrate", "--json")
     told = json.loads(out)
     assert (told["device"], told["file"], told["context_bytes"]) == ("Tesla T4", "it.json", 200 * 2**20)
@@ -321,71 +324,68 @@ def test_assumptions_once_each_and_the_command_has_the_micro_batch() -> None:
     assert assumptions([SAMPLE, other]) == ["assumed: a (bf16)", "assumed: b", "assumed: c (b)"]
     checked, _, _ = compose(parse(["solo=bf16", "data.batch_size=16"]))
     said = what_to_write([replace(SAMPLE, micro_batch=4, verdict="tight")], ["data.batch_size=16"], checked)
-    assert said.startswith(
-        "bf16 fits, 4.00 GiB are left: tight; the device will show 13.00 GiB as taken. bf16 mixed precision"
-    )
-    assert said.endswith("train with it: lightning-solo train data.batch_size=4 solo=bf16")
+    assert lines_with(said, "bf16 fits", "4.00 GiB", "tight", "13.00 GiB")
+    assert said.endswith(": lightning-solo train data.batch_size=4 solo=bf16")
 
 
 # --- what is refused, and how ---
 
 BAD = {
-    "--budget=0": "--budget '0': write a number above 0 and one of B, KiB, MiB, GiB, TiB, such as 16GiB",
-    "--budget=-1": "--budget '-1': write a number",
-    "--budget=16 gigs": "--budget '16 gigs': write a number",
-    "--device=rtx-4091": "device='rtx-4091': no device of that name; did you mean 'rtx_4090'? there are",
-    "--device=rtx-4090 --budget=64GiB": "--budget 64GiB: NVIDIA GeForce RTX 4090 has 23.52 GiB",
-    "--micro-batch=0": "--micro-batch 0: must be an integer of at least 1",
-    "--micro-batch=two": "--micro-batch two: must be an integer",
-    "--presets=bf61": "--presets bf61: no preset 'bf61'; did you mean 'bf16'? there are accumulation, baseline",
-    "--presets=": "--presets : no preset ''",
-    "--presets=auto": "--presets auto: auto trains with what a plan picks",
-    "--host-memory=64": "--host-memory '64': write a number above 0",
-    "--calibrate --device=t4 solo=bf16": "--calibrate and --device=t4 solo=bf16: it measures the device that is here",
-    "solo=bf61": "solo=bf61: no preset 'bf61'; did you mean 'bf16'?",
-    "solo=bf16 --presets=fp16": "solo=bf16 and --presets fp16: keep one",
-    "solo=bf16,fp16": "'solo=bf16,fp16' names several values; a plan is of one module: write --presets a,b",
-    "model.width=32,64": "'model.width=32,64' names several values; a plan is of one module: give one value",
-    "--picture=plan.jpg": "--picture plan.jpg: must be the name of a PNG file, such as --picture plan.png",
-    "-m": "unrecognized arguments: -m; a plan takes overrides as `lightning-solo train` does, --device, --budget",
-    "run=first": "run=first: a plan writes no run; drop it",
-    "resume=auto": "resume=auto: a plan resumes nothing",
-    "hydra/launcher=basic": "hydra/launcher=basic: a plan runs no job",
-    "nonsense": "not of the form key=value",
-    "model.widht=3": "model.widht=3: no 'widht' in model; did you mean 'width'?",
-    "model=nope": "model=nope: no model of that name; there are byte_gpt_124m",
-    "model=custom": "model._target_",
-    "seed=1 seed=2": "seed is set twice",
-    "+trainer.callbacks=[]": "trainer.callbacks=[]: callbacks belong to the preset",
+    "--budget=0": ["--budget '0':", "B, KiB, MiB, GiB, TiB", "16GiB"],
+    "--budget=-1": ["--budget '-1':", "16GiB"],
+    "--budget=16 gigs": ["--budget '16 gigs':", "16GiB"],
+    "--device=rtx-4091": ["device='rtx-4091':", nearest("rtx_4090"), "a100_80gb"],
+    "--device=rtx-4090 --budget=64GiB": ["--budget 64GiB:", "NVIDIA GeForce RTX 4090", "23.52 GiB"],
+    "--micro-batch=0": ["--micro-batch 0:", "at least 1"],
+    "--micro-batch=two": ["--micro-batch two:", "integer"],
+    "--presets=bf61": ["--presets bf61:", nearest("bf16"), "accumulation, baseline"],
+    "--presets=": ["--presets :", "''"],
+    "--presets=auto": ["--presets auto:"],
+    "--host-memory=64": ["--host-memory '64':", "16GiB"],
+    "--calibrate --device=t4 solo=bf16": ["--calibrate and --device=t4 solo=bf16:"],
+    "solo=bf61": ["solo=bf61:", nearest("bf16")],
+    "solo=bf16 --presets=fp16": ["solo=bf16 and --presets fp16:", "keep one"],
+    "solo=bf16,fp16": ["'solo=bf16,fp16'", "write --presets a,b"],
+    "model.width=32,64": ["'model.width=32,64'", "give one value"],
+    "--picture=plan.jpg": ["--picture plan.jpg:", "--picture plan.png"],
+    "-m": [": -m;", "lightning-solo train", "--device", "--budget"],
+    "run=first": ["run=first:", "drop it"],
+    "resume=auto": ["resume=auto:", "plan"],
+    "hydra/launcher=basic": ["hydra/launcher=basic:", "plan"],
+    "nonsense": ["key=value"],
+    "model.widht=3": ["model.widht=3:", nearest("width")],
+    "model=nope": ["model=nope:", "byte_gpt_124m"],
+    "model=custom": ["model._target_"],
+    "seed=1 seed=2": ["seed ", "twice"],
+    "+trainer.callbacks=[]": ["trainer.callbacks=[]:", "preset"],
 }
 
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_command_lines(line: str) -> None:
-    with pytest.raises(SoloError) as refused:
+    with pytest.raises(SoloError, match=mentions(*BAD[line])):
         compose(parse([line] if "gigs" in line else line.split()))
-    assert BAD[line] in str(refused.value)
 
 
 def test_a_refusal_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = called(capsys, "--budget", "16 gigs", "--json", code=2)
     assert out == ""
-    assert err.startswith(f"lightning-solo: {BAD['--budget=16 gigs']}")
+    assert err.startswith("lightning-solo: --budget '16 gigs'")
 
 
 def test_a_preset_that_refuses_an_override_leaves_the_others() -> None:
     _, presets, refused = compose(parse(["--presets", "bf16,accumulation", "solo.accumulate_grad_batches=2"]))
     assert list(presets) == ["bf16"]
     assert presets["bf16"].accumulate_grad_batches == 2
-    assert "callback.accumulation_schedule sets the factor itself" in str(refused["accumulation"])
+    assert "callback.accumulation_schedule" in str(refused["accumulation"])
     _, presets, refused = compose(parse(["--presets", "bf16,fp16", "+trainer.precision=bf16-mixed"]))
     assert list(presets) == ["bf16"]
-    assert "trainer.precision='bf16-mixed' and the preset's precision='16-mixed'" in str(refused["fp16"])
+    assert lines_with(str(refused["fp16"]), "trainer.precision='bf16-mixed'", "precision='16-mixed'")
 
 
 def test_a_model_that_depends_on_the_preset_is_planned_one_at_a_time() -> None:
     depends = [*THEIRS, "+model.precision=${solo.precision}"]
-    with pytest.raises(SoloError, match=r"differ between the presets bf16 and bf16_true; plan one at a time: solo="):
+    with pytest.raises(SoloError, match=mentions("bf16 and bf16_true", "solo=")):
         compose(parse(["--presets", "bf16,checkpointing,bf16_true", *depends]))
     checked, _, _ = compose(parse(["solo=bf16_true", *depends]))
     assert checked.model["precision"] == "bf16-true"

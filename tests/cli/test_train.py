@@ -22,7 +22,7 @@ from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.train import build_parts, csv_logger, first_batch
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import compose
-from tests.messages import mentions
+from tests.messages import lines_with, mentions, nearest
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=2"]
@@ -147,8 +147,7 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     assert steps_of(folder) == 4
 
     again = train(tmp_path, *QUICK, "run=first", code=2)
-    assert "holds a run already" in again
-    assert "resume=auto" in again
+    assert lines_with(again, "first", "resume=auto")
 
     same = [*QUICK, "run=first", "resume=auto", "trainer.val_check_interval=2"]
     changed = train(tmp_path, *same, "optimizer.lr=1e-5", "trainer.max_steps=6", code=2)  # row 29
@@ -211,17 +210,17 @@ def test_a_sweep(tmp_path: Path) -> None:
     widths = [OmegaConf.load(tmp_path / "runs" / "sweep" / str(n) / "config.yaml").model.width for n in range(4)]
     assert widths == [32, 64, 32, 64]
     outputs = [(tmp_path / "runs" / "sweep" / str(n) / "output.log").read_text() for n in range(4)]
-    assert ["optimizer steps in" in text for text in outputs] == [True] * 4
+    assert ["2 optimizer steps" in text for text in outputs] == [True] * 4
     assert output.count(": finished") == 4
     again = train(tmp_path, *small, "-m", "run=sweep", "solo=baseline,bf16", "model.width=32,64")
-    assert again.count("finished, by an earlier command") == 4
+    assert len(lines_with(again, "finished", "earlier")) == 4
     shown = command_output(tmp_path, "results", "runs/sweep", "--csv", "-")
     rows = list(csv.DictReader(shown.splitlines()))
     assert [(row["job"], row["status"], row["steps"]) for row in rows] == [(str(n), "finished", "2") for n in range(4)]
     assert all(float(row["loss"]) == float(row["train/loss"]) for row in rows)
-    assert "best in loss against" in command_output(tmp_path, "results", "runs/sweep", "--sort", "loss")
+    assert "best in loss" in command_output(tmp_path, "results", "runs/sweep", "--sort", "loss")
     assert "there are runs/sweep" in command_output(tmp_path, "results", "runs", code=2)
-    assert "did you mean 'loss'" in command_output(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
+    assert nearest("loss") in command_output(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
 
 
 @pytest.mark.long
@@ -252,7 +251,7 @@ def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Pat
     train(tmp_path, *arguments)
     assert steps_of(folder) == 800
     said = (folder / "output.log").read_text()
-    assert "Restoring states from the checkpoint" in said
+    assert lines_with(said, "Restoring", "last.ckpt")
 
 
 MINE = """
@@ -305,8 +304,7 @@ def test_a_module_of_ones_own_as_in_help(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
     output = train(tmp_path, *QUICK, "solo=fp16", code=2)
-    assert "precision=16-mixed needs a CUDA device" in output
-    assert "'bf16'" in output
+    assert lines_with(output, "precision=16-mixed", "CUDA", "'bf16'")
     assert "Traceback" not in output
 
 
@@ -318,5 +316,5 @@ def test_a_refused_resume_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> Non
     assert "last.ckpt" in saved
     other = ["solo.strategy.moment_bits=32", "resume=override", "trainer.max_steps=9"]
     refused = train(tmp_path, *[text for text in compact if "max_steps" not in text], *other, code=2)
-    assert "master_bits and moment_bits of the file" in refused
+    assert lines_with(refused, "master_bits", "moment_bits")
     assert {name: (tmp_path / "runs" / "first" / "checkpoints" / name).read_bytes() for name in saved} == saved

@@ -48,7 +48,7 @@ def test_a_list_of_tensors_changed_in_place_is_noticed_by_autograd():
     with torch.no_grad():
         torch._foreach_add_([weight], 1.0)
     assert weight._version == 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
 
 
@@ -56,7 +56,7 @@ def test_more_memory_than_there_is():
     torch.cuda.empty_cache()
     with device.memory_of(torch.cuda.memory_reserved() + 40 * 2**20):
         kept = torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
         del kept
         torch.empty(40 * 2**20, dtype=torch.uint8, device="cuda")  # what is cached is given back for it
@@ -97,7 +97,7 @@ def drawn(state: torch.Tensor) -> torch.Tensor:
 
 def test_tensors_of_two_devices_are_refused():
     values = torch.ones(3, device="cuda")
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+    with pytest.raises(RuntimeError, match="same device"):
         values + torch.ones(3)
     assert torch.equal((values + torch.tensor(1.0)).cpu(), torch.full((3,), 2.0))  # a number may come from anywhere
     assert values[torch.tensor([0, 2])].shape == (2,)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.messages import lines_with
 from tests.simcuda import build
 
 pytestmark = pytest.mark.simcuda
@@ -46,7 +47,7 @@ def test_without_a_compiler_tests_are_skipped_with_the_reason(pytester_run: Run,
     done = pytester_run(TEST, *PLUGIN, XDG_CACHE_HOME=str(tmp_path / "cache"), CXX="no-such-compiler")
     assert done.returncode == 0
     assert "2 skipped" in done.stdout
-    assert "no simulated CUDA device: no C++ compiler" in done.stdout
+    assert "no C++ compiler" in done.stdout
 
 
 def test_sources_that_do_not_compile_name_both_versions_of_torch(pytester_run: Run, tmp_path: Path):
@@ -55,14 +56,14 @@ def test_sources_that_do_not_compile_name_both_versions_of_torch(pytester_run: R
     compiler.chmod(0o755)
     done = pytester_run(TEST, *PLUGIN, XDG_CACHE_HOME=str(tmp_path / "cache"), CXX=str(compiler))
     assert "2 skipped" in done.stdout
-    assert f"written for torch {build.WRITTEN_FOR}, and doesn't compile for torch" in done.stdout
+    assert lines_with(done.stdout, f"written for torch {build.WRITTEN_FOR}", "compile for torch")
     assert "no member named record" in done.stdout
 
 
 def test_with_torch_imported_already():
     done = run("-c", "import torch; from tests.simcuda import device; device.install()")
     assert done.returncode
-    assert "torch is imported already" in done.stderr.splitlines()[-1]
+    assert "imported already" in done.stderr.splitlines()[-1]
 
 
 def test_a_torch_with_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,4 +124,4 @@ def test_pytest_gets_the_plugin(tmp_path: Path):
 def test_without_a_device_to_be_had(tmp_path: Path):
     done = run("-m", "tests.simcuda", "x.py", XDG_CACHE_HOME=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2
-    assert "no simulated CUDA device: no C++ compiler" in done.stderr
+    assert "no C++ compiler" in done.stderr

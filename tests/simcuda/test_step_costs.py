@@ -16,6 +16,7 @@ from lightning_solo.errors import GradientError
 from lightning_solo.optim import CompactAdamW, GradientRelease, staging
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.gpu_kernel import TritonKernels
+from tests.messages import mentions
 from tests.simcuda import device
 
 pytestmark = pytest.mark.simcuda
@@ -230,7 +231,7 @@ def test_nothing_is_touched_though_the_host_learns_of_it_last(way: str, bad: flo
     window()
     before = [x.clone() for x in everything(module, optimizer)]
     cure = poisoned(module, bad)
-    with pytest.raises(GradientError, match=r"2\.weight is not finite; no weight has been touched"):
+    with pytest.raises(GradientError, match=mentions("2.weight", "not finite", "no weight")):
         window()
     for one, other in zip(everything(module, optimizer), before, strict=True):
         assert torch.equal(one, other)  # counts of steps too
@@ -246,7 +247,7 @@ def test_a_gradient_used_in_backward_is_named_at_the_end_of_the_window() -> None
     release = GradientRelease(CompactAdamW(module.named_parameters(), lr=1e-2))
     cure = poisoned(module, float("nan"))
     module(next(batches(1))).float().square().mean().backward()
-    with pytest.raises(GradientError, match=r"2\.weight is not finite; it and others have been stepped"):
+    with pytest.raises(GradientError, match=mentions("2.weight", "not finite", "stepped")):
         release.step()
     cure()
     with torch.no_grad():
@@ -297,7 +298,7 @@ def test_a_fall_back_flags_nothing_where_nothing_was_stepped(monkeypatch: pytest
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
     cure = poisoned(module, float("nan"))
     module(next(batches(1))).float().square().mean().backward()
-    with pytest.raises(GradientError, match="no weight has been touched"):
+    with pytest.raises(GradientError, match="not finite"):
         optimizer.step()
     cure()
     optimizer.zero_grad()

@@ -153,7 +153,7 @@ def test_what_can_not_be_carried_is_refused_before_anything_runs(tmp_path: Path)
     )
     done = run(tmp_path, "train.py")
     assert done.returncode == 1
-    assert "can't be handed to another process" in done.stderr
+    assert "another process" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "multirun").glob("*"))
 

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.results import read
+from tests.messages import lines_with, mentions
 from tests.sweeps.applications import (
     TRAIN,
     begun,
@@ -47,7 +48,7 @@ def test_a_full_disk_ends_the_sweep_and_with_room_it_goes_on(tmp_path: Path) -> 
     ]
     subprocess.run(["unshare", "-rm", "sh", "-c", "\n".join(lines)], cwd=tmp_path, env=environment(), check=True)
     told = (tmp_path / "told.txt").read_text()
-    assert "[Errno 28] No space left on device; make room there and give the same command again" in told
+    assert lines_with(told, "[Errno 28]", "make room", "same command")
     assert "Traceback" not in told
     assert starts(tmp_path / "first") == {1: 1, 2: 1}
     again = starts(tmp_path)[2]  # a file system may have room for a last small file
@@ -66,7 +67,7 @@ def test_a_result_that_can_not_be_written_is_a_failure_that_says_so(tmp_path: Pa
     script = TRAIN.replace("    return cfg.n * 1.5", f"    {once}\n    return 'x'").replace("class Model:", ONCE)
     sweep(tmp_path, "n=1", script=script, code=1)
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
-    assert (row.status, row.detail) == ("failed", "OSError: its result: [Errno 28] no room")
+    assert (row.status, lines_with(row.detail, "OSError: ", "[Errno 28] no room")) == ("failed", [row.detail])
 
 
 ONCE = """
@@ -86,9 +87,9 @@ def test_a_row_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypat
     jobs = plain_jobs(tmp_path, 4)
     with monkeypatch.context() as patched:
         patched.setattr("lightning_solo.sweeps.results.append", no_room)
-        with pytest.raises(CheckpointError, match=r"results.jsonl: \[Errno 28\] No space left .*; make room there"):
+        with pytest.raises(CheckpointError, match=mentions("results.jsonl", "[Errno 28]", "make room")):
             plain_sweep(tmp_path, parallel=2).run(jobs)
-        with pytest.raises(CheckpointError, match="make room there"):  # nothing to run, and no row of what ran
+        with pytest.raises(CheckpointError, match="make room"):  # nothing to run, and no row of what ran
             plain_sweep(tmp_path).run(jobs[:2])
     assert begun(tmp_path) == [0, 1]
     rows = plain_sweep(tmp_path).run(jobs)

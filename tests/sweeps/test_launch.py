@@ -16,6 +16,7 @@ from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.launch import job_return, quoted, refuse_count, sweep_dir
 from lightning_solo.sweeps.results import Row
+from tests.messages import mentions
 
 APPLICATION = Application("train", "/a/train.py", "train", 1, (), ())
 
@@ -49,11 +50,11 @@ def config(target: str, *overrides: str, **params: str) -> Any:
 def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
     basic = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
     refuse_count(config(basic, "a=1,2", "b=range(5)"), 10)
-    with pytest.raises(PresetError, match=r"this sweep has 10 jobs \(5 x 2\)"):
+    with pytest.raises(PresetError, match=mentions("10 jobs (5 x 2)")):
         refuse_count(config(basic, "a=1,2", b="range(5)"), 9)
-    with pytest.raises(PresetError, match=r"a: an empty range, 0 jobs; write for example a=range\(1,5\)"):
+    with pytest.raises(PresetError, match=mentions("a: ", "a=range(1,5)")):
         refuse_count(config(basic, "a=range(5,5)"), 9)
-    with pytest.raises(PresetError, match=r"a step of 0; write for example range\(1,5,1\)"):
+    with pytest.raises(PresetError, match=mentions("step of 0", "range(1,5,1)")):
         refuse_count(config(basic, "a=range(1,5,0)"), 9)
     refuse_count(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
 
@@ -77,12 +78,12 @@ def test_any_sweeper_is_told_a_value_or_the_error() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("parallel", 0, "must be 1 or more"),
-        *((name, -1, "must be 0 or more") for name in ("retries", "grace_s", "output_mib", "tail_lines")),
-        ("timeout_s", -1.0, "must be positive"),
-        ("rerun", "some", "must be one of never, failed, all"),
+        ("parallel", 0, "1 or more"),
+        *((name, -1, "0 or more") for name in ("retries", "grace_s", "output_mib", "tail_lines")),
+        ("timeout_s", -1.0, "positive"),
+        ("rerun", "some", "never, failed, all"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(name: str, value: Any, said: str) -> None:
-    with pytest.raises(PresetError, match=f"hydra.launcher.{name}={value!r}: {said}"):
+    with pytest.raises(PresetError, match=mentions(f"hydra.launcher.{name}={value!r}: ", said)):
         Settings(**{name: value})

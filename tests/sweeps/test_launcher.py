@@ -17,6 +17,7 @@ import pytest
 from lightning_solo.processes import is_running
 from lightning_solo.sweeps.results import read
 from tests.conftest import long
+from tests.messages import lines_with
 from tests.sweeps.applications import THREAD, TRAIN, command, environment, popen, starts, sweep, sweep_folder
 
 KINDS = ["fine", "raise", "segfault", "killed", "exit_3", "exit_0", "memory", "cuda", "object"]
@@ -50,13 +51,13 @@ def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> No
     assert {row.overrides[0].removeprefix("kind="): row.status for row in rows} == EXPECTED
     assert starts(tmp_path) == {1: 9, 2: 9}
     assert [row.returned for row in rows if row.overrides[0] == "kind=fine"] == [1.5, 3.0]
-    assert {row.detail for row in rows if row.overrides[0] == "kind=object"} == {"returned a Model, which is not kept"}
-    assert "14 of 18 jobs did not finish" in done.stderr
+    assert {"Model" in row.detail for row in rows if row.overrides[0] == "kind=object"} == {True}
+    assert "14 of 18 jobs" in done.stderr
     for number in (row.number for row in rows if row.status != "finished"):  # all failures are named, not the first
         assert f"{number}/output.log" in done.stderr
     assert "ValueError: bad luck" in done.stderr
     assert '    raise ValueError("bad luck")' in done.stderr  # the end of its output
-    assert "the same command with hydra.launcher.rerun=failed" in done.stderr
+    assert "hydra.launcher.rerun=failed" in done.stderr
     crashed = next(row for row in rows if row.status == "crashed")
     assert " in do" in (tmp_path / crashed.folder / "output.log").read_text()  # where it was
 
@@ -157,7 +158,7 @@ def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
     assert row.returned <= 2 * 2**20
     output = sweep_folder(tmp_path) / "0" / "output.log"
     assert output.stat().st_size <= 2 * 2**20
-    assert "this is its end" in output.read_text()[:200]
+    assert "its end" in output.read_text()[:200]
     assert output.read_text().endswith("yyy the last word\n")
 
 
@@ -184,7 +185,7 @@ def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
 def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2")
     done = sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
-    assert done.stdout.count("runs again, from the beginning; its former folder is renamed") == 2
+    assert len(lines_with(done.stdout, "runs again", "renamed")) == 2
     assert starts(tmp_path) == {1: 2, 2: 2}
     assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == [
         "0",
@@ -276,7 +277,7 @@ def test_if_the_process_between_dies_its_jobs_do_and_the_same_command_resumes(tm
         os.kill(server, signal.SIGKILL)
         _, said = process.communicate(timeout=500)
     assert process.returncode == 1
-    assert "the process that starts the jobs died" in said
+    assert "died" in said
     assert "Traceback" not in said
     until(lambda: not is_running(job))
     (tmp_path / "go").touch()
@@ -296,7 +297,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=500)
     assert process.returncode == 130
-    assert "interrupted with 0 of 3 jobs done; the same command resumes" in said
+    assert lines_with(said, "interrupted", "0 of 3 jobs", "same command")
     assert "Traceback" not in said
     (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
     assert row.status == "interrupted"
@@ -354,7 +355,7 @@ def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
     [
         (["n=range(1000)", "sleep=range(1000)"], "1,000,000 jobs (1000 x 1000), and hydra.launcher.max_jobs=1,000"),
         (["n=1", "hydra.launcher.parallel=0"], "hydra.launcher.parallel=0: must be 1 or more"),
-        (["n=1", "hydra.sweep.subdir=../outside"], "which is not below"),
+        (["n=1", "hydra.sweep.subdir=../outside"], "/outside"),
         (["m=1,2"], "m"),
     ],
 )
@@ -396,7 +397,7 @@ DIES = "if __name__ != '__main__':\n    os._exit(5)\n\nclass Model:"
     ("old", "new", "said"),
     [
         ("class Model:", NOT_HERE, "not here"),
-        ("class Model:", DIES, "the process that starts the jobs died"),
+        ("class Model:", DIES, " died"),
     ],
     ids=["import fails", "import ends the process"],
 )

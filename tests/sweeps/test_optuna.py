@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.messages import lines_with, nearest
+
 pytest.importorskip("optuna")
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -217,8 +219,8 @@ def test_failing_trials_are_marked_and_named_at_the_end_only(tmp_path: Path) -> 
     }
     assert len(trials(tmp_path)) == 10
     failed = [row for row in rows(tmp_path) if row.status != "finished"]
-    assert done.stderr.count("jobs did not finish") == 1
-    assert f"{len(failed)} of 10 jobs did not finish" in done.stderr
+    assert done.stderr.count(" of 10 jobs") == 1
+    assert f"{len(failed)} of 10 jobs" in done.stderr
     assert "ValueError: bad luck" in done.stderr
     assert "rerun=failed" not in done.stderr  # which this sweeper refuses
 
@@ -334,19 +336,19 @@ def test_another_search_in_the_same_folder_is_refused_with_every_difference(tmp_
     ):
         assert words in done.stderr
     named = (*other, "hydra.sweeper.study_name=yours")
-    assert "holds the study mine, not yours" in search(tmp_path, *named, code=1).stderr
+    assert lines_with(search(tmp_path, *named, code=1).stderr, "study mine", "yours")
     assert len(starts(tmp_path)) == 1
     (tmp_path / "multirun/mine/optuna.db").write_text("nothing of Optuna's, and long enough to be read as a header")
-    assert "not a study that Optuna" in search(tmp_path, *other, code=1).stderr
+    assert lines_with(search(tmp_path, *other, code=1).stderr, "optuna.db", "not a study")
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["x=1"], "nothing to search"),
+        (["x=1"], "interval("),
         long(["x=interval(0,1)", "wdith=choice(1,2)"], "wdith"),
         long(["x=interval(0,1)", "width=choice(1,two)"], "'two'"),
-        long(["x=interval(0,1)", "hydra.sweeper.sampler=tpee"], "did you mean 'tpe'?"),
+        long(["x=interval(0,1)", "hydra.sweeper.sampler=tpee"], nearest("tpe")),
         (["x=interval(0,1)", "hydra/launcher=basic"], "hydra/launcher=solo"),
         (["x=interval(0,1)", "hydra.launcher.rerun=failed"], "hydra.sweeper.n_trials"),
     ],
@@ -369,7 +371,7 @@ def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, versi
     lacks = "sys.modules['optuna'] = None; " if version == "none" else ""
     fakes = f"    {lacks}import importlib.metadata as m; m.version = lambda name: {version!r}\n    train()\n"
     done = search(tmp_path, *SPACE, script=TRAIN.replace("    train()\n", fakes), code=1)
-    assert f"needs Optuna 4 or newer, here is {version}: pip install 'lightning-solo[optuna]'" in done.stderr
+    assert lines_with(done.stderr, "Optuna 4", version, "pip install 'lightning-solo[optuna]'")
 
 
 @pytest.mark.long

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from tests.messages import nearest
+
 pytest.importorskip("optuna")
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -73,10 +75,10 @@ def test_each_choice_and_each_end_stands_once_beside_the_others_first() -> None:
     [
         (["x=1", "y=2"], NothingToDoError, ["x=1, y=2", "interval(1e-5, 1e-2)"]),
         ([], NothingToDoError, ["no overrides"]),
-        (["x=range(3,3)"], PresetError, ["x=range(3,3)", "an empty range"]),
+        (["x=range(3,3)"], PresetError, ["x=range(3,3)", "empty"]),
         (["x=interval(3,1)"], PresetError, ["x=interval(3,1)", "low=3.0, high=1.0"]),
         (["x=tag(log,interval(0,1))"], PresetError, ["low > 0"]),
-        (["x=tag(lgo,interval(0,1))"], PresetError, ["'lgo'", "did you mean 'log'?"]),
+        (["x=tag(lgo,interval(0,1))"], PresetError, ["'lgo'", nearest("log")]),
         (["x=tag(log,choice(1,2))"], PresetError, ["'log'", "intervals and ranges"]),
         (["x=tag(log,range(1,9,2))"], PresetError, ["step"]),
     ],
@@ -90,9 +92,9 @@ def test_a_space_that_cannot_be(texts: list[str], error: type[Exception], words:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"sampler": "tpee"}, PresetError, ["sampler=tpee", "did you mean 'tpe'?", "tpe, random, nsga2"]),
+        ({"sampler": "tpee"}, PresetError, ["sampler=tpee", nearest("tpe"), "tpe, random, nsga2"]),
         ({"direction": "min"}, PresetError, ["direction=min", "minimize, maximize"]),
-        ({"objectives": ["value", "memory"]}, PresetError, ["objectives=memory", "did you mean 'peak_memory'?"]),
+        ({"objectives": ["value", "memory"]}, PresetError, ["objectives=memory", nearest("peak_memory")]),
         ({"n_trials": 0}, PresetError, ["n_trials=0", "1 or more"]),
         ({"n_jobs": 0}, PresetError, ["n_jobs=0"]),
         ({"seed": -1}, PresetError, ["seed=-1", "null"]),

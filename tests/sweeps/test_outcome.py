@@ -14,6 +14,7 @@ from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import STATUSES, oom_kills, outcome
+from tests.messages import lines_with, mentions
 
 
 def error(kind: str, message: str = "") -> dict[str, Any]:
@@ -24,40 +25,40 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
     ("exit_code", "said", "more", "expected"),
     [
         (0, {"returned": 1}, {}, ("finished", "")),
-        (-6, {"returned": 1}, {}, ("finished", "and then ended with SIGABRT")),
+        (-6, {"returned": 1}, {}, ("finished", "SIGABRT")),
         (0, {"returned": 1}, {"timed_out": True}, ("finished", "")),  # it came to its end in time for that
         (1, error("ValueError", "a\nb"), {}, ("failed", "ValueError: a")),
         (1, error("KeyError"), {}, ("failed", "KeyError")),
-        (1, error("OutOfMemoryError", "Allocation on device 0"), {}, ("out of device memory", None)),
-        (1, error("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), {}, ("out of device memory", None)),
+        (1, error("OutOfMemoryError", "Allocation on device 0"), {}, ("out of device memory", "device 0")),
+        (1, error("RuntimeError", "CUBLAS_STATUS_ALLOC_FAILED when"), {}, ("out of device memory", "CUBLAS")),
         (
             1,
             error("RuntimeError", "[enforce] DefaultCPUAllocator: can't allocate memory"),
             {},
-            ("out of host memory", None),
+            ("out of host memory", "[enforce]"),
         ),
         (1, error("CompactHydraException", "no\n  preset"), {}, ("failed", "no preset")),
-        (1, error("MemoryError"), {}, ("out of host memory", None)),
-        (-9, None, {"oom_kills": 1}, ("out of host memory", "killed by the kernel")),
-        (-9, None, {}, ("killed", "by SIGKILL, as the kernel does for lack of memory")),
-        (-15, None, {}, ("killed", "by SIGTERM")),
+        (1, error("MemoryError"), {}, ("out of host memory", "MemoryError")),
+        (-9, None, {"oom_kills": 1}, ("out of host memory", "kernel")),
+        (-9, None, {}, ("killed", "SIGKILL")),
+        (-15, None, {}, ("killed", "SIGTERM")),
         (-11, None, {}, ("crashed", "SIGSEGV")),
         (-6, None, {"oom_kills": 1}, ("crashed", "SIGABRT")),
-        (3, error("SystemExit", "3"), {}, ("exited", "with status 3, before the task function returned")),
-        (0, None, {}, ("exited", "with status 0, before the task function returned")),
-        (-9, None, {"timed_out": True}, ("timed out", "ended by SIGKILL")),
+        (3, error("SystemExit", "3"), {}, ("exited", "status 3")),
+        (0, None, {}, ("exited", "status 0")),
+        (-9, None, {"timed_out": True}, ("timed out", "SIGKILL")),
         (1, error("SIGTERMException"), {"timed_out": True}, ("timed out", "")),
         (130, error("KeyboardInterrupt"), {"interrupted": True}, ("interrupted", "")),
         (130, error("KeyboardInterrupt"), {}, ("interrupted", "")),
     ],
 )
 def test_each_end_has_its_name(
-    exit_code: int, said: dict[str, Any] | None, more: dict[str, Any], expected: tuple[str, str | None]
+    exit_code: int, said: dict[str, Any] | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     status, detail = outcome(exit_code, said, **more)
     assert status == expected[0]
     assert status in STATUSES
-    assert expected[1] is None or detail == expected[1]
+    assert lines_with(detail, expected[1]) if expected[1] else detail == ""
 
 
 def test_the_kernels_count_is_read(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_sweep_is_one_commands_at_a_time(tmp_path: Path) -> None:
     try:
         assert ready.wait(120)
         with (
-            pytest.raises(CheckpointError, match=rf"process {process.pid} works on this sweep.*run=\.\.\."),
+            pytest.raises(CheckpointError, match=mentions(f"process {process.pid}", "run=...")),
             SweepFolder(tmp_path).lock(),
         ):
             pass

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_solo.errors import CheckpointError
 from lightning_solo.report.sweep_folder import pareto_front
 from lightning_solo.sweeps.results import Row, append, line_of, read
+from tests.messages import mentions
 
 ROW = Row(number=0, overrides=("solo=bf16", "lr=1"), status="finished", returned=[1, {"a": 0.5}], metrics={"loss": 2.0})
 
@@ -60,7 +61,7 @@ def test_a_flipped_bit_is_no_row(tmp_path_factory: pytest.TempPathFactory, posit
 def test_rows_of_another_version_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     text = json.dumps({**json.loads(line_of(ROW).partition(b" ")[2]), **change})
     (tmp_path / "results.jsonl").write_text(f"{zlib.crc32(text.encode()):08x} {text}\n")
-    with pytest.raises(CheckpointError, match=r"results\.jsonl: its rows are of version .* reads 1"):
+    with pytest.raises(CheckpointError, match=mentions("results.jsonl", "version", " 1")):
         read(tmp_path / "results.jsonl")
 
 

@@ -17,6 +17,7 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
+from tests.messages import lines_with
 from tests.sweeps.applications import TRAIN, starts, sweep, sweep_folder
 
 LAST = "return cfg.n * 1.5"
@@ -32,10 +33,10 @@ def rows(folder: Path) -> list[Row]:
 def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        assert forking.why_not_fork() == "the application starts CUDA while it is imported"
+        assert "starts CUDA" in str(forking.why_not_fork())
     with monkeypatch.context() as patched:
         patched.setattr(forking.os, "readlink", lambda _: "/dev/nvidia0")
-        assert forking.why_not_fork() == "the application opens the CUDA device while it is imported"
+        assert "opens the CUDA device" in str(forking.why_not_fork())
 
 
 def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,15 +117,16 @@ class Mute(Exception):
     def __str__(self):
         raise OSError
 
-ERRORS = [CompactHydraException("a refusal\\n  that says all"), Mute(), ValueError("x" * 10**5)]
+ERRORS = [CompactHydraException("a refusal\\n  in lines"), Mute(), ValueError("x" * 10**5)]
 
 class Model:"""
     script = TRAIN.replace("class Model:", errors).replace(LAST, "raise ERRORS[cfg.n]")
     sweep(tmp_path, "n=0,1,2", script=script, code=1)
     refusal, mute, long = (row.detail for row in rows(tmp_path))
-    assert (refusal, mute) == ("a refusal that says all", "Mute: (its message can't be shown)")
+    assert refusal == "a refusal in lines"
+    assert mute.startswith("Mute: ")
     assert len(long) < 2100
-    assert (sweep_folder(tmp_path) / "0" / "output.log").read_text() == "job 0 of train\na refusal\n  that says all\n"
+    assert (sweep_folder(tmp_path) / "0" / "output.log").read_text() == "job 0 of train\na refusal\n  in lines\n"
 
 
 # --- where there is no room, or no process ---
@@ -136,7 +138,7 @@ def test_a_job_that_can_not_be_started_is_a_row(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2,3", "hydra.sweep.dir=here", code=1)
     found = read(tmp_path / "here" / "results.jsonl")
     assert [row.status for row in found] == ["finished", "failed", "finished"]
-    assert found[1].detail.startswith("could not be started: [Errno 17]")
+    assert "[Errno 17]" in found[1].detail
 
 
 def no_room(file: str) -> str:
@@ -148,7 +150,8 @@ def no_room(file: str) -> str:
 @pytest.mark.long
 def test_a_job_that_can_not_write_its_word_ends_as_its_process_did(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/result.json'"), code=1)
-    assert [row.detail for row in rows(tmp_path)] == ["with status 1, before the task function returned"]
+    (row,) = rows(tmp_path)
+    assert lines_with(row.detail, "status 1", "task function")
 
 
 @pytest.mark.long
@@ -156,7 +159,7 @@ def test_rows_that_can_not_be_written_are_missed_at_the_end_and_written_by_the_s
     file = tmp_path / "here" / "results.jsonl"
     script = no_room(repr(str(file)))
     done = sweep(tmp_path, "n=1,2", "hydra.sweep.dir=here", script=script, code=1)
-    assert "make room there and give the same command again" in done.stderr
+    assert lines_with(done.stderr, "make room", "same command")
     assert "Traceback" not in done.stderr
     file.rmdir()
     sweep(tmp_path, "n=1,2", "hydra.sweep.dir=here", script=script)
