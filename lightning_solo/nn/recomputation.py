@@ -15,14 +15,70 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, PresetError
 
 _WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared by
 _GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
 _keeping: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which wrapped blocks save their inputs
+
+
+PRODUCTS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten.convolution",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+)
+"""Operators that compute most: products of matrices, convolutions and attention."""
+
+
+class Kept:
+    """Operators whose results recomputed blocks keep.
+
+    Args:
+        names: as ``aten.mm``; all overloads of each.
+
+    Attributes:
+        matched: whether one of them has run in a block.
+        seen: names of the operators that ran in blocks.
+
+    Raises:
+        PresetError: torch has no operator of a name.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self.matched = False
+        self.seen: set[str] = set()
+        for name in self.names:
+            space, _, operator = name.partition(".")
+            if not operator or not hasattr(getattr(torch.ops, space), operator):
+                raise PresetError(f"keep: torch has no operator {name!r}; write names such as aten.mm, aten.gelu")
+
+    def contexts(self) -> Any:
+        """Return the contexts of a forward and of its recomputation."""
+        return create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
+
+    def _policy(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(getattr(operator, "overloadpacket", operator))
+        self.seen.add(name)
+        if name not in self.names:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.matched = True
+        return CheckpointPolicy.MUST_SAVE
 
 
 @dataclass
@@ -32,11 +88,14 @@ class _Wrap:
     name: str
     own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
     verify: bool  # whether the next recomputation is to be compared with its forward
+    keep: Kept | None = None  # operators whose results are kept; None: of no operator
     host_state: bool = True  # whether its forward may change what torch doesn't replay: see _HostState
     recomputed: bool = False
 
 
-def checkpoint_blocks(blocks: Mapping[str, nn.Module], verify: bool = True) -> dict[str, nn.Module]:
+def checkpoint_blocks(
+    blocks: Mapping[str, nn.Module], verify: bool = True, keep: Kept | None = None
+) -> dict[str, nn.Module]:
     """Make each block recompute its activations in backward; return those that were not wrapped before.
 
     Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are, and
@@ -47,10 +106,11 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], verify: bool = True) -> d
         verify: Compare each block's first recomputation with its forward and raise ``ConflictError`` in backward
             where they differ. Torch compares shapes, dtypes and devices only: a block that takes another branch of
             the same shapes, or updates what it reads, silently gets wrong gradients.
+        keep: Operators whose results are kept, and not computed again.
     """
     fresh = {name: block for name, block in blocks.items() if _WRAP not in block.__dict__}
     for name, block in fresh.items():
-        setattr(block, _WRAP, _Wrap(name, block.__dict__.get("forward"), verify))
+        setattr(block, _WRAP, _Wrap(name, block.__dict__.get("forward"), verify, keep))
         block.forward = MethodType(forward, block)
     return fresh
 
@@ -109,7 +169,8 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _without_cache(block, wrap.name, args, kwargs)
     if torch.compiler.is_compiling():
         wrap.recomputed = True  # from here on it is the compiler's
-        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+        contexts = noop_context_fn if wrap.keep is None else wrap.keep.contexts
+        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     call = _Call(block, wrap, original, args, kwargs)
     with _keeping():  # what is inside the block is saved by a context of torch's own
         return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)
@@ -134,6 +195,9 @@ class _Call:
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.dtype = torch.get_default_dtype()
+        # around the block's own operators alone: a recomputation has others, which compare
+        contexts: Any = (nullcontext(), nullcontext()) if wrap.keep is None else wrap.keep.contexts()
+        self.keeping, self.using = contexts
         self.host: _HostState | None = None  # as it was before the forward, where the forward changed it
 
     def take_tensors(self) -> list[Tensor]:
@@ -147,7 +211,8 @@ class _Call:
         (args, kwargs), self.inputs = self.inputs, None
         before = _HostState(self.block) if self.wrap.host_state else None
         versions = [_version(tensor) for tensor in tensors] if self.verify else []
-        output = self.original(*args, **kwargs)
+        with self.keeping:
+            output = self.original(*args, **kwargs)
         self.host = before if before is not None and before != _HostState(self.block) else None
         if self.verify:
             if versions != [_version(tensor) for tensor in tensors]:
@@ -164,12 +229,20 @@ class _Call:
         args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
         with _settings(self.dtype, self.block, self.host), _statistics_kept(self.block) as kept:
             if not self.verify:
-                return self.original(*args, **kwargs)
+                with self.using:
+                    return self.original(*args, **kwargs)
             buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
             try:
-                output = self.original(*args, **kwargs)
+                with self.using:
+                    output = self.original(*args, **kwargs)
             except CheckpointError as error:
                 raise self.conflict("saves other tensors when it is computed again") from error
+            except RuntimeError as error:
+                if self.wrap.keep is None or "mutated" not in str(error):
+                    raise
+                raise self.conflict(
+                    "changes a kept result in place (write keep: nothing, or relu for relu_)"
+                ) from error
             for module, name, buffer, before in buffers:
                 if not _same(before, module._buffers.get(name, buffer)):
                     raise self.conflict(f"updates {type(module).__name__}.{name} in forward, which would happen twice")

@@ -25,10 +25,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn import recomputation
-from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks, weights_gathered_on_use
+from lightning_solo.nn.recomputation import (
+    PRODUCTS,
+    Kept,
+    checkpoint_blocks,
+    has_recomputed,
+    restore_blocks,
+    weights_gathered_on_use,
+)
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.planner import Planner
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing, choose_blocks
+from lightning_solo.units import GiB
 from tests.messages import mentions, nearest
-from tests.modules import Block, Stack, loader, regression
+from tests.modules import Block, Held, Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
 
@@ -214,6 +225,8 @@ def test_nothing_repeated_lists_what_there_is(home, make_trainer):
         ({"blocks": {"A": 1}}, ["blocks="]),
         ({"blocks": ""}, ["blocks=''"]),
         ({"blocks": ["auto", "Block"]}, ["'auto' alone"]),
+        ({"keep": "all"}, ("keep='all'", "'products'")),
+        ({"keep": ["mm"]}, ("keep=['mm']", "[aten.mm]")),
         ({"verify_recomputation": "yes"}, ["verify_recomputation='yes'"]),
     ],
 )
@@ -239,9 +252,86 @@ def test_yaml_has_every_argument_with_its_default():
         "activation_checkpointing": {
             "blocks": default.blocks,
             "every_k": default.every_k,
+            "keep": default.keep,
             "verify_recomputation": default.verify_recomputation,
         }
     }
+
+
+# Keeping the results of operators
+
+
+def keeping(module: nn.Module, names: Any = PRODUCTS, verify: bool = False) -> nn.Module:
+    checkpoint_blocks(choose_blocks(module), verify, Kept(names))
+    return module
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_products_are_computed_once_and_kept(verify: bool) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), Trunk(), nn.Linear(8, 1))
+    assert matmuls_in_backward(keeping(module, verify=verify)) == 15  # as without: see above
+    restore_blocks(module.modules())
+    assert matmuls_in_backward(keeping(module, ["aten.relu"], verify)) > 15
+    trunk = Trunk()
+    # of each block the results of its two products, 4 x 32 and 4 x 8, and its output, in 4-byte floats
+    assert saved_for_backward(keeping(trunk), torch.randn(4, 8, requires_grad=True))[1] == 3 * 4 * 4 * (32 + 8 + 8)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("names", [PRODUCTS, ["aten.relu", "aten.addmm"]])
+def test_keeping_changes_no_gradient(names: Any, verify: bool) -> None:
+    module = nn.Sequential(*[Block(8, 0.5) for _ in range(3)], Normed(), Normed())
+    plain = gradients(module, x := torch.randn(4, 8))
+    assert equal(plain, gradients(keeping(module, names, verify), x))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_keeping_gives_the_same_weights(home: ModuleType, make_trainer: Any, precision: str) -> None:
+    def make() -> Any:
+        return regression(home, Stack(dropout=0.5))
+
+    plain = fitted(home, make_trainer, make, precision=precision).state_dict()
+    callback = ActivationCheckpointing(keep="products")
+    kept = fitted(home, make_trainer, make, [callback], precision=precision).state_dict()
+    assert callback._kept is not None
+    assert callback._kept.matched
+    assert all(torch.equal(plain[key], kept[key]) for key in plain)
+
+
+def test_an_operator_that_torch_lacks_and_one_that_never_runs(home: ModuleType, make_trainer: Any) -> None:
+    with pytest.raises(PresetError, match=r"no operator 'aten\.matrix_product'"):
+        fitted(home, make_trainer, lambda: regression(home), [ActivationCheckpointing(keep=["aten.matrix_product"])])
+    with pytest.raises(NothingToDoError, match=r"keep=\['aten\.gelu'\].*aten\.addmm.*aten\.relu"):
+        fitted(home, make_trainer, lambda: regression(home), [ActivationCheckpointing(keep=["aten.gelu"])])
+
+
+def test_a_kept_result_that_is_changed_in_place_is_refused_by_name(home: ModuleType, make_trainer: Any) -> None:
+    class InPlaceRelu(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.relu_(self.up(self.norm(x))))
+
+    net = nn.Sequential(*[InPlaceRelu(8) for _ in range(3)], nn.Linear(8, 1))
+    with pytest.raises(
+        ConflictError, match=r"block 'net\.\d' \(InPlaceRelu\) changes a kept result in place.*keep: nothing"
+    ):
+        fitted(home, make_trainer, lambda: regression(home, net), [ActivationCheckpointing(keep="products")])
+
+
+def test_a_second_backward_over_kept_results_is_refused() -> None:
+    loss = keeping(nn.Sequential(*[Block(8) for _ in range(2)]))(torch.ones(2, 8)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only allowed to backward once"):  # torch's own
+        loss.backward()
+
+
+def test_what_is_kept_is_planned_to_the_byte(home: ModuleType, make_trainer: Any) -> None:
+    batches = DataLoader(list(loader(1)) * 6, batch_size=None)  # from before, counted nowhere
+    watch = Held()
+    arguments = {"callbacks": [watch, ActivationCheckpointing(keep="products")], "accelerator": "cpu"}
+    make_trainer(home, **arguments).fit(regression(home), batches)
+    planner = Planner(lambda: regression(home), next(iter(loader(1))), {}, device_of("cpu"), GiB)
+    config = compose({"precision": "32-true", "callback": {"activation_checkpointing": {"keep": "products"}}})
+    assert planner.plan("tried", config).peak_bytes == watch.peak_bytes
 
 
 # Parity: fault 77

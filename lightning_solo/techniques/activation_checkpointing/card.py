@@ -11,6 +11,7 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 
 AUTO = "auto"
+NOTHING, ALL_PRODUCTS = "nothing", "products"
 
 
 def _not_class_names(blocks: str | Sequence[str]) -> str | None:
@@ -18,6 +19,13 @@ def _not_class_names(blocks: str | Sequence[str]) -> str | None:
     if not names or not all(name.strip() for name in names):
         return "write 'auto' or class names, as [GPT2Block]"
     return "write 'auto' alone, or class names only" if not isinstance(blocks, str) and AUTO in blocks else None
+
+
+def _not_operators(keep: str | Sequence[str]) -> str | None:
+    if isinstance(keep, str):
+        words = keep in (NOTHING, ALL_PRODUCTS)
+        return None if words else "write 'nothing', 'products' or a list of operators, as [aten.mm, aten.addmm]"
+    return None if keep and all("." in name for name in keep) else "write operators with their library, as [aten.mm]"
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,11 @@ class Settings:
         AUTO, "auto: the repeated blocks of any model; or class names, as [GPT2Block]", check=_not_class_names
     )
     every_k: int = setting(1, "wrap blocks 0, k, 2k, ...", at_least=1)
+    keep: str | Sequence[str] = setting(
+        NOTHING,
+        "results not computed again; products: of matrices, convolutions, attention; or operators, as [aten.mm]",
+        check=_not_operators,
+    )
     verify_recomputation: bool = setting(True, "compare each block's first recomputation with its forward")
 
 
@@ -42,7 +55,8 @@ CARD = Card(
     phase=Phase.SAVED_TENSORS,
     settings=Settings,
     saves="all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside",
-    costs="one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1)",
+    costs="one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1); with"
+    " ``keep=products`` next to none, for about half of the saving",
     numerics="bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics"
     " are as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out",
     conflicts="the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)",

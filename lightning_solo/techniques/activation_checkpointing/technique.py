@@ -9,12 +9,12 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
-from lightning_solo.nn.recomputation import checkpoint_blocks, has_recomputed, restore_blocks
+from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, has_recomputed, restore_blocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.activation_checkpointing.card import AUTO, CARD
+from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, AUTO, CARD, NOTHING
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
@@ -47,6 +47,8 @@ class ActivationCheckpointing(Technique):
         blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
             of what is to be one block, such as ``[GPT2Block]``.
         every_k: Wrap blocks 0, k, 2k, ...; 2 keeps half of the activations and costs half of the recomputation.
+        keep: Results inside the blocks that are kept, and not computed again: ``nothing``; ``products`` of matrices,
+            convolutions and attention, which take nearly all of the time; or a list of operators, ``["aten.mm"]``.
         verify_recomputation: In each fit compare each block's first recomputation with its forward, and raise
             ``ConflictError`` where they differ. Torch compares shapes only: without this, a block that can't be
             repeated would silently train with wrong gradients.
@@ -57,11 +59,19 @@ class ActivationCheckpointing(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, blocks: str | Sequence[str] = AUTO, every_k: int = 1, verify_recomputation: bool = True) -> None:
-        CARD.check({"blocks": blocks, "every_k": every_k, "verify_recomputation": verify_recomputation})
+    def __init__(
+        self,
+        blocks: str | Sequence[str] = AUTO,
+        every_k: int = 1,
+        keep: str | Sequence[str] = NOTHING,
+        verify_recomputation: bool = True,
+    ) -> None:
+        CARD.check({"blocks": blocks, "every_k": every_k, "keep": keep, "verify_recomputation": verify_recomputation})
         self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
         self.every_k = every_k
+        self.keep: str | list[str] = keep if isinstance(keep, str) else list(keep)
         self.verify_recomputation = verify_recomputation
+        self._kept: Kept | None = None
         self._wrapped: dict[str, nn.Module] = {}
 
     def __repr__(self) -> str:
@@ -77,6 +87,11 @@ class ActivationCheckpointing(Technique):
         ctx.undo.callback(self.undo)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._wrapped and self._kept is not None and self._kept.seen and not self._kept.matched:
+            raise NothingToDoError(
+                f"activation checkpointing: keep={self.keep!r} keeps nothing, as none of these ran in a block; those"
+                f" that ran are {', '.join(sorted(self._kept.seen))}"
+            )
         if (
             trainer.fit_loop.epoch_loop.total_batch_idx == 0
             and self._wrapped
@@ -94,11 +109,16 @@ class ActivationCheckpointing(Technique):
 
     def wrap(self, module: nn.Module) -> None:
         """Wrap the blocks of ``module`` until ``undo``."""
-        self._wrapped = checkpoint_blocks(choose_blocks(module, self.blocks, self.every_k), self.verify_recomputation)
+        names = PRODUCTS if self.keep == ALL_PRODUCTS else self.keep
+        self._kept = None if self.keep == NOTHING else Kept(names)
+        blocks = choose_blocks(module, self.blocks, self.every_k)
+        self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept)
         if not self._wrapped:
             raise ConflictError(
                 "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
             )
         kinds = Counter(type(block).__name__ for block in self._wrapped.values())
         listing = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        rank_zero_info(f"activation checkpointing: backward recomputes {listing}")
+        kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
+        but = "" if self._kept is None else f", but for {kept}"
+        rank_zero_info(f"activation checkpointing: backward recomputes {listing}{but}")
