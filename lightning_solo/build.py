@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -105,9 +106,7 @@ def require(requirement: Need, settings: Any) -> None:
     """
     words = requirement.words(settings)
     if requirement.kind == "check":
-        module, _, name = requirement.name.partition(":")
-        missing = getattr(importlib.import_module(module), name)()
-        if missing:
+        if missing := resolve_name(requirement.name)():
             raise CapabilityError(f"{words}: {missing}")
     elif requirement.kind == "compiler" and cxx_compiler() is None:
         raise CapabilityError(f"no C++ compiler on this machine: {words}")
@@ -178,9 +177,8 @@ def make(
         built = _instantiate({**node, "_partial_": True} if partial else node, option, allow)
         _refuse_other_kind(built, kind, option)
         return built
-    module, _, name = target_of(kind, node["name"], f"{option}.name").partition(":")
-    home = importlib.import_module(module)
-    cls = getattr(home, name)
+    target = target_of(kind, node["name"], f"{option}.name")
+    cls = resolve_name(target)
     if kind == "strategy":
         from lightning_solo.seams.homes import for_home
 
@@ -190,7 +188,7 @@ def make(
     if accepted is not None:
         if kind in ("callback", "strategy") and (lacking := [name for name in arguments if name not in accepted]):
             raise PresetError(
-                f"{module}:{name} takes no {', '.join(lacking)}, which the settings on its card have: add what is"
+                f"{target} takes no {', '.join(lacking)}, which the settings on its card have: add what is"
                 " missing to its constructor, or drop it from the settings"
             )
         check_arguments({**arguments, "params": ()} if partial else arguments, accepted, option)

@@ -14,7 +14,7 @@ from lightning_solo.cards.footprint import Request, Sizes, footprint_of
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
-from lightning_solo.memory.sizes import sizes_of
+from lightning_solo.memory.sizes import host_bytes_of, sizes_of
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.schema import SoloConfig, composition
@@ -42,13 +42,7 @@ class Room:
 
 
 def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None], free: Room | None = None) -> str:
-    """Return a sentence that names the presets whose model states would fit, or the smallest need if none does.
-
-    Args:
-        module: what is to be trained.
-        check: raises a SoloError for a preset that this machine can't run.
-        free: what there is; measured if not given.
-    """
+    """Return a sentence that names the presets whose model states would fit, or the smallest need if none does."""
     sizes = sizes_of(module)
     free = free or free_room(module)
     needs = {}
@@ -87,8 +81,7 @@ def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None
 
 def free_room(module: torch.nn.Module) -> Room:
     """Return what a new run could have: what is free, and what this process and the module hold and would give back."""
-    on_host = sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()) if t.is_cpu)
-    host = host_memory()[1] + on_host
+    host = host_memory()[1] + host_bytes_of(module)
     if not torch.cuda.is_available():
         return Room(0, host)
     return Room(free_device_bytes(module), host)

@@ -14,19 +14,14 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from lightning_solo.sweeps.jobs import Settings
+
 
 @dataclass
-class SoloLauncherConf:
-    """The settings, explained in `lightning_solo.sweeps.jobs.Settings`."""
+class SoloLauncherConf(Settings):
+    """The section `hydra.launcher`."""
 
     _target_: str = "hydra_plugins.lightning_solo.launcher.SoloLauncher"
-    parallel: int = 1
-    timeout_s: float | None = None
-    grace_s: float = 10.0
-    retries: int = 0
-    rerun: str = "never"
-    output_mib: int = 64
-    tail_lines: int = 15
     max_jobs: int = 1000
     preload: list[str] = field(default_factory=list)
 

@@ -15,26 +15,19 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from lightning_solo.errors import CapabilityError
+from lightning_solo.sweeps.search_settings import Settings
 
 OLDEST = 4
 
 
 @dataclass
-class SoloOptunaSweeperConf:
-    """The settings, explained in `lightning_solo.sweeps.search_settings.Settings`."""
+class SoloOptunaSweeperConf(Settings):
+    """The section `hydra.sweeper`; `lightning_solo.sweeps.search_settings.settings` fills what is None in."""
 
     _target_: str = "hydra_plugins.lightning_solo.sweeper.SoloOptunaSweeper"
-    n_trials: int = 20
-    n_jobs: int | None = None
+    n_jobs: int | None = None  # type: ignore[assignment]
     direction: Any = "minimize"
-    objectives: list[str] | None = None
-    sampler: str = "tpe"
-    seed: int | None = 0
-    pruning: bool = False
-    monitor: str | None = None
-    prune_after_trials: int = 5
-    prune_after_steps: int = 0
-    study_name: str | None = None
+    objectives: list[str] | None = None  # type: ignore[assignment]
     params: dict[str, Any] = field(default_factory=dict)
 
 

@@ -66,15 +66,7 @@ def setting(
     at_least: float | None = None,
     check: Callable[[Any], str | None] | None = None,
 ) -> Any:
-    """Return a field of a technique's settings.
-
-    Args:
-        default: a plain value that can't change; every setting has one.
-        text: what it means, with its unit.
-        allowed: the values that there are.
-        at_least: the smallest number allowed.
-        check: returns what is wrong with a value and what to write, or None.
-    """
+    """Return a field of a technique's settings, as `Parameter` has it; ``text``: what it means, with its unit."""
     return dataclasses.field(
         default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
     )

@@ -140,6 +140,11 @@ class Card:
         check_arguments(values, parameters_of(self.settings), option or self.name)  # type: ignore[arg-type]
         return self.settings(**values)
 
+    def check_call(self, arguments: Mapping[str, Any], option: str | None = None) -> Any:
+        """Return the settings that a constructor of its class was called with: `check` of its ``locals()``."""
+        names = parameters_of(self.settings)  # type: ignore[arg-type]
+        return self.check({name: arguments[name] for name in names}, option)
+
     def repr(self, technique: Any) -> str:
         """Return the call that builds a technique again."""
         names = parameters_of(self.settings)  # type: ignore[arg-type]

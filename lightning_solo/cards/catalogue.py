@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -98,8 +99,7 @@ def chosen_of(technique: object) -> Chosen | None:
 
 def load_class(card: Card) -> Any:
     """Return the class of a technique; imports it."""
-    module, _, name = card.target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return resolve_name(card.target)
 
 
 def _loaded(point: EntryPoint) -> Card:

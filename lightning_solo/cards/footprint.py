@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 
 from lightning_solo.cards.composition import Chosen
 
@@ -95,6 +95,5 @@ def footprint_of(techniques: Iterable[Chosen], request: Request) -> Footprint | 
     footprint: Footprint | None = plain_footprint(request)
     for chosen in sorted(techniques, key=lambda chosen: chosen.card.phase):
         if chosen.card.footprint is not None and footprint is not None:
-            module, _, name = chosen.card.footprint.partition(":")
-            footprint = getattr(import_module(module), name)(chosen.settings, request, footprint)
+            footprint = resolve_name(chosen.card.footprint)(chosen.settings, request, footprint)
     return footprint

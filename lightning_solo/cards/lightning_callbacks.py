@@ -27,12 +27,7 @@ CALLBACKS = {
 
 
 def refuse_callbacks(choice: str, owned: frozenset[str], callbacks: Iterable[object]) -> None:
-    """Refuse Lightning's callbacks that change what a technique owns, and those derived from them.
-
-    Args:
-        choice: how the message names the technique.
-        owned: resources, by the names in `lightning_solo.cards.card.RESOURCES`.
-        callbacks: of the Trainer.
+    """Refuse Lightning's callbacks, and those derived from them, that change a resource that a technique owns.
 
     Raises:
         ConflictError: names both and what to write instead.

@@ -85,7 +85,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
         raise PresetError("--experimental-rerun unpickles a file, which could run any code; give the overrides again")
     if any(flag in ("-h", "--help", "--hydra-help", "--version") for flag in flags):
         return
-    parsed = [_parse(text) for text in overrides]
+    parsed = [parse_override(text) for text in overrides]
     refuse_twice(parsed)
     choices = [_choices(override) for override in parsed]
     sweeping = any(flag in ("-m", "--multirun") for flag in flags)
@@ -170,7 +170,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _parse(text: str) -> Override:
+def parse_override(text: str) -> Override:
+    """Return Hydra's own reading of an override.
+
+    Raises:
+        PresetError: it is not of the form key=value.
+    """
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -210,7 +215,7 @@ def _refuse_sweep(overrides: Sequence[Override], jobs: int, first: Sequence[str]
 
 def _check_job(overrides: Sequence[str]) -> None:
     for text in overrides:
-        override = _parse(text)
+        override = parse_override(text)
         if override.key_or_group in GROUPS and not override.is_delete():
             _check_choice(override.key_or_group, override.value())
         if override.key_or_group == "run":
@@ -269,7 +274,7 @@ def compose_application(overrides: Sequence[str]) -> DictConfig:
 
 def _explain(overrides: Sequence[str]) -> None:
     """Find the override that Hydra refused and raise our message for it, with the nearest name."""
-    parsed = [_parse(text) for text in overrides]
+    parsed = [parse_override(text) for text in overrides]
     groups = [o for o in parsed if o.key_or_group in GROUPS]
     try:
         base = compose_application([str(o.input_line) for o in groups])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.registry import is_allowed, targets
+from lightning_solo.presets.registry import is_allowed, leaves, targets
 
 LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter")
 
@@ -21,25 +18,14 @@ def check_hydra(cfg: DictConfig) -> None:
     """
     plain = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(plain, dict)
-    for path, text in _strings(plain, ""):
-        if "oc.create" in text or "oc.decode" in text:
+    for path, text in leaves(plain):
+        if isinstance(text, str) and ("oc.create" in text or "oc.decode" in text):
             raise PresetError(f"{path}={text!r}: oc.create and oc.decode could make any object; write the value itself")
     for path, target in targets(plain["hydra"], "hydra"):
         if not is_allowed(str(target), ("hydra._internal.core_plugins", "hydra_plugins")):
             raise PresetError(f"{path}._target_={target!r}: only Hydra's own launchers and sweepers, and its plugins'")
     if plain["hydra"].get("callbacks"):
         raise PresetError("hydra.callbacks: would run code of its own; a callback of Lightning goes to solo.callback")
-    for path, text in _strings({name: plain["hydra"][name] for name in ("job_logging", "hydra_logging")}, "hydra"):
+    for path, text in leaves({name: plain["hydra"][name] for name in ("job_logging", "hydra_logging")}, "hydra"):
         if path.endswith((".class", ".()")) and text not in LOG_CLASSES:
             raise PresetError(f"{path}={text!r}: allowed are {', '.join(LOG_CLASSES)}")
-
-
-def _strings(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _strings(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _strings(value, f"{path}[{index}]")
-    elif isinstance(node, str):
-        yield path, node

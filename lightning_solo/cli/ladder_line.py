@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -21,6 +20,7 @@ from lightning_solo.cli.command_line import (
     check_config,
     check_root,
     compose_application,
+    parse_override,
 )
 from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import PresetError
@@ -91,15 +91,8 @@ def parse(arguments: Sequence[str]) -> LadderOptions:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Return Hydra's own reading of overrides.
-
-    Raises:
-        PresetError: one is not of the form key=value.
-    """
-    try:
-        return [OverridesParser.create().parse_override(text) for text in overrides]
-    except HydraException as error:
-        raise PresetError(f"not of the form key=value: {error}") from error
+    """Return Hydra's own reading of overrides."""
+    return [parse_override(text) for text in overrides]
 
 
 def compose_base(options: LadderOptions) -> DictConfig:

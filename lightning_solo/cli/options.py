@@ -10,13 +10,7 @@ from lightning_solo.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a PresetError with what the command takes, instead of printing the usage.
-
-    Args:
-        command: such as ``ladder``.
-        description: for ``--help``.
-        takes: the end of each refusal.
-    """
+    """Raises a PresetError with what the command takes, instead of printing the usage."""
 
     def __init__(self, command: str, description: str, takes: str) -> None:
         super().__init__(prog=f"lightning-solo {command}", allow_abbrev=False, description=description)

@@ -28,11 +28,7 @@ TIMEOUT_S = 3600.0
 
 
 class Deferred:
-    """A call that is made where this is unpickled: in the process that plans, since this one has no torch.
-
-    Args:
-        function: without arguments, from a module's top level.
-    """
+    """A call of a function at the top level of a module, made where this is unpickled: this process has no torch."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -102,10 +98,6 @@ def measure(*, as_json: bool) -> int:
 
 def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict[str, SoloError]]:
     """Return the plans, the one to try first in front, and the errors of the other presets.
-
-    Args:
-        request: for the process that plans.
-        host_memory: bytes of the host; None where they are unknown.
 
     Raises:
         PresetError: the configuration can't be planned under any preset, such as a module without data.

@@ -37,19 +37,7 @@ AUTO = "auto"  # trains with the preset that a plan picks
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The command line, checked.
-
-    Attributes:
-        overrides: as for `lightning-solo train`, without the preset.
-        presets: their names.
-        device: None for the device of this machine, which only torch knows.
-        budget: bytes; None for all memory of this machine's device.
-        host_memory: bytes; None for what is available on this host, if the plan is for this machine.
-        micro_batch: None for the batch of the data.
-        as_json: whether to print JSON alone.
-        picture: a PNG file to write.
-        calibrate: whether to measure this machine's device, and plan nothing.
-    """
+    """The command line, checked; None stands for what an option's help has in brackets."""
 
     overrides: tuple[str, ...]
     presets: tuple[str, ...]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
+from lightning_solo.presets.registry import leaves
 
 FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
@@ -57,7 +57,8 @@ class RunFolder:
     def _refuse_changes(self, cfg: DictConfig) -> None:
         if not self.config.exists():
             return
-        before, now = (_flat(OmegaConf.to_container(c, resolve=False)) for c in (OmegaConf.load(self.config), cfg))
+        plain = (OmegaConf.to_container(each, resolve=False) for each in (OmegaConf.load(self.config), cfg))
+        before, now = (dict(leaves(each, of_lists=False)) for each in plain)
         changed = [
             f"\n  {key}: {before.get(key)!r} before, {now.get(key)!r} now"
             for key in sorted({*before, *now})
@@ -83,10 +84,3 @@ class RunFolder:
             raise CheckpointError(
                 f"{self.last} is damaged ({damaged}){beside}; replace it, or start another run: run=..."
             )
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(node, dict):
-        return {prefix: node}
-    pairs = [_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in node.items()]
-    return {key: value for pair in pairs for key, value in pair.items()}

@@ -63,16 +63,7 @@ def compare(
     without: Mapping[str, Any],
     steps: int,
 ) -> Figures:
-    """Return a row of the table.
-
-    Args:
-        techniques: of the combination.
-        row: of its job in the sweep.
-        error: type and message of the exception that ended it, if one did.
-        base: measurements of the baseline.
-        without: measurements of the combination without the last technique.
-        steps: optimizer steps that were requested.
-    """
+    """Return a row of the table: a job's figures beside the baseline's, and those without its last technique."""
     measures, status, detail = measured(row), row.status, row.detail
     if error is not None:
         message = " ".join(error["message"].split())

@@ -122,9 +122,6 @@ class Ladder:
         """Prepare `baseline`, each technique alone, and those that add one more technique to the ones before.
 
         Nothing runs yet. A technique that is refused beside the ones before is left out of the later combinations.
-
-        Args:
-            without: names of techniques that are in no combination.
         """
         alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
         combinations: list[Rung] = []

@@ -98,14 +98,7 @@ class Clock(L.Callback):
 
 
 def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, steps: int) -> dict[str, Any]:
-    """Train for a number of optimizer steps and return the measurements, as plain numbers.
-
-    Args:
-        model: the module.
-        data: its data module, or None where the module has a loader of its own.
-        trainer: arguments of the Trainer; ``clock`` is among the callbacks.
-        clock: one that no other Trainer has used.
-        steps: optimizer steps.
+    """Train with a clock that no other Trainer has used, and return the measurements, as plain numbers.
 
     Raises:
         PresetError: the loader gave nothing to train on.

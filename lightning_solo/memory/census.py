@@ -87,12 +87,7 @@ def graph_of(tensor: Tensor) -> Any:
 
 
 def take_census(module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> Census:
-    """Return the tensors that are alive now, without a collection of garbage before.
-
-    Args:
-        module: as in `owned_by`.
-        optimizers: as in `owned_by`.
-    """
+    """Return the tensors that are alive now, by owner, without a collection of garbage before."""
     owners = {
         storage._cdata: category for category, tree in owned_by(module, optimizers) for storage in storages_of(tree)
     }

@@ -26,13 +26,7 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Leak:
-    """Kinds of tensors that grew, and their holder.
-
-    Attributes:
-        holder: its description; empty where no Python object holds them.
-        growths: by kind, the largest first.
-        steps: optimizer steps over which it grew.
-    """
+    """Kinds of tensors that grew, the largest first, and their holder; empty where no Python object holds them."""
 
     holder: str
     growths: tuple[Growth, ...]
@@ -56,14 +50,7 @@ class Leak:
 def leaks_of(
     growths: Sequence[Growth], steps: int, module: nn.Module | None = None, ignored: Collection[int] = ()
 ) -> list[Leak]:
-    """Return growths by their holders.
-
-    Args:
-        growths: of tensors that are alive now.
-        steps: optimizer steps over which they grew.
-        module: its parts are described by their names.
-        ignored: ids of objects that hold tensors for a moment only.
-    """
+    """Return growths over so many optimizer steps by their holders, which are named as `holder_of` does."""
     holders = _Holders(module, ignored)
     by_holder: dict[str, list[Growth]] = {}
     for growth in growths:

@@ -35,10 +35,6 @@ def host_tensors(sizes: Sizes, device: torch.device) -> list[Tensor]:
     """Return flat tensors of zeros in slabs of host memory, pinned where the device is a GPU.
 
     Each has a storage of its own, so that it is saved without the others. A slab is freed with the last of its tensors.
-
-    Args:
-        sizes: of the tensors.
-        device: that will read and write them.
     """
     if is_planned():
         return [torch.zeros(count, dtype=kind) for count, kind in sizes]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path, PurePath
+from typing import Any
 
 from lightning_solo.errors import PresetError
 
@@ -17,12 +19,18 @@ def not_below_a_folder(value: str) -> str | None:
     return None if named and not leads_out else ALLOWED
 
 
-def path_below(root: str, path: str, option: str) -> Path:
-    """Return ``path`` below ``root``, with symbolic links resolved.
+def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path | None:
+    """Return ``path`` below a Trainer's log directory, with symbolic links resolved.
+
+    None where that directory is remote; a warning then says what is there ``instead`` of the file.
 
     Raises:
         PresetError: it leads outside; names ``option``.
     """
+    root = str(trainer.log_dir or trainer.default_root_dir)
+    if "://" in root:
+        warnings.warn(f"{option}: {root} is remote, so {path} is not written; {instead}", stacklevel=3)
+        return None
     base = Path(root).resolve()
     target = (base / path).resolve()
     if not target.is_relative_to(base):

@@ -1,4 +1,4 @@
-"""Elements of a module's parameters and bytes of its buffers."""
+"""Elements of a module's parameters, bytes of its buffers, and what of both is on the host."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def sizes_of(module: nn.Module) -> Sizes:
         tuple(p.numel() for p in parameters if not p.requires_grad),
         sum(b.numel() * b.element_size() for b in module.buffers()),
     )
+
+
+def host_bytes_of(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters and buffers that are on the host."""
+    return sum(t.untyped_storage().nbytes() for t in (*module.parameters(), *module.buffers()) if t.is_cpu)

@@ -30,12 +30,7 @@ WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(pat
 def loadable_states(
     optimizer: Optimizer, state_dict: Mapping[str, Any], layout: Callable[[Tensor], Layout]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return the saved state of each parameter of an optimizer, empty where the file has none.
-
-    Args:
-        optimizer: that is to load them.
-        state_dict: of a `CompactAdamW`, or of torch's AdamW or Adam.
-        layout: returns the layout of a parameter's state.
+    """Return the saved state of each parameter of a `CompactAdamW` or AdamW of torch's, empty where the file has none.
 
     Raises:
         CheckpointError: other groups, names, sizes or bits, tensors that are missing, or a rule that is `UNSUPPORTED`.
@@ -58,14 +53,7 @@ def loadable_states(
 def loaded_state(
     p: Tensor, saved: Mapping[str, Tensor], layout: Layout, home: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a copy of a parameter's saved state.
-
-    Args:
-        p: the parameter.
-        saved: one of `loadable_states`, not empty.
-        layout: of the parameter's state.
-        home: host tensors into which it is copied; the others are made on the device.
-    """
+    """Return a copy of one of `loadable_states`, in the host tensors of ``home`` or else on the device."""
     if not set(saved) - {"correction"}:  # before its first step
         return {name: home[name].copy_(x) if home else x.to(p.device, copy=True) for name, x in saved.items()}
     state = new_state(layout, p.device, home)

@@ -44,13 +44,7 @@ def bytes_of(layout: Layout) -> int:
 
 
 def new_state(layout: Layout, device: torch.device, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's state before its first step.
-
-    Args:
-        layout: of the state.
-        device: of the tensors that are made.
-        kept: tensors of the state that exist already.
-    """
+    """Return a parameter's state before its first step: tensors that are kept, and new ones on the device."""
     missing = {name: size for name, size in layout.items() if name not in kept}
     zeros = {name: torch.zeros(count, dtype=kind, device=device) for name, (count, kind) in missing.items()}
     return {"step": torch.zeros((), dtype=torch.float32), **kept, **zeros}

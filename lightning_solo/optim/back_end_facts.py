@@ -64,12 +64,7 @@ class BackEnd:
         return numel >= self.smallest and not (self.whole_blocks and numel % self.block)
 
     def state_sizes(self, numel: int, *, is_bf16: bool) -> dict[str, int]:
-        """Return the bytes of each state of a parameter, without step counts and tables of codes.
-
-        Args:
-            numel: elements of the parameter.
-            is_bf16: whether it trains in bf16.
-        """
+        """Return the bytes of a parameter's states, but for step counts and tables of codes."""
         lower = self.correction_bytes * numel if is_bf16 else 0
         sizes = {"correction": lower} if lower else {}
         if not self.compresses(numel):

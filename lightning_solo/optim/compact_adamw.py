@@ -241,12 +241,7 @@ class CompactAdamW(Optimizer):
         return self.param_groups[self._group_numbers[parameter]]
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
-        """Return what steps on the device are to share.
-
-        Args:
-            scale: factor of the gradients, fp32, on the device. None: 1.
-            bound: to which gradients are clamped.
-        """
+        """Return what steps on the device are to share; see `DeviceSteps.control`."""
         return self._steps.control(scale, bound)
 
     def uncount(self, parameters: Iterable[Tensor]) -> None:

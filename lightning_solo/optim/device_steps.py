@@ -20,14 +20,7 @@ LAUNCH_NUMEL = 2**26
 
 
 class DeviceSteps:
-    """The kernels of an optimizer's steps on one device, and their controls, which share one tensor of flags.
-
-    Args:
-        device: of the parameters.
-        count: of the parameters.
-        numel: elements of all parameters.
-        fused: as `kernels.kernels_on`.
-    """
+    """The kernels of an optimizer's steps on one device, and their controls, which share one tensor of flags."""
 
     def __init__(self, device: torch.device, count: int, numel: int, fused: bool | None) -> None:
         self.device = device
@@ -44,12 +37,7 @@ class DeviceSteps:
         return torch.zeros(self._count, dtype=torch.int32, device=self.device)
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
-        """Return what steps are to share.
-
-        Args:
-            scale: factor of the gradients, fp32, on the device. None: 1.
-            bound: to which gradients are clamped.
-        """
+        """Return what steps share: gradients are clamped to a bound, then multiplied by a scale (fp32; None: 1)."""
         if scale is not None:
             return Control(scale, self._flags, bound)
         if bound not in self._controls:
@@ -57,14 +45,7 @@ class DeviceSteps:
         return self._controls[bound]
 
     def step_staged(self, whole: Piece, on_host: Collection[str], control: Control, staging: Staging) -> None:
-        """Step a parameter piece by piece, each of which passes through the device.
-
-        Args:
-            whole: the parameter.
-            on_host: names of its tensors that are on the host.
-            control: of the step.
-            staging: how tensors of the host pass through the device.
-        """
+        """Step a parameter piece by piece; its tensors that ``on_host`` names pass through the device."""
         for part in whole.split(self.kernels.piece // BLOCK):
             pieces = {name: part.tensors[name] for name in on_host}
             with staging.on_device(pieces, unchanged=("grad",)) as staged:

@@ -18,12 +18,7 @@ from lightning_solo.optim.staging import Staging
 
 
 class GradientSums:
-    """The gradients of a window, by parameter: on the host flat, in the order of the parameter's memory.
-
-    Args:
-        kernels: what adds them.
-        staging: how those on the host pass through the device. None: they stay on the device.
-    """
+    """The gradients of a window, by parameter: with ``staging`` on the host, flat, in the order of its memory."""
 
     def __init__(self, kernels: Kernels, staging: Staging | None) -> None:
         self._kernels, self._staging = kernels, staging
@@ -42,14 +37,7 @@ class GradientSums:
         return self._kept[parameter]
 
     def add(self, parameter: Tensor, gradient: Tensor, kind: torch.dtype, control: Control) -> None:
-        """Add a gradient to what is kept for its parameter.
-
-        Args:
-            parameter: whose gradient it is.
-            gradient: of its shape, dense. On the device a window's first is itself kept if it is of the sum's type.
-            kind: of the sum.
-            control: with the bound that the norm is to have.
-        """
+        """Add a gradient to what is kept; on the device a window's first one of that type is itself kept."""
         kept, is_first = self._kept.get(parameter), parameter not in self._kept
         if kept is None and self._staging is None and gradient.dtype == kind:
             self._kept[parameter] = gradient
@@ -66,12 +54,7 @@ class GradientSums:
             del self._partials[parameter]
 
     def norm(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
-        """Return the norm of what is kept for parameters, without waiting for it; not finite if an element isn't.
-
-        Args:
-            parameters: at least one.
-            control: with the bound to which elements are clamped.
-        """
+        """Return the norm of what is kept, clamped to the bound, without waiting; not finite if an element isn't."""
         chosen = list(parameters)
         self._forget_other_bounds(control)
         by_type: dict[torch.dtype, list[Sum]] = {}
@@ -97,10 +80,7 @@ class GradientSums:
         self._partials.clear()
 
     def allocate(self, wanted: Mapping[Tensor, torch.dtype]) -> None:
-        """Have room on the host for the sums of parameters.
-
-        Args:
-            wanted: parameter -> type of its sum.
+        """Have room on the host for the sums of parameters, of these types.
 
         Raises:
             BudgetError: the host has too little memory.

@@ -39,12 +39,7 @@ class ImmediateSteps:
         return parameter in self._stepped
 
     def step(self, parameter: Tensor, gradient: Tensor, bound: float) -> None:
-        """Step a parameter, or let it wait for others.
-
-        Args:
-            parameter: one of the optimizer's.
-            gradient: of its shape.
-            bound: to which the gradient is clamped.
+        """Step a parameter with its gradient clamped to a bound, or let it wait for others.
 
         Raises:
             GradientError: the gradient is infinite or NaN, where that is known without waiting for a device.

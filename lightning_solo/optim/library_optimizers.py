@@ -18,12 +18,7 @@ from lightning_solo.optim.param_groups import name_in, parameters_of
 
 @functools.cache
 def optimizer_class(back_end: str, decoupled: bool) -> Any:
-    """Return the class of a back end's optimizer.
-
-    Args:
-        back_end: one of `BACK_ENDS`.
-        decoupled: whether weight decay is decoupled from the gradient, as in AdamW.
-    """
+    """Return the class of the optimizer of one of `BACK_ENDS`, with or without decoupled weight decay."""
     if back_end == "flashoptim":
         import flashoptim
 

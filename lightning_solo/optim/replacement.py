@@ -12,13 +12,7 @@ from torch.optim import Optimizer
 
 
 def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] = ()) -> None:
-    """Move the hooks of an optimizer's step, and the schedulers that act on it, to another one.
-
-    Args:
-        old: the one that was configured.
-        new: the one that steps.
-        schedulers: those of ``old``; and those that they hold, as SequentialLR does.
-    """
+    """Move the hooks of an optimizer's step, and its schedulers with those that they hold, to another one."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(new, name, getattr(old, name))
     if hasattr(old.step, "_wrapped_by_lr_sched"):
@@ -28,12 +22,7 @@ def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] 
 
 
 def note_steps(optimizer: Optimizer, step: Any = None) -> None:
-    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order.
-
-    Args:
-        optimizer: whose step is replaced.
-        step: a function of its class; None for ``step``.
-    """
+    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order."""
     step = step or type(optimizer).step
     reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
 

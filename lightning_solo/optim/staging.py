@@ -22,11 +22,7 @@ SERVED_PART, STAGING_BYTES = 16, 2**29
 
 
 class Staging:
-    """A ring of buffers on a device, through which pieces of host tensors pass.
-
-    Args:
-        device: where they are computed with.
-    """
+    """A ring of buffers on a device, through which pieces of host tensors pass."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
@@ -121,12 +117,7 @@ class Staging:
 
 @dataclass
 class _Slot:
-    """Buffers by name, with a storage each: torch.compile knows no views of one storage by several types.
-
-    Attributes:
-        buffers: of bytes.
-        emptied: when the last pieces were back.
-    """
+    """Buffers by name, with a storage each: torch.compile knows no views of one storage by several types."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     emptied: Any = None

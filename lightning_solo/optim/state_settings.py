@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -142,7 +141,7 @@ def planned(settings: StateSettings, tracing: Tracing) -> Tracing:
     return replace(tracing, node=node, assumptions=(*tracing.assumptions, *assumptions))
 
 
-def cuda_remedy(option: str, back_ends: Collection[str] = tuple(BACK_ENDS)) -> str:
+def cuda_remedy(option: str) -> str:
     """Return what a back end that needs CUDA says, with ``{back_end}`` for its name."""
-    others = " or ".join(name for name in back_ends if not BACK_ENDS[name].needs_cuda)
+    others = " or ".join(name for name, known in BACK_ENDS.items() if not known.needs_cuda)
     return f"{option}.back_end={{back_end}} needs a CUDA device; without one use {option}.back_end=own, or {others}"

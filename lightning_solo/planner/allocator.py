@@ -53,11 +53,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """Segments split into blocks: best fit, free neighbours are merged, unused segments are released before an OOM.
-
-    Args:
-        capacity: bytes of the device; None for no limit.
-    """
+    """Segments split into blocks: best fit, free neighbours are merged, unused segments are released before an OOM."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity

@@ -15,9 +15,9 @@ from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
+from lightning_solo.planner import preset_plans
 from lightning_solo.planner.device import CPU
 from lightning_solo.planner.plan import Plan
-from lightning_solo.planner.preset_plans import plan_configs
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
@@ -57,10 +57,10 @@ def choose(
     asked = config.auto or {}
     configs = candidates(config, check, asked.get("presets"), allow)
     try:
-        plans = plan_configs(
+        plans: Any = preset_plans.plan(
             module,
             batch,
-            configs,
+            presets=configs,
             device=asked.get("device"),
             budget=asked.get("budget"),
             host_memory=host_memory()[1],  # of this machine, on which the run is about to begin
@@ -159,9 +159,6 @@ class PlanCheck(Callback):
 
     The counter is reset when training starts. Nothing is compared where there is none (a CPU), nor beside a
     callback that resets it too, several times a step (``resets_peak_counters``).
-
-    Args:
-        plan: of the preset that runs.
     """
 
     def __init__(self, plan: Plan) -> None:

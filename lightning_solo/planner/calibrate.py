@@ -23,6 +23,7 @@ from torch import nn
 from lightning_solo.errors import CapabilityError
 from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep
 from lightning_solo.planner.device import CPU, Device, this_device
+from lightning_solo.processes import interpreter
 from lightning_solo.units import MiB
 
 DTYPES = {
@@ -55,14 +56,11 @@ def _measured_apart(device: Device) -> Readings:
         CapabilityError: the process failed; its last line says why.
     """
     cuda = device.name != CPU
-    # the folders first: this package may be found by one of them
-    code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.calibrate import answer; answer()"
+    command = interpreter("lightning_solo.planner.calibrate:answer")
     free = torch.cuda.mem_get_info()[0] if cuda else 0  # creates this process's own context, before and after alike
     with (
         tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
-        ) as process,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True) as process,
     ):
         assert process.stdin is not None
         assert process.stdout is not None
@@ -133,14 +131,7 @@ def train_a_little(on: torch.device, dtype: torch.dtype, steps: int = 3) -> list
 
 
 def speeds(device: Device, on: torch.device, width: int | None = None, copied: int = COPIED) -> dict[str, Any]:
-    """Return FLOP/s of a matrix product by kind, and bytes per second of a copy on the device and from the host.
-
-    Args:
-        device: with the kinds of arithmetic to measure.
-        on: the same device for torch.
-        width: of the matrices.
-        copied: bytes.
-    """
+    """Return FLOP/s of a matrix product by kind, and bytes per second of a copy on the device and from the host."""
     width = width or WIDTHS[on.type]
     kinds = [kind for kind in DTYPES if device.flops[kind] is not None]
     source, target = (torch.zeros(copied, dtype=torch.uint8, device=on) for _ in range(2))

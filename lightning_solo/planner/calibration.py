@@ -73,11 +73,6 @@ def calibrated(device: Device, readings: Readings) -> Device:
 def context_of(free_before: int, free_after: int, reserved: int) -> int:
     """Return the bytes of a process's CUDA context.
 
-    Args:
-        free_before: free bytes of the device before the process started.
-        free_after: free bytes now.
-        reserved: bytes reserved by the process's torch allocator.
-
     Raises:
         CapabilityError: the size isn't credible: other programs allocated or freed memory meanwhile.
     """

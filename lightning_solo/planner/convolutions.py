@@ -21,13 +21,7 @@ FEW_NUMBERS = 20480  # of one example, up to which torch's own kernels take smal
 
 
 def workspaces(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
-    """Return the bytes that an operator holds at each moment at which they may be at their most, results included.
-
-    Args:
-        func: one of ``CONVOLUTIONS``.
-        args: of the operator.
-        result: of it.
-    """
+    """Return the bytes that one of ``CONVOLUTIONS`` holds, results included, at each moment that may be its peak."""
     if func is aten.convolution.default:
         x, weight, y, groups = *args[:2], result, args[8]
         if not _is_served(x, weight, groups):

@@ -70,12 +70,7 @@ def _nearest_by_capability(capability: tuple[int, int], memory_bytes: int) -> De
 
 
 def assumed(device: Device, precision: str) -> list[str]:
-    """Return the assumptions of a plan about a device, in words.
-
-    Args:
-        device: that is planned for.
-        precision: of the run, by Lightning's name.
-    """
+    """Return the assumptions of a plan about a device and a precision (by Lightning's name), in words."""
     assumptions = [
         "on a CPU kernels' own buffers, but for those of convolutions, and the allocator's gaps are not counted"
     ]

@@ -25,12 +25,7 @@ from lightning_solo.planner.tracer import Tracer
 
 
 class PlannedGpuKernels(TritonKernels):
-    """Triton's: they compute nothing, and record the bytes of each launch.
-
-    Args:
-        tracer: records.
-        fused: whether a Triton kernel steps, rather than compiled operators.
-    """
+    """Triton's: they compute nothing, and record the bytes of each launch."""
 
     def __init__(self, tracer: Tracer, *, fused: bool = True) -> None:
         self._tracer, self._fused = tracer, fused

@@ -27,17 +27,7 @@ MOST = 2**20  # the largest micro-batch that is tried
 
 @dataclass
 class Planner:
-    """Plans presets for one module; presets that train alike share a trace.
-
-    Args:
-        make: returns the module.
-        batch: a micro-batch on the CPU; a function that returns one; None for the first of the module's own loader.
-        trainer: the user's own arguments of the Trainer.
-        device: that presets are planned for.
-        budget: bytes of its memory that may be used.
-        micro_batch: examples per forward; by default as in ``batch``.
-        allow: prefixes of ``_target_`` that the user trusts.
-    """
+    """Plans presets for one module; presets that train alike share a trace. Arguments as those of `plan`."""
 
     make: Callable[[], Any]
     batch: Any
@@ -209,13 +199,7 @@ def _phase_peaks(trace: Trace) -> dict[str, int]:
 
 
 def _with_buffers(trace: Trace, buffers: Sequence[tuple[str, int]], host_bytes: int) -> Trace:
-    """Return the trace with an engine's buffers in place of the model states.
-
-    Args:
-        trace: of a run without the engine.
-        buffers: (category, bytes) of each on the device.
-        host_bytes: that the engine stores on the host.
-    """
+    """Return the trace with an engine's buffers in place of the model states."""
     labels = list(trace.log.labels)
     firsts = [first for first, _, _ in trace.phases]
     dropped = {number for number, label in enumerate(labels) if label in STATES}

@@ -1,4 +1,4 @@
-"""Plans of several presets for one module and device: the public `plan`, and `plan_configs` for checked presets."""
+"""Plans of several presets for one module and device: the public `plan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan(
     batch: Any = None,
     *,
     preset: str | Sequence[str] | Mapping[str, Any] | None = None,
-    presets: Sequence[str] | str = "all",
+    presets: Sequence[str] | Mapping[str, SoloConfig] | str = "all",
     overrides: Sequence[str] = (),
     device: str | Device | None = None,
     budget: str | int | None = None,
@@ -49,7 +49,8 @@ def plan(
         batch: one micro-batch, as ``training_step`` receives it, or a function that returns one; by default the first
             of the module's own ``train_dataloader``.
         preset: the name of one preset, names to combine, or its fields; the result is then one `Plan`.
-        presets: several names, or ``"all"``; the result is then a list of plans, the one to try first in front.
+        presets: several names, ``"all"``, or checked presets by name; the result is then a list of plans, the one to
+            try first in front.
         overrides: Hydra overrides of each preset: ``["precision=32-true"]``.
         device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
             this machine's GPU, else its CPU.
@@ -67,64 +68,15 @@ def plan(
             without tensors, no module.
         PlanError: the module can't be planned, under any of the presets.
     """
-    if isinstance(preset, str):
-        configs: dict[str, Any] = {preset: compose(preset, overrides, allow=allow)}
-    elif isinstance(preset, Sequence):
-        configs = {" + ".join(preset): compose(preset, overrides, allow=allow)}
-    elif preset is not None:
-        configs = {"given": compose(preset, overrides, allow=allow)}
-    else:
-        if presets == "all":
-            presets = [name for name in preset_files() if name != "auto"]
-        names = [presets] if isinstance(presets, str) else presets
-        configs = {name: compose(name, overrides, allow=allow) for name in names}
-    plans = plan_configs(
-        module,
-        batch,
-        configs,
-        device=device,
-        budget=budget,
-        host_memory=parse_budget(host_memory, "host_memory"),
-        micro_batch=micro_batch,
-        trainer=trainer,
-        allow=allow,
-        timeout_s=timeout_s,
-        tell=tell,
-    )
-    return plans[0] if preset is not None else plans
-
-
-def plan_configs(
-    module: Any,
-    batch: Any,
-    configs: Mapping[str, SoloConfig],
-    *,
-    device: str | Device | None = None,
-    budget: str | int | None = None,
-    host_memory: int | None = None,
-    micro_batch: int | None = None,
-    trainer: Mapping[str, Any] | None = None,
-    allow: Sequence[str] = (),
-    timeout_s: float = 600.0,
-    tell: Callable[[str, Plan | SoloError], None] | None = None,
-) -> list[Plan]:
-    """Plan checked presets by name, and return the one to try first in front; arguments as `plan`.
-
-    Raises:
-        PresetError, PlanError: as `plan`.
-    """
-    if not configs:
-        raise PresetError("presets=[]: none to plan; name some, or write presets='all'")
-    for name, config in configs.items():
-        if config.auto is not None:
-            raise PresetError(f"preset {name}: it chooses among the others, which are planned; leave it out")
+    configs = _configs(preset, presets, overrides, allow)
     if batch is not None and not callable(batch):
         examples(batch)
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise PresetError(f"micro_batch={micro_batch!r}: write a whole number of at least 1")
     target = this_device() if device is None else device if isinstance(device, Device) else device_of(device)
-    if host_memory is None and (device is None or target.name == CPU):
-        host_memory = memory_here()[1]
+    host = parse_budget(host_memory, "host_memory")
+    if host is None and (device is None or target.name == CPU):
+        host = memory_here()[1]
     request = Request(
         make=_factory(module),
         batch=batch,
@@ -138,7 +90,7 @@ def plan_configs(
     plans: list[Plan] = []
     errors: list[SoloError] = []
     for name, answer in WORKER.answers(request, timeout_s):
-        result = with_host_memory(answer, host_memory) if isinstance(answer, Plan) else answer
+        result = with_host_memory(answer, host) if isinstance(answer, Plan) else answer
         if tell is not None:
             tell(name, result)
         if isinstance(result, Plan):
@@ -147,7 +99,32 @@ def plan_configs(
             errors.append(result)
     if not plans:
         raise errors[0]
-    return ranked(plans)
+    return ranked(plans) if preset is None else plans[0]
+
+
+def _configs(
+    preset: str | Sequence[str] | Mapping[str, Any] | None,
+    presets: Sequence[str] | Mapping[str, SoloConfig] | str,
+    overrides: Sequence[str],
+    allow: Sequence[str],
+) -> Mapping[str, SoloConfig]:
+    """Return the presets that are to be planned, by name; arguments as `plan`."""
+    if preset is not None:
+        name = preset if isinstance(preset, str) else "given" if isinstance(preset, Mapping) else " + ".join(preset)
+        configs: Mapping[str, SoloConfig] = {name: compose(preset, overrides, allow=allow)}
+    elif isinstance(presets, Mapping):
+        configs = presets
+    else:
+        if presets == "all":
+            presets = [name for name in preset_files() if name != "auto"]
+        names = [presets] if isinstance(presets, str) else presets
+        configs = {name: compose(name, overrides, allow=allow) for name in names}
+    if not configs:
+        raise PresetError("presets=[]: none to plan; name some, or write presets='all'")
+    for name, config in configs.items():
+        if config.auto is not None:
+            raise PresetError(f"preset {name}: it chooses among the others, which are planned; leave it out")
+    return configs
 
 
 def _factory(module: Any) -> Callable[[], Any]:

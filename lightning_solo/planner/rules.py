@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from lightning_solo.build import make
-from lightning_solo.cards.tracing import EngineStates, Tracing
+from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PlanError
 from lightning_solo.presets.schema import SoloConfig, composition
 
@@ -18,32 +18,19 @@ KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "infer
 """Arguments of a Trainer that change what a step holds."""
 
 
-@dataclass
-class Arrangement:
-    """How a preset is traced.
+@dataclass(frozen=True)
+class Arrangement(Tracing):
+    """How a preset is traced, all its techniques considered; ``precision`` is that of the real run.
 
     Attributes:
         arguments: of a Trainer on the CPU; made anew for each trace.
-        precision: of the real run, by Lightning's name.
-        accumulation: micro-batches per optimizer step in the real run.
-        states: how model states are counted where an engine stores them and they aren't traced.
-        assumptions: where the trace differs from the run, in words.
     """
 
-    arguments: Callable[[], dict[str, Any]]
-    precision: str
-    accumulation: int = 1
-    states: EngineStates | None = None
-    assumptions: Sequence[str] = ()
+    arguments: Callable[[], dict[str, Any]] = dict
 
 
 def arrange(config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str] = ()) -> Arrangement:
-    """Return how a checked preset is traced.
-
-    Args:
-        config: the preset.
-        trainer: the user's own arguments of the Trainer, such as ``gradient_clip_val``.
-        allow: prefixes of ``_target_`` that the user trusts.
+    """Return how a checked preset is traced, beside the user's own arguments of the Trainer.
 
     Raises:
         PlanError: a strategy of the user's own, or a technique that can't be planned with its settings.
@@ -80,7 +67,7 @@ def arrange(config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str]
             "callbacks": list(objects.values()),
         }
 
-    return Arrangement(arguments, precision, tracing.accumulation, tracing.states, tracing.assumptions)
+    return Arrangement(**{**vars(tracing), "precision": precision}, arguments=arguments)
 
 
 def _planned(way: str, settings: Any, tracing: Tracing) -> Tracing:
@@ -89,6 +76,5 @@ def _planned(way: str, settings: Any, tracing: Tracing) -> Tracing:
         return tracing
     if way == "left out":
         return replace(tracing, node=None)
-    module, _, function = way.partition(":")
-    changed: Tracing = getattr(import_module(module), function)(settings, tracing)
+    changed: Tracing = resolve_name(way)(settings, tracing)
     return changed

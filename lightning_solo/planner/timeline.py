@@ -73,12 +73,7 @@ def busy(spans: Iterable[Span], stream: str) -> float:
 
 
 def condensed(spans: Sequence[Span], parts: int = 200) -> list[Span]:
-    """Return a schedule for a picture: spans of equal length, each with the share of it that is used.
-
-    Args:
-        spans: of a schedule.
-        parts: number of spans, before equal neighbours are joined.
-    """
+    """Return a schedule for a picture: at most ``parts`` spans of equal length, each with the share that is used."""
     part = length(spans) / parts
     work: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:

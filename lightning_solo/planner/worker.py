@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ import cloudpickle
 from lightning_solo.errors import CapabilityError, PlanError, SoloError
 from lightning_solo.planner.device import CPU
 from lightning_solo.presets.schema import composition
-from lightning_solo.processes import end_with_parent
+from lightning_solo.processes import end_with_parent, interpreter
 
 
 @dataclass
@@ -112,13 +111,11 @@ class Worker:
             return
         self.close()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        # the folders first: this package may be found by one of them
-        code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.planner.worker import serve; serve()"
         stdin, self._requests = Pipe(duplex=False)
         self._replies, stdout = Pipe(duplex=False)
         with stdin, stdout:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                interpreter("lightning_solo.planner.worker:serve"),
                 stdin=stdin.fileno(),
                 stdout=stdout.fileno(),
                 stderr=self._output,

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.errors import ConflictError, PresetError, nearest
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
+from lightning_solo.presets.registry import leaves
 from lightning_solo.presets.schema import FIELDS, PresetSchema, SoloConfig, composition, from_mapping, unknown_field
 
 GROUPS = ("callback", "strategy")
@@ -141,22 +142,12 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
             for name in UNSET:
                 if fields[name] == "???":
                     del fields[name]
-    _refuse_unfinished(plain, "")
+    for path, value in leaves(plain):
+        if value == "???":
+            raise PresetError(f"{path}: a mandatory value is missing; write {path}=...")
+        if isinstance(value, str) and "${" in value:  # it would be resolved once more, and could become a target then
+            raise PresetError(f"{path}={value!r}: an escaped interpolation is not supported; write the value itself")
     return {str(key): value for key, value in plain.items()}
-
-
-def _refuse_unfinished(node: Any, path: str) -> None:
-    """Refuse missing values, and strings that would be resolved once more: none may become a target after the check."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            _refuse_unfinished(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            _refuse_unfinished(value, f"{path}[{index}]")
-    elif node == "???":
-        raise PresetError(f"{path}: a mandatory value is missing; write {path}=...")
-    elif isinstance(node, str) and "${" in node:
-        raise PresetError(f"{path}={node!r}: an escaped interpolation is not supported; write the value itself")
 
 
 @contextmanager
@@ -187,10 +178,6 @@ def _preset_in_store(preset: Preset, allow: Sequence[str]) -> Iterator[str]:
 def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> None:
     """Check a list of presets, and warn of each field that two of them set to different values: the later one counts.
 
-    Args:
-        names: of the presets.
-        overridden: fields that an override sets anyway.
-
     Raises:
         PresetError: an empty list, an unknown preset, one that is listed twice, `auto`.
         ConflictError: two of them choose different strategies, or one replaces all that another sets.
@@ -205,18 +192,21 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
         composed[name] = compose_mapping(name)
         if composed[name].get("auto"):
             raise PresetError(f"presets {list(names)}: {name!r} chooses among the others; write it alone")
-    leaves = {name: dict(_leaves(fields)) for name, fields in composed.items()}
-    strategies = {name: options["strategy.name"] for name, options in leaves.items() if "strategy.name" in options}
+    chosen = {
+        name: {path: value for path, value in leaves(fields, of_lists=False) if "." in path or value is not None}
+        for name, fields in composed.items()
+    }
+    strategies = {name: options["strategy.name"] for name, options in chosen.items() if "strategy.name" in options}
     if len(set(strategies.values())) > 1:
         raise ConflictError(
             f"presets {' and '.join(strategies)}: each brings its strategy, {' and '.join(strategies.values())}, and a"
             f" run has one; drop {' or '.join(strategies)}"
         )
-    for index, (name, options) in enumerate(leaves.items()):
+    for index, (name, options) in enumerate(chosen.items()):
         replaced = {}
         for option in options:
-            later = [other for other in list(leaves)[index + 1 :] if option in leaves[other]]
-            if later and leaves[later[-1]][option] != options[option]:
+            later = [other for other in list(chosen)[index + 1 :] if option in chosen[other]]
+            if later and chosen[later[-1]][option] != options[option]:
                 replaced[option] = later[-1]
         if replaced and len(replaced) == len(options):
             others = " and ".join(dict.fromkeys(replaced.values()))
@@ -227,7 +217,7 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
         for option, other in replaced.items():
             if option not in overridden:
                 warnings.warn(
-                    f"{option}={leaves[other][option]!r} of preset {other} replaces {options[option]!r} of preset"
+                    f"{option}={chosen[other][option]!r} of preset {other} replaces {options[option]!r} of preset"
                     f" {name}; to choose, change their order or write the override {option}=...",
                     stacklevel=_callers_stacklevel(),
                 )
@@ -240,15 +230,6 @@ def _callers_stacklevel() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the options that a preset sets, with their values."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{key}.")
-        elif path or value is not None:
-            yield f"{path}{key}", value
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,25 @@ EXAMPLES: dict[str, object] = {  # every field of a file, and what one looks lik
     "context_bytes": 503316480,
     "workspace_bytes": 8519680,
     "source": "https://www.nvidia.com/...",
+}
+
+
+def _is_speed(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+_SPEED = (_is_speed, "a number above 0, in bytes per second")
+_TEXT = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
+_BYTES = (lambda value: type(value) is int and value >= 0, "an integer of at least 0, in bytes")
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # of each field, and what its value has to be
+    "label": _TEXT,
+    "memory_bytes": (lambda value: type(value) is int and value >= 1, "an integer of at least 1, in bytes"),
+    "memory_bandwidth": _SPEED,
+    "host_bandwidth": _SPEED,
+    "flops": (lambda value: isinstance(value, dict), "a mapping"),
+    "context_bytes": _BYTES,
+    "workspace_bytes": _BYTES,
+    "source": _TEXT,
 }
 FLOPS_REACHED, BANDWIDTH_REACHED = 0.70, 0.80  # shares of the peaks; set once, not fitted
 MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words without which a name is still understood
@@ -81,10 +100,6 @@ def devices() -> list[str]:
 def device(name: str, option: str = "device") -> Device:
     """Return a device by the name of its file or by that of the GPU: ``rtx-4090``, ``NVIDIA GeForce RTX 4090``.
 
-    Args:
-        name: as people write it.
-        option: what messages call it.
-
     Raises:
         PresetError: there is none of that name; or its file can't be read, or lacks a field.
     """
@@ -103,10 +118,6 @@ def parse_budget(given: str | int | float | None, option: str = "budget") -> int
 
     >>> parse_budget("16GiB"), parse_budget(17179869184), parse_budget(None)
     (17179869184, 17179869184, None)
-
-    Args:
-        given: by the user.
-        option: what messages call it.
 
     Raises:
         PresetError: it is no size such as ``16GiB``, nor a number of bytes of at least 1 MiB.
@@ -128,11 +139,6 @@ def parse_budget(given: str | int | float | None, option: str = "budget") -> int
 
 def budget_on(on: Device, budget: int | None, given: str) -> int:
     """Return the budget, or all of the device's memory for None.
-
-    Args:
-        on: the device.
-        budget: bytes.
-        given: the budget as it was written, ``--budget 64GiB``.
 
     Raises:
         PresetError: the device has less.
@@ -191,30 +197,24 @@ def _read(name: str, path: Path) -> Device:
     """Return a file's device, each field checked."""
     where = f"device {name!r}: {path}"
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise PresetError(f"{where} can't be read: {error}") from error
     if not isinstance(values, dict) or not values:
         raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(EXAMPLES)}")
     _check_names(values, tuple(EXAMPLES), where, "a device has")
+    for field, (is_right, expected) in CHECKS.items():
+        if not is_right(values[field]):
+            raise PresetError(f"{where}: {field}={values[field]!r}: must be {expected}, such as {EXAMPLES[field]}")
     flops = values["flops"]
-    if not isinstance(flops, dict):
-        raise PresetError(f"{where}: flops={flops!r}: must be a mapping such as {EXAMPLES['flops']}")
     _check_names(flops, KINDS, where, "flops are those of", "flops.")
-    return Device(
-        name=name,
-        label=_text(values, "label", where),
-        memory_bytes=_bytes(values, "memory_bytes", where, least=1),
-        memory_bandwidth=_speed(values, "memory_bandwidth", where),
-        host_bandwidth=_speed(values, "host_bandwidth", where),
-        flops={
-            kind: None if flops[kind] is None and kind != "fp32" else _speed(flops, kind, where, "flops.")
-            for kind in KINDS
-        },
-        context_bytes=_bytes(values, "context_bytes", where),
-        workspace_bytes=_bytes(values, "workspace_bytes", where),
-        source=_text(values, "source", where),
-    )
+    for kind, speed in flops.items():
+        if not _is_speed(speed) and (speed is not None or kind == "fp32"):
+            raise PresetError(
+                f"{where}: flops.{kind}={speed!r}: must be a number above 0, in operations per second, such as 82.6e12"
+            )
+    fields = {**values, "flops": {kind: flops[kind] for kind in KINDS}}
+    return Device(name=name, **fields)
 
 
 def _check_names(values: Mapping[Any, Any], fields: tuple[str, ...], where: str, what: str, prefix: str = "") -> None:
@@ -228,30 +228,3 @@ def _check_names(values: Mapping[Any, Any], fields: tuple[str, ...], where: str,
         if field not in values:
             example = EXAMPLES.get(field, "null, or a number such as 82.6e12")
             raise PresetError(f"{where}: no {prefix}{field}; write {field}: {example}")
-
-
-def _text(values: Mapping[Any, Any], field: str, where: str) -> str:
-    value = values[field]
-    if not isinstance(value, str) or not value.strip():
-        raise PresetError(f"{where}: {field}={value!r}: must be a text such as {EXAMPLES[field]}")
-    return value
-
-
-def _bytes(values: Mapping[Any, Any], field: str, where: str, least: int = 0) -> int:
-    value = values[field]
-    if type(value) is not int or value < least:
-        raise PresetError(
-            f"{where}: {field}={value!r}: must be an integer of at least {least}, in bytes, such as {EXAMPLES[field]}"
-        )
-    return value
-
-
-def _speed(values: Mapping[Any, Any], field: str, where: str, prefix: str = "") -> float:
-    value = values[field]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        example = EXAMPLES.get(field, "82.6e12")
-        unit = "operations" if prefix else "bytes"
-        raise PresetError(
-            f"{where}: {prefix}{field}={value!r}: must be a number above 0, in {unit} per second, such as {example}"
-        )
-    return float(value)

@@ -43,6 +43,22 @@ def is_allowed(path: str, allow: Sequence[str]) -> bool:
     return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
 
 
+def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield each value at any depth of a plain configuration, with its path; without ``of_lists`` lists are values.
+
+    >>> list(leaves({"a": {"b": [1, 2]}})), list(leaves({"a": {"b": [1, 2]}}, of_lists=False))
+    ([('a.b[0]', 1), ('a.b[1]', 2)], [('a.b', [1, 2])])
+    """
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
+    elif isinstance(node, list) and of_lists:
+        for index, value in enumerate(node):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, node
+
+
 def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
     """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, at any depth, lists included."""
     if isinstance(node, Mapping):

@@ -185,12 +185,6 @@ def _callbacks(given: object, allow: Sequence[str]) -> dict[str, Any]:
 def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequence[str] = ()) -> None:
     """Check a ``model``, ``data`` or ``optimizer`` node as a callback is checked; None and ``{}`` stand for none.
 
-    Args:
-        kind: the group; messages name options below it.
-        node: plain containers with ``name`` or ``_target_``.
-        allow: prefixes of ``_target_`` that the user trusts.
-        given: arguments that come from elsewhere, such as an optimizer's ``params``.
-
     Raises:
         PresetError: as `from_mapping`.
     """

@@ -7,15 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours as CSS takes them.
-
-    Attributes:
-        ink: text and axes.
-        muted: text of less weight.
-        ground: behind everything.
-        line: of grids and borders, which only decorate.
-        marks: of series, one after the other.
-    """
+    """Colours as CSS takes them."""
 
     ink: str
     muted: str

@@ -157,12 +157,7 @@ def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
-    """Return the Pareto front: the rows that no other one matches in all costs and beats in one.
-
-    Args:
-        rows: those that lack one of the costs are left out.
-        costs: attributes of a row; less is better.
-    """
+    """Return the Pareto front: the rows that no other one matches in all costs and beats in one."""
     points = [(row, tuple(getattr(row, cost) for cost in costs)) for row in rows if row.status == "finished"]
     points = [(row, point) for row, point in points if all(value is not None and value == value for value in point)]
 

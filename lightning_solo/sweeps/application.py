@@ -66,12 +66,7 @@ class Application:
 
 
 def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydra_context: Any = None) -> Application:
-    """Return a task function for other processes.
-
-    Args:
-        task: any function or callable object.
-        preload: modules to import before the first job.
-        hydra_context: where Hydra runs the jobs; without it a job is a plain call.
+    """Return any function or callable object for other processes; without a ``hydra_context`` a job is a plain call.
 
     Raises:
         ConflictError: it can neither be imported nor pickled.

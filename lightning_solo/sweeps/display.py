@@ -26,14 +26,7 @@ SHOWN = 12
 
 
 class Display:
-    """The state of each job, shown live.
-
-    Args:
-        folder: of the sweep.
-        names: job's number -> its overrides, as text.
-        parallel: jobs at a time.
-        console: by default standard error.
-    """
+    """The state of each job, by number with its overrides, shown live on a console: by default standard error."""
 
     def __init__(
         self, folder: SweepFolder, names: Mapping[int, str], parallel: int, console: Console | None = None

@@ -5,8 +5,13 @@
 ├── results.jsonl        a row per job (results.py)
 ├── .sweep/
 │   ├── lock             held by the command that runs the sweep, and by the process that starts its jobs
-│   ├── server.log       what that process printed
-│   └── jobs/7/          start.json, progress.json, result.json
+│   ├── server.log       what that process printed: its imports, or why they failed
+│   ├── entry_points/    the package by which Lightning finds the observer, in jobs alone
+│   ├── pruning.json     settings of pruning for the jobs of a search that prunes
+│   └── jobs/7/
+│       ├── start.json       attempt, configuration and folder; written by the command before the job starts
+│       ├── progress.json    step, loss and memory during training; written by the observer that joins the job's Trainer
+│       └── result.json      what the job itself reports at its end
 └── 7/output.log         what job 7 printed; the folder is named by `hydra.sweep.subdir`
 ```
 Each of these JSON files is complete or absent.
@@ -29,13 +34,7 @@ STATE = ".sweep"
 
 
 class JobFiles:
-    """The files about one job.
-
-    Attributes:
-        start: attempt, configuration and folder; written by the command before the job starts.
-        progress: step, loss and memory during training; written by the observer that joins the job's Trainer.
-        result: what the job itself reports at its end.
-    """
+    """The files about one job."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,15 +49,7 @@ class JobFiles:
 
 
 class SweepFolder:
-    """The folder of one sweep.
-
-    Attributes:
-        state: files about the sweep itself, beside the folders of its jobs.
-        results: a row per job.
-        server_log: what the process that starts the jobs printed: its imports, or why they failed.
-        entry_points: the package by which Lightning finds the observer, in jobs alone.
-        pruning: settings of pruning for the jobs of a search that prunes.
-    """
+    """The folder of one sweep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,9 +73,6 @@ class SweepFolder:
 
         The kernel releases the lock when this process and those that have inherited the file have ended. After a
         command was killed, this waits for the end of its jobs.
-
-        Args:
-            look: called while it waits.
 
         Raises:
             CheckpointError: another command works on the sweep; names its process.

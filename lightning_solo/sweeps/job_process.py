@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.atomic_files import write_json
-from lightning_solo.sweeps import entry_points
 from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.jobs import Settings
 
@@ -27,13 +26,7 @@ BEFORE_S = 0.3
 
 @dataclass(frozen=True)
 class JobRequest:
-    """An attempt at a job, for the process that starts it and for its own.
-
-    Attributes:
-        resumes: whether an earlier attempt began the job.
-        argument: of the task function, from `Application.dumps`.
-        settings: of the sweep.
-    """
+    """An attempt at a job, for the process that starts it and for its own."""
 
     number: int
     attempt: int
@@ -51,7 +44,7 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
     if request.settings.timeout_s is not None:
         faulthandler.dump_traceback_later(max(request.settings.timeout_s - BEFORE_S, BEFORE_S), file=2)
     os.environ[VARIABLE] = str(files.path)
-    entry_points.find(SweepFolder(files.path.parents[2]).entry_points)
+    sys.path.append(str(SweepFolder(files.path.parents[2]).entry_points))
     if request.resumes:
         os.environ[RESUMES] = "1"
     result: dict[str, Any] = {"attempt": request.attempt}

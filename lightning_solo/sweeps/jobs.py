@@ -14,7 +14,7 @@ RERUN = ("never", "failed", "all")
 REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
     """The settings of `hydra.launcher`.
 
@@ -38,13 +38,22 @@ class Settings:
     tail_lines: int = 15
 
     def __post_init__(self) -> None:
-        for name, least in (("parallel", 1), ("retries", 0), ("grace_s", 0), ("output_mib", 0), ("tail_lines", 0)):
-            if getattr(self, name) < least:
-                raise PresetError(f"hydra.launcher.{name}={getattr(self, name)}: must be {least} or more")
+        check_least("launcher", self, parallel=1, retries=0, grace_s=0, output_mib=0, tail_lines=0)
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise PresetError(f"hydra.launcher.timeout_s={self.timeout_s}: must be positive, or null for no limit")
         if self.rerun not in RERUN:
             raise PresetError(f"hydra.launcher.rerun={self.rerun!r}: must be one of {', '.join(RERUN)}")
+
+
+def check_least(section: str, settings: object, **least: int) -> None:
+    """Refuse settings of one of Hydra's sections that are below the least that each may be.
+
+    Raises:
+        PresetError: names the setting.
+    """
+    for name, lowest in least.items():
+        if getattr(settings, name) < lowest:
+            raise PresetError(f"hydra.{section}.{name}={getattr(settings, name)}: must be {lowest} or more")
 
 
 @dataclass(frozen=True)

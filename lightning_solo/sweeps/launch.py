@@ -65,11 +65,7 @@ class Launch:
 
     @contextmanager
     def kept(self, jobs: Collection[int]) -> Iterator[None]:
-        """Keep sweep and display open from one call to the next, for a sweeper that runs some of its jobs at a time.
-
-        Args:
-            jobs: the numbers of all its jobs.
-        """
+        """Keep sweep and display of these jobs open between calls, for a sweeper that runs some at a time."""
         with without_trace():
             display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
             sweep = Sweep(self.folder, self.application, self.settings, tell=display.tell, look=display.look)

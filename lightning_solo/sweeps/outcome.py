@@ -42,13 +42,6 @@ def outcome(
 ) -> tuple[str, str]:
     """Return the status and a line of detail.
 
-    Args:
-        exit_code: of `os.waitstatus_to_exitcode`: negative for a signal.
-        result: the job's `result.json`, if it wrote one.
-        timed_out: whether it was ended for taking too long.
-        interrupted: whether it was ended with the sweep.
-        oom_kills: processes that the kernel killed for lack of memory while it ran.
-
     >>> outcome(-11, None), outcome(0, None), outcome(-9, None, oom_kills=1)[0]
     (('crashed', 'SIGSEGV'), ('exited', 'with status 0, before the task function returned'), 'out of host memory')
     """

@@ -56,14 +56,22 @@ class Row:
     @property
     def loss(self) -> float | None:
         """The value of the task function if that is a number, else the logged loss, the validation's first."""
-        if isinstance(self.returned, int | float) and not isinstance(self.returned, bool):
-            return float(self.returned)
-        return loss_of(self.metrics)
+        returned = number(self.returned)
+        return loss_of(self.metrics) if returned is None else returned
 
     @property
     def tokens_per_s(self) -> float | None:
         """As logged, where it was."""
         return self.metrics.get("throughput/tokens_per_s")
+
+
+def number(value: object) -> float | None:
+    """Return a number as a float, and None for anything else.
+
+    >>> number(2), number(True), number("2"), number(None)
+    (2.0, None, None, None)
+    """
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def is_validation_loss(name: str) -> bool:

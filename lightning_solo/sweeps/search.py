@@ -17,7 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -29,8 +29,8 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.launch import JobsFailed
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.pruning import STUDY
-from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.search_settings import OBJECTIVES, SAMPLERS, VALUE, number, settings
+from lightning_solo.sweeps.results import Row, number
+from lightning_solo.sweeps.search_settings import OBJECTIVES, VALUE, settings
 from lightning_solo.sweeps.search_space import SearchSpace, search_space
 from lightning_solo.sweeps.study import best_of, describe, open_study, quiet, suggest, summary
 
@@ -111,7 +111,9 @@ class Search:
         """Return the sampler for one trial: its draws don't depend on how often the command was started."""
         seed = self.settings.seed
         of_trial = None if seed is None else int(np.random.SeedSequence([seed, trial]).generate_state(1)[0])
-        return SAMPLERS[self.settings.sampler](of_trial)
+        if self.settings.sampler == "tpe":
+            return TPESampler(seed=of_trial, constant_liar=True)  # trials at the same time keep apart
+        return (RandomSampler if self.settings.sampler == "random" else NSGAIISampler)(seed=of_trial)
 
     def _run(self, study: Study, space: SearchSpace, numbers: Sequence[int]) -> set[int]:
         """Run trials and store their results; return those that the same command should run again later."""

@@ -49,10 +49,6 @@ class SearchSpace:
 def search_space(texts: Sequence[str], config_loader: ConfigLoader | None = None) -> SearchSpace:
     """Return the space that overrides span; of two with the same key the later one counts.
 
-    Args:
-        texts: overrides as on Hydra's command line.
-        config_loader: finds what `glob(*)` stands for.
-
     Raises:
         PresetError: a range that is empty or that Optuna can't search.
         NothingToDoError: there is nothing to search.

@@ -19,15 +19,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_solo.errors import SoloError
-from lightning_solo.processes import end_with_parent
+from lightning_solo.processes import NVML, end_with_parent, environment, interpreter
 from lightning_solo.sweeps.application import Application, load
 from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.forking import seed_afresh, why_not_fork
@@ -35,7 +35,7 @@ from lightning_solo.sweeps.job_process import JobRequest, run
 from lightning_solo.sweeps.outcome import oom_kills, outcome
 from lightning_solo.sweeps.output import cut_output, output_file, redirect_output
 
-NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+MAIN = f"{__name__}:main"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Server:
     def _load(self, application: Application) -> None:
         self.application = application
         try:
-            with _cuda_untouched():
+            with environment({NVML: "1"}):
                 self.task = load(application)
         except BaseException as error:
             text = str(error) if isinstance(error, SoloError) else "".join(traceback.format_exception(error))
@@ -186,7 +186,7 @@ class Server:
             pickle.dump((self.application, request), file)
             file.flush()
             file.seek(0)
-            command = interpreter("job", str(self.sweep.path), str(os.getpid()))
+            command = interpreter(MAIN, "job", str(self.sweep.path), str(os.getpid()))
             process = subprocess.Popen(command, stdin=file, stdout=output, stderr=output, start_new_session=True)
         process.returncode = 0  # `_ended` waits for it
         return process.pid
@@ -230,26 +230,6 @@ class Server:
         self._send((request.number, End(status, detail, seconds, usage.ru_maxrss * 1024)))
 
 
-@contextmanager
-def _cuda_untouched() -> Iterator[None]:
-    """Keep a search for a device during the import from starting CUDA, which can't be forked."""
-    before = os.environ.get(NVML)
-    os.environ[NVML] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[NVML]
-        else:
-            os.environ[NVML] = before
-
-
-def interpreter(*arguments: str) -> list[str]:
-    """Return the command of a fresh interpreter with the same `sys.path`, which runs `main`."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from lightning_solo.sweeps.server import main; main(sys.argv[1:])"
-    return [sys.executable, "-c", code, *arguments]
-
-
 def run_job_here(sweep: SweepFolder, server: int) -> NoReturn:
     """Run the job whose request is on standard input in this fresh interpreter, and exit."""
     end_with_parent(server)
@@ -259,7 +239,7 @@ def run_job_here(sweep: SweepFolder, server: int) -> NoReturn:
     raise SystemExit(run(load(application), request, sweep.job(request.number)))
 
 
-def main(arguments: list[str]) -> None:
+def main(*arguments: str) -> None:
     """``serve <folder> <connection> <lock>``, two open files, or ``job <folder> <server's process>``."""
     what, folder, number, *lock = arguments
     sweep = SweepFolder(Path(folder))

@@ -17,15 +17,17 @@ from typing import Any
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.machine import versions
-from lightning_solo.sweeps import entry_points, results
+from lightning_solo.processes import interpreter
+from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.interrupts import Interrupts
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders, set_aside
+from lightning_solo.sweeps.observer import announce
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, outcome
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.server import End, interpreter
+from lightning_solo.sweeps.server import MAIN, End
 
 LOOK_S = 0.25
 
@@ -194,12 +196,12 @@ class Sweep:
     def _serve(self) -> Connection:
         """Start the process that starts the jobs, and wait until it has loaded the application."""
         assert self._opened is not None
-        entry_points.announce(self.folder.entry_points)
+        announce(self.folder.entry_points)
         ours, theirs = socketpair()
         numbers = (theirs.fileno(), self._lock)
         with self.folder.server_log.open("ab") as log, theirs:
             process = subprocess.Popen(
-                interpreter("serve", str(self.folder.path.absolute()), *map(str, numbers)),
+                interpreter(MAIN, "serve", str(self.folder.path.absolute()), *map(str, numbers)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import BudgetError, CapabilityError
+from lightning_solo.memory.sizes import sizes_of
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.checkpoint import Group
 from lightning_solo.zero.flat import states_per_element
@@ -47,17 +48,7 @@ def layout_of(
     accumulates: bool,
     cuda: bool,
 ) -> ZeroLayout:
-    """Return what the engine will hold of a module, by DeepSpeed's configuration and the optimizer it will step.
-
-    Args:
-        module: not yet taken by the engine.
-        groups: of the optimizer, as the user gave them.
-        optimizer: what the engine steps on the host.
-        config: DeepSpeed's.
-        precision: Lightning's name for it.
-        accumulates: Whether there may be more than one micro-batch per optimizer step.
-        cuda: Whether the device is one.
-    """
+    """Return what the engine will hold of a module, by DeepSpeed's configuration and its optimizer."""
     _, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
     if any(group.get("fused") for group in optimizer.param_groups):
         temporaries = 0
@@ -69,18 +60,16 @@ def layout_of(
         accumulates=accumulates,
         cuda=cuda,
     )
-    frozen = [p.numel() for p in module.parameters() if not p.requires_grad]
+    sizes = sizes_of(module)
     return zero_layout(
         [[p.numel() for p in group.parameters if p.requires_grad] for group in groups],
         settings,
-        frozen=frozen,
-        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+        frozen=sizes.frozen,
+        buffer_bytes=sizes.buffer_bytes,
     )
 
 
-def check_host_budget(
-    layout: ZeroLayout, available: int, *, resident: int = 0, one_memory: bool = False, margin: float = MARGIN
-) -> None:
+def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, one_memory: bool = False) -> None:
     """Refuse a run for which the host's memory does not suffice.
 
     Args:
@@ -88,33 +77,32 @@ def check_host_budget(
         available: bytes that are free on the host, from `machine.host_memory`.
         resident: bytes of the module that are on the host now: they are counted in the layout, or will be freed.
         one_memory: Whether the "device" is the host's memory too: DeepSpeed on the CPU.
-        margin: share added to the need, for what is not counted.
 
     Raises:
         BudgetError: names what is needed part by part, what is available, and how much is missing.
     """
     peak = layout.one_memory_bytes if one_memory else layout.host_bytes
     parts = {**({f"device {k}": n for k, n in layout.device.items()} if one_memory else {}), **layout.host}
-    _refuse("host memory", peak, parts, available + resident, margin, "control-group limits included")
+    _refuse("host memory", peak, parts, available + resident, "control-group limits included")
 
 
-def check_device_budget(layout: ZeroLayout, available: int, *, margin: float = MARGIN) -> None:
+def check_device_budget(layout: ZeroLayout, available: int) -> None:
     """Refuse a run whose model states alone do not fit on the device; activations come on top.
 
     Raises:
         BudgetError: as `check_host_budget`.
     """
-    _refuse("device memory", layout.device_bytes, layout.device, available, margin, "activations come on top")
+    _refuse("device memory", layout.device_bytes, layout.device, available, "activations come on top")
 
 
-def check_disk_budget(layout: ZeroLayout, folder: str | Path, *, margin: float = MARGIN) -> None:
+def check_disk_budget(layout: ZeroLayout, folder: str | Path) -> None:
     """Refuse a run whose swapped tensors do not fit below a folder.
 
     Raises:
         BudgetError: as `check_host_budget`.
         CapabilityError: as `disk_budget`.
     """
-    _refuse("disk", layout.disk_bytes, layout.disk, disk_budget(folder), margin, f"below {folder}")
+    _refuse("disk", layout.disk_bytes, layout.disk, disk_budget(folder), f"below {folder}")
 
 
 def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) -> int:
@@ -152,14 +140,14 @@ def _file_system(path: Path, mounts: Path) -> str:
     return max(reversed(holding), key=lambda pair: pair[0])[1] if holding else ""
 
 
-def _refuse(what: str, peak: int, parts: Mapping[str, int], available: int, margin: float, note: str) -> None:
-    needed = int(peak * (1 + margin))
+def _refuse(what: str, peak: int, parts: Mapping[str, int], available: int, note: str) -> None:
+    needed = int(peak * (1 + MARGIN))
     if needed <= available:
         return
     listed = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in parts.items() if n)
     raise BudgetError(
         f"zero_offload needs {format_bytes(needed)} of {what}, and there are {format_bytes(available)} ({note}): "
-        f"{format_bytes(needed - available)} are missing. Peak {format_bytes(peak)} and a margin of {margin:.0%}; "
+        f"{format_bytes(needed - available)} are missing. Peak {format_bytes(peak)} and a margin of {MARGIN:.0%}; "
         f"while training: {listed or 'nothing'}",
         needed,
         available,

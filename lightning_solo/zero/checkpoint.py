@@ -106,13 +106,7 @@ def load_optimizer(
     saved: Mapping[str, Any],
     masters: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, ParameterStates]:
-    """Take over the options of a user's optimizer's state dict, and return its states by parameter.
-
-    Args:
-        host: the optimizer of the engine.
-        groups: its groups as the user gave them.
-        saved: from ``state_dict()`` of such an optimizer, in a plain run or in ours.
-        masters: the fp32 value of each parameter.
+    """Take over the options of a state dict of a plain run's optimizer or of ours, and return its states by parameter.
 
     Raises:
         CheckpointError: other groups than the checkpoint's, or compact states.

@@ -17,15 +17,7 @@ from lightning_solo.zero.deepspeed_patches import align_gradients, prefetch_once
 def make_engine(
     module: nn.Module, config: Mapping[str, Any], optimizer: Optimizer | None, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Return DeepSpeed's engine for a module; at stage 3 no more than one parameter at a time goes to the device whole.
-
-    Args:
-        module: on the host.
-        config: DeepSpeed's configuration.
-        optimizer: steps on the host; None for an engine that only runs forward.
-        dtype: of the weights on the device.
-        device: with its index.
-    """
+    """Return DeepSpeed's engine for a module on the host; without an ``optimizer`` it only runs forward."""
     import deepspeed
 
     if config.get("zero_optimization", {}).get("stage") == 3:

@@ -41,8 +41,9 @@ from lightning_solo.machine import (
     tool_path,
     user_cache,
 )
+from lightning_solo.processes import environment
 from lightning_solo.zero.deepspeed_internals import is_compiled_in, loaded_extensions
-from lightning_solo.zero.process import INSTALL, check_deepspeed, environment
+from lightning_solo.zero.process import INSTALL, check_deepspeed
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -74,6 +75,11 @@ def what_is_missing(name: str) -> str | None:
     if not missing and name in STANDS_ON:
         return what_is_missing(STANDS_ON[name])
     return _lacking(name, missing) if missing else None
+
+
+def disk_access_lacks() -> str | None:
+    """Return what DeepSpeed's asynchronous disk access lacks here, or None."""
+    return what_is_missing("async_io")
 
 
 def is_built(name: str) -> bool:

@@ -16,9 +16,9 @@ deepspeed 0.19.8 (``OMP_NUM_THREADS=2 python examples/measure_host_optimizers.py
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -176,8 +176,7 @@ def _deepspeeds_version(optimizer: Optimizer) -> HostOptimizer:
             " 'torch' in place of 'deepspeed', or give torch.optim.AdamW"
         )
     load_extension(version.extension)
-    module, _, class_name = version.path.partition(":")
-    deepspeeds = getattr(importlib.import_module(f"deepspeed.ops.{module}"), class_name)
+    deepspeeds = resolve_name(f"deepspeed.ops.{version.path}")
     return HostOptimizer(deepspeeds(optimizer.param_groups, **version.arguments), optimizer, version.names)
 
 

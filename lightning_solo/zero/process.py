@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_solo.errors import CapabilityError
 from lightning_solo.machine import is_installed
+from lightning_solo.processes import environment
 from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.deepspeed_patches import nothing_compiled_for_communication
 
@@ -26,23 +26,6 @@ SUPPORTED = ">=0.19.8,<0.20"
 INSTALL = f"DS_BUILD_OPS=0 pip install 'deepspeed{SUPPORTED}'"
 # What DeepSpeed's engine reads from the environment; a launcher's values would make it wait for other processes.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-# By DeepSpeed's import; it changes how torch looks for CUDA in child processes
-SET_BY_IMPORTS = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
-
-
-@contextmanager
-def environment(variables: Mapping[str, str], *, everything: bool = False) -> Iterator[None]:
-    """Set environment variables, and restore them, and those that imports set, at the end; or ``everything``."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in {*os.environ, *before} if everything else {*variables, *SET_BY_IMPORTS}:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                os.environ.pop(name, None)
 
 
 @contextmanager
@@ -157,11 +140,6 @@ def one_process(environment_class: type) -> Any:
 
 def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | None = None) -> None:
     """Refuse a device on which DeepSpeed's engine can't run, or saves nothing; say so where that is allowed.
-
-    Args:
-        device: with its index.
-        allow_cpu: Whether the CPU will do.
-        cuda_only: the part of the configuration that has no CPU version, if any.
 
     Raises:
         CapabilityError: names the device and what to write.

@@ -30,10 +30,6 @@ def refuse_trainer(trainer: Any) -> None:
 def refuse_clipping_by_value(clip_val: float | None, algorithm: Any) -> None:
     """Refuse a clipping that DeepSpeed doesn't have.
 
-    Args:
-        clip_val: None or 0 clips nothing.
-        algorithm: Lightning's name for it, or its enumeration.
-
     Raises:
         ConflictError: the algorithm is "value".
     """

@@ -96,12 +96,6 @@ class EngineRun:
     ) -> None:
         """Make an engine that trains, with masters that start from the weights as found.
 
-        Args:
-            config: DeepSpeed's.
-            host: the optimizer that it steps.
-            groups: of the user's optimizer, from `groups_of`.
-            accumulates: Whether :meth:`step` may come after several backward passes.
-
         Raises:
             ConflictError: ZenFlow or SuperOffload, and an optimizer, a module or an accumulation that it can't train.
         """
@@ -251,11 +245,7 @@ class EngineRun:
         self._warns_of_states = False
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Take over the states of a plain run or of ours, and the masters in full precision.
-
-        Args:
-            saved: the optimizer's state dict.
-            weights: the module's; what is not in it keeps its master.
+        """Take over the states of a plain run or of ours, and in full precision the masters that ``weights`` has.
 
         Raises:
             CheckpointError: as `load_optimizer` and `write`.

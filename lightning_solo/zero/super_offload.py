@@ -91,12 +91,7 @@ def _end_with_the_other() -> None:
 
 
 class Worker:
-    """The worker of one engine, until it is closed.
-
-    Args:
-        zero: SuperOffload's optimizer, as it was made.
-        names: of the module's parameters.
-    """
+    """The worker of one engine of SuperOffload's, until it is closed; ``names`` are of the parameters."""
 
     def __init__(self, zero: Any, names: Mapping[Tensor, str]) -> None:
         self.zero = zero
@@ -108,10 +103,7 @@ class Worker:
         return [{**{name: group[name] for name in FIXED}, "betas": tuple(group["betas"])} for group in groups]
 
     def before_step(self, unused: Collection[Tensor]) -> None:
-        """Refuse a step of which the worker got only a part.
-
-        Args:
-            unused: parameters without a gradient in this step.
+        """Refuse a step of which the worker got only a part; ``unused`` parameters have no gradient in it.
 
         Raises:
             ConflictError: names what it doesn't know.

@@ -58,7 +58,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, SoloCon
     """Return a function that chooses among plans that are given: ``answers(plan, ..., overrides=[...])``."""
 
     def among(*plans: Plan, overrides: Any = (), said: io.StringIO | None = None) -> tuple[str, SoloConfig, Plan]:
-        monkeypatch.setattr(auto, "plan_configs", lambda *args, **kwargs: ranked(plans))
+        monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **kwargs: ranked(plans))
         config = compose("auto", [f"auto.presets=[{','.join(plan.preset for plan in plans)}]", *overrides])
         console = Console(file=said or io.StringIO(), width=200)
         return choose(config, None, None, check=lambda config: None, console=console)
@@ -122,7 +122,7 @@ def test_the_host_is_this_one_wherever_the_device_is(monkeypatch: pytest.MonkeyP
         asked.update(given)
         return [planned("bf16")]
 
-    monkeypatch.setattr(auto, "plan_configs", plans)
+    monkeypatch.setattr(auto.preset_plans, "plan", plans)
     monkeypatch.setattr(auto, "host_memory", lambda: (9, 7))
     config = compose("auto", ["auto.presets=[bf16]", "auto.device=rtx-4090"])
     choose(config, None, None, check=lambda config: None, console=Console(file=io.StringIO()))
@@ -395,7 +395,7 @@ def test_a_plan_for_the_cpu_has_nothing_to_compare_with() -> None:
 
 
 def test_trainer_kwargs_has_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "plan_configs", lambda *args, **given: [planned("baseline", device="rtx_4090")])
+    monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **given: [planned("baseline", device="rtx_4090")])
     made = trainer_kwargs("auto", ["precision=32-true", "auto.presets=[baseline]"], module=byte_gpt(), batch=text())
     (check,) = (one for one in made["callbacks"] if isinstance(one, PlanCheck))
     assert check.plan.device == "rtx_4090"

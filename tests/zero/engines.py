@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_solo.processes import environment
 from lightning_solo.zero.config import zero_config
 from lightning_solo.zero.deepspeed_internals import destroy
 from lightning_solo.zero.engine import make_engine, weights_of
@@ -20,7 +21,6 @@ from lightning_solo.zero.extension import load_extension, what_is_missing
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
-    environment,
     open_process_group,
     without_deprecations,
 )

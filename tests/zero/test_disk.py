@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, SoloError
+from lightning_solo.processes import environment
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.deepspeed_patches import align_gradients
 from lightning_solo.zero.disk import PREFIX, run_folder
-from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment
+from lightning_solo.zero.process import ONE_PROCESS, close_process_group
 from lightning_solo.zero.states import read
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression

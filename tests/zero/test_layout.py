@@ -17,10 +17,11 @@ from torch import nn
 
 from lightning_solo.errors import BudgetError, CapabilityError
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.processes import environment
 from lightning_solo.units import GiB, MiB
 from lightning_solo.zero.budget import check_device_budget, check_disk_budget, check_host_budget, disk_budget
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
-from lightning_solo.zero.process import ONE_PROCESS, close_process_group, environment, open_process_group
+from lightning_solo.zero.process import ONE_PROCESS, close_process_group, open_process_group
 from tests.messages import mentions
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.processes import environment
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.config import zero_config
@@ -25,7 +26,6 @@ from lightning_solo.zero.module import OriginalModule
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
-    environment,
     open_process_group,
     without_deprecations,
 )

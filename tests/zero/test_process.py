@@ -19,15 +19,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from lightning_solo.errors import CapabilityError
+from lightning_solo.processes import SET_BY_IMPORTS, environment
 from lightning_solo.seams.homes import fabric_part, for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.process import (
     ONE_PROCESS,
-    SET_BY_IMPORTS,
     SUPPORTED,
     close_process_group,
-    environment,
     one_process,
     open_process_group,
     require_deepspeed,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.processes import environment
 from lightning_solo.zero.checkpoint import groups_of
 from lightning_solo.zero.config import merge, zero_config
 from lightning_solo.zero.extension import load_extension, what_is_missing
@@ -30,7 +31,6 @@ from lightning_solo.zero.host_optimizer import HostOptimizer, host_optimizer
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
-    environment,
     open_process_group,
     without_deprecations,
 )

@@ -48,18 +48,9 @@ class CompactStrategy(SoloStrategy):
         checkpoint_weights: str = "bf16",
         back_end: str = "own",
     ) -> None:
-        settings = {
-            "master_bits": master_bits,
-            "moment_bits": moment_bits,
-            "release_gradients": release_gradients,
-            "gradient_buffer": gradient_buffer,
-            "state_budget": state_budget,
-            "checkpoint_weights": checkpoint_weights,
-            "back_end": back_end,
-        }
-        self._checked = CARD.check(settings, "strategy")
+        self._checked = CARD.check_call(locals(), "strategy")
         super().__init__()
-        vars(self).update(settings)
+        vars(self).update(vars(self._checked))
         self.brought = self._parts = self._new_parts()
 
     def _new_parts(self) -> list[Any]:

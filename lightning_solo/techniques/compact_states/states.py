@@ -118,15 +118,7 @@ def require_room(
     device: torch.device,
     names: Sequence[str],
 ) -> None:
-    """Refuse states for which there is no room, before they are allocated.
-
-    Args:
-        optimizers: whose states are to come.
-        layout: of the states.
-        corrections: of split weights, on the host or on the device already.
-        module: whose memory on the device is counted as used.
-        device: where the module runs.
-        names: what messages call the technique, and the prefix of its options.
+    """Refuse states for which there is no room beside the module, before they are allocated.
 
     Raises:
         BudgetError: the device has less memory than the states need.

@@ -66,14 +66,7 @@ class CompactStates(Technique):
         checkpoint_weights: str = "bf16",
         back_end: str = "own",
     ) -> None:
-        settings = {
-            "master_bits": master_bits,
-            "moment_bits": moment_bits,
-            "state_budget": state_budget,
-            "checkpoint_weights": checkpoint_weights,
-            "back_end": back_end,
-        }
-        self.settings: StateSettings = CARD.check(settings)
+        self.settings: StateSettings = CARD.check_call(locals())
         self.master_bits = master_bits
         self.moment_bits = moment_bits
         self.state_budget = state_budget

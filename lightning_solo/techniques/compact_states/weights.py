@@ -28,13 +28,7 @@ class WeightSplit:
 
     @contextmanager
     def building(self, bits: int, splits: Callable[[Tensor], bool], on: torch.device | None) -> Iterator[None]:
-        """Have modules initialise fp32 weights, on a real device, and split each as soon as others come.
-
-        Args:
-            bits: 24 or 32, of a weight and its correction.
-            splits: returns whether a parameter is split.
-            on: where corrections are kept; None: beside their parameter.
-        """
+        """Have modules initialise fp32 weights, on a real device, and split each as soon as others come."""
         with self._building or Building(bits, splits=splits, corrections_on=on) as building:
             yield
         self._building = building
@@ -77,11 +71,7 @@ class WeightSplit:
         self.corrections, self._parts = {}, set()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make weights fp32 again whose set-up has failed, on the host, for the device may have no room for that.
-
-        Args:
-            optimizers: some of which may have corrections already.
-        """
+        """Make weights fp32 again whose set-up has failed, on the host, for the device may have no room for that."""
         building, self._building = self._building, None
         if building is not None:
             building.join(torch.device("cpu"))

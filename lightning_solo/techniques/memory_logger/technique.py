@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.memory.category_peaks import CategoryPeaks, describe
 from lightning_solo.memory.events import Peak
-from lightning_solo.memory.log_files import path_below
+from lightning_solo.memory.log_files import path_below_logs
 from lightning_solo.memory.reading import Reading
 from lightning_solo.techniques.memory_logger.card import CARD
 from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
@@ -86,14 +86,7 @@ class MemoryLogger(Callback):
         category_steps: int = 0,
     ) -> None:
         super().__init__()
-        settings = {
-            "every_n_steps": every_n_steps,
-            "per_phase": per_phase,
-            "file": file,
-            "table": table,
-            "category_steps": category_steps,
-        }
-        CARD.check(settings)
+        CARD.check_call(locals())
         self.every_n_steps = every_n_steps
         self.per_phase = per_phase
         self.file = file
@@ -147,13 +140,7 @@ class MemoryLogger(Callback):
         self._categories.discard()
         # Lightning gives an enum, whose str() is not its value
         self._start(str(getattr(stage, "value", stage)), trainer.strategy.root_device)
-        root = trainer.log_dir or trainer.default_root_dir
-        if "://" in str(root):
-            warnings.warn(
-                f"MemoryLogger: {root} is remote, so no {self.file} is written; the loggers get all of it", stacklevel=2
-            )
-        else:
-            self._path = path_below(root, self.file, "memory_logger.file")
+        self._path = path_below_logs(trainer, self.file, "memory_logger.file", "the loggers get all of it")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add a row for what weights and whatever was there before take."""

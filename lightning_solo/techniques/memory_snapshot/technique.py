@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.memory import is_oom_error
 
 from lightning_solo.errors import CapabilityError
-from lightning_solo.memory.log_files import path_below
+from lightning_solo.memory.log_files import path_below_logs
 from lightning_solo.memory.snapshot import (
     Counters,
     History,
@@ -91,14 +91,8 @@ class MemorySnapshot(Callback):
                 "operator and module make it"
             )
         self._device = device
-        root = str(trainer.log_dir or trainer.default_root_dir)
-        if "://" in root:
-            warnings.warn(
-                f"MemorySnapshot: {root} is remote, so no files are written; the text about the peak is in the log",
-                stacklevel=2,
-            )
-        else:
-            self._root = path_below(root, self.folder, "memory_snapshot.folder")
+        instead = "the text about the peak is in the log"
+        self._root = path_below_logs(trainer, self.folder, "memory_snapshot.folder", instead)
         self._history.start()
         if not self._history.on:
             rank_zero_info(

@@ -46,15 +46,7 @@ class Throughput(Callback):
         device_tflops: float | None = None,
     ) -> None:
         super().__init__()
-        settings = {
-            "every_n_steps": every_n_steps,
-            "window_size": window_size,
-            "samples_per_batch": samples_per_batch,
-            "tokens_per_batch": tokens_per_batch,
-            "count_flops": count_flops,
-            "device_tflops": device_tflops,
-        }
-        CARD.check(settings)
+        CARD.check_call(locals())
         self.every_n_steps = every_n_steps
         self.window_size = window_size
         self.samples_per_batch = samples_per_batch

@@ -106,11 +106,11 @@ CARD = Card(
     frees=frozenset({"gradients"}),
     rules=(_double_precision, _zenflow_and_accumulation, _zenflow_and_its_directory),
     requires=(
-        Requirement("check", "strategy=zero_offload", "lightning_solo.techniques.zero_offload.needs:engine"),
+        Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),
         Requirement(
             "check",
             "strategy.nvme_path needs DeepSpeed's async_io",
-            "lightning_solo.techniques.zero_offload.needs:disk_access",
+            "lightning_solo.zero.extension:disk_access_lacks",
             when=lambda settings: settings.nvme_path is not None,
         ),
         Requirement(

@@ -19,15 +19,7 @@ UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master
 
 
 def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: int, *, cuda: bool) -> ZeroLayout:
-    """Return the bytes of each part, by the strategy's settings.
-
-    Args:
-        settings: of the strategy.
-        sizes: of the module.
-        precision: Lightning's name for it.
-        accumulation: micro-batches per optimizer step.
-        cuda: whether the device is a GPU.
-    """
+    """Return the bytes of each part, by the strategy's settings and Lightning's name for the precision."""
     config = zero_config(
         settings.stage,
         offload_parameters=settings.offload_parameters,
@@ -58,11 +50,7 @@ def footprint(settings: Settings, request: Request, plain: Footprint) -> Footpri
 
 
 class ZeroStates:
-    """Model states as the engine stores them, for a plan.
-
-    Args:
-        settings: of the strategy.
-    """
+    """Model states as the engine stores them under the strategy's settings, for a plan."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

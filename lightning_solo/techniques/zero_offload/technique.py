@@ -18,6 +18,8 @@ from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
+from lightning_solo.memory.sizes import host_bytes_of
+from lightning_solo.processes import environment
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import fabric_part, part
 from lightning_solo.seams.run import Run
@@ -42,7 +44,6 @@ from lightning_solo.zero.layout import ZeroLayout, ZeroSettings
 from lightning_solo.zero.process import (
     ONE_PROCESS,
     close_process_group,
-    environment,
     one_process,
     open_process_group,
     require_deepspeed,
@@ -107,19 +108,7 @@ class ZeroOffloadStrategy(Base):
         exclude_frozen_parameters: bool = False,
         allow_cpu: bool = False,
     ) -> None:
-        self._settings = CARD.check(
-            {
-                "stage": stage,
-                "offload_parameters": offload_parameters,
-                "nvme_path": nvme_path,
-                "pin_memory": pin_memory,
-                "host_optimizer": host_optimizer,
-                "config": config,
-                "save_engine_directory": save_engine_directory,
-                "exclude_frozen_parameters": exclude_frozen_parameters,
-                "allow_cpu": allow_cpu,
-            }
-        )
+        self._settings = CARD.check_call(locals())
         self.stage = stage
         self.offload_parameters = offload_parameters
         self.nvme_path = nvme_path
@@ -341,9 +330,8 @@ class ZeroOffloadStrategy(Base):
             accumulates=self._accumulates(),
             cuda=self.root_device.type == "cuda",
         )
-        resident = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()) if t.is_cpu)
         on_host = self.root_device.type == "cpu"
-        check_host_budget(layout, host_memory()[1], resident=resident, one_memory=on_host)
+        check_host_budget(layout, host_memory()[1], resident=host_bytes_of(model), one_memory=on_host)
         if not on_host:
             check_device_budget(layout, free_device_bytes(model))
         if self.nvme_path is not None:
