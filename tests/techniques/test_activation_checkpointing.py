@@ -311,16 +311,14 @@ def test_a_kept_result_that_is_changed_in_place_is_refused_by_name(home: ModuleT
             return x + self.down(torch.relu_(self.up(self.norm(x))))
 
     net = nn.Sequential(*[InPlaceRelu(8) for _ in range(3)], nn.Linear(8, 1))
-    with pytest.raises(
-        ConflictError, match=r"block 'net\.\d' \(InPlaceRelu\) changes a kept result in place.*keep: nothing"
-    ):
+    with pytest.raises(ConflictError, match=mentions("'net.", "InPlaceRelu", "keep: nothing")):
         fitted(home, make_trainer, lambda: regression(home, net), [ActivationCheckpointing(keep="products")])
 
 
 def test_a_second_backward_over_kept_results_is_refused() -> None:
     loss = keeping(nn.Sequential(*[Block(8) for _ in range(2)]))(torch.ones(2, 8)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="only allowed to backward once"):  # torch's own
+    with pytest.raises(RuntimeError, match=mentions("backward", "once")):  # torch's own
         loss.backward()
 
 
