@@ -26,6 +26,7 @@ from lightning_solo.ladder.figures import Figures
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import describe
 from lightning_solo.sweeps.outcome import FINISHED
+from lightning_solo.units import MiB
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "conf" / "library" / "solo"
@@ -281,6 +282,23 @@ def moments_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
 
 
+def activations_table(result: dict[str, Any]) -> str:
+    """Return what each way of keeping activations leaves on the device, and what it computes."""
+    first = result["rows"][0]
+    rows = [
+        [
+            row["name"],
+            f"{row['device_bytes'] / MiB:.1f} MiB",
+            f"{row['device_bytes'] / first['device_bytes']:.3f}",
+            f"{row['host_bytes'] / MiB:.1f} MiB",
+            f"{row['flops'] / first['flops']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["", "saved for backward, on the device", "share", "on the host", "FLOPs, to the first"]
+    return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
+
+
 def host_optimizers_table(result: dict[str, Any]) -> str:
     """Return the milliseconds of AdamW's step on the host."""
     rows = [
@@ -451,6 +469,7 @@ TABLES = {
     "architectures_cpu.json": architectures_table,
     "lightning_suite.json": lightning_suite_table,
     "moments_cpu.json": moments_table,
+    "activations_cpu.json": activations_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
 }

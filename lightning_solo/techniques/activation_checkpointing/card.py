@@ -56,7 +56,7 @@ CARD = Card(
     settings=Settings,
     saves="all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside",
     costs="one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1); with"
-    " ``keep=products`` next to none, for about half of the saving",
+    " ``keep=products`` next to none, for a smaller saving",
     numerics="bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics"
     " are as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out",
     conflicts="the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)",
