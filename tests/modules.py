@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_solo.memory.ledger import Ledger
+
+CLASSES = 32
 
 
 class Block(nn.Module):
@@ -30,17 +33,38 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """A head and ``blocks`` equal blocks."""
 
-    def __init__(self, blocks: int = 3, width: int = 8, dropout: float = 0.0) -> None:
+    def __init__(self, blocks: int = 3, width: int = 8, dropout: float = 0.0, outputs: int = 1) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*[Block(width, dropout) for _ in range(blocks)])
-        self.head = nn.Linear(width, 1)
+        self.head = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(x))
 
 
-def regression(home: ModuleType, net: nn.Module | None = None, lr: float = 1e-2, **attributes: Any) -> Any:
-    """Return a LightningModule of ``home`` that fits ``net`` to targets by mean squared error with AdamW."""
+class Classifier(Stack):
+    """A stack whose head makes the logits of classes, and is known by Hugging Face's method."""
+
+    def __init__(self, blocks: int = 3, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__(blocks, width, dropout, outputs=CLASSES)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean squared error."""
+    return nn.functional.mse_loss(outputs.float(), targets.float())
+
+
+def regression(
+    home: ModuleType,
+    net: nn.Module | None = None,
+    lr: float = 1e-2,
+    loss: Callable[[Tensor, Tensor], Tensor] = squares,
+    **attributes: Any,
+) -> Any:
+    """Return a LightningModule of ``home`` that fits ``net`` to targets by a loss, of mean squares, with AdamW."""
 
     class Regression(home.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -49,7 +73,7 @@ def regression(home: ModuleType, net: nn.Module | None = None, lr: float = 1e-2,
 
         def step(self, batch: Any) -> Tensor:
             x, y = batch
-            return nn.functional.mse_loss(self.net(x).float(), y.float())
+            return loss(self.net(x), y)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.step(batch)
@@ -70,6 +94,17 @@ def regression(home: ModuleType, net: nn.Module | None = None, lr: float = 1e-2,
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+def class_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy with targets (batch, 1) around 0, cut into classes."""
+    half = CLASSES // 2
+    return nn.functional.cross_entropy(outputs.float(), targets[:, 0].long().clamp(-half, half - 1) + half)
+
+
+def classification(home: ModuleType, net: nn.Module | None = None, lr: float = 1e-2) -> Any:
+    """Return a LightningModule as `regression`, of a `Classifier` with its cross-entropy."""
+    return regression(home, net or Classifier(), lr, class_loss)
 
 
 def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1) -> DataLoader[Any]:

@@ -21,7 +21,7 @@ from lightning_solo.build import HOMES
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import composition
 from tests.messages import lines_with, mentions
-from tests.modules import loader, regression
+from tests.modules import classification, loader, regression
 
 pytestmark = pytest.mark.any_device
 
@@ -35,7 +35,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 def test_every_cpu_preset_fits_validates_tests_predicts_and_fits_again(
     preset: str, home: ModuleType, tmp_path: Path
 ) -> None:
-    module = regression(home)
+    module = classification(home)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     kwargs = solo.trainer_kwargs(preset, lightning=home.__name__)
     trainer = home.Trainer(**kwargs, **QUIET, max_epochs=1, default_root_dir=str(tmp_path))

@@ -1,1 +1,3 @@
-"""What the library knows about modules: which of their children are the repeated blocks."""
+"""Modules: which of their parts are repeated blocks or output heads, and what runs in place of those."""
+
+from lightning_solo.nn.cross_entropy import chunked_cross_entropy as chunked_cross_entropy

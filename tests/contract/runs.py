@@ -16,7 +16,7 @@ from torch import Tensor
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import own_cards
-from tests.modules import Stack, loader, regression
+from tests.modules import Classifier, classification, loader
 
 WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
 BATCHES = 6
@@ -37,9 +37,9 @@ def fields(*cards: Card) -> dict[str, Any]:
 
 
 def module_of(home: ModuleType) -> Any:
-    """Return the module that is trained, the same each time."""
+    """Return the module that is trained, the same each time: a classifier, with blocks and a head for its classes."""
     torch.manual_seed(3)
-    return regression(home, Stack(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
+    return classification(home, Classifier(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
 
 
 def trainer_of(home: ModuleType, folder: Path, preset: Mapping[str, Any], **arguments: Any) -> Any:

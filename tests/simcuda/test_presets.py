@@ -13,7 +13,7 @@ from torch import nn
 import lightning_solo as solo
 from lightning_solo.machine import is_installed
 from lightning_solo.presets.compose import compose
-from tests.modules import Stack, loader, regression
+from tests.modules import Classifier, classification, loader
 from tests.simcuda import device
 
 pytestmark = [
@@ -43,7 +43,7 @@ QUIET: dict[str, Any] = {
 
 def module() -> Any:
     torch.manual_seed(1)
-    return regression(L, Stack(blocks=2, width=WIDTH))
+    return classification(L, Classifier(blocks=2, width=WIDTH))
 
 
 def batches(count: int = 6) -> Any:

@@ -103,7 +103,7 @@ CARD = Card(
     reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity,"
     " https://arxiv.org/abs/2104.07857",
     owns=frozenset({"optimizer_states", "gradients", "weights"}),
-    frees=frozenset({"gradients"}),
+    frees=lambda settings: frozenset({"gradients", "weights"} if settings.stage == 3 else {"gradients"}),
     rules=(_double_precision, _zenflow_and_accumulation, _zenflow_and_its_directory),
     requires=(
         Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),

@@ -1,0 +1,1 @@
+"""The technique `chunked_cross_entropy`."""

@@ -1,0 +1,42 @@
+"""The card of `chunked_cross_entropy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card, Rung
+from lightning_solo.cards.phase import Phase
+
+
+def _not_empty(head: str) -> str | None:
+    return None if head.strip() else "write 'auto' or the name of a layer, as net.head"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of ChunkedCrossEntropy."""
+
+    head: str = setting(
+        "auto", "auto: the output layer of a language model; or its name, as net.head", check=_not_empty
+    )
+    chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", at_least=1)
+
+
+CARD = Card(
+    name="chunked_cross_entropy",
+    target="lightning_solo.techniques.chunked_cross_entropy.technique:ChunkedCrossEntropy",
+    phase=Phase.REWRITE,
+    settings=Settings,
+    saves="logits, their fp32 copy and their gradients, 10 to 16 bytes per token and word of the vocabulary: those of"
+    " ``chunk_tokens`` tokens remain",
+    costs="no more products with the weight; while the loss is computed 2 more bytes per weight of a head in 16 bits",
+    numerics="the loss and gradients of torch's cross-entropy in another order of addition: 1e-6 in fp32, and within"
+    " bf16's rounding in bf16",
+    conflicts="weights that are gathered for a forward only (ZeRO stage 3); heads that aren't linear layers; losses"
+    " other than `torch.nn.functional.cross_entropy`, for which logits are computed as ever",
+    reference="Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024 (Liger), arXiv 2410.10989",
+    owns=frozenset({"logits"}),
+    reads=frozenset({"weights"}),
+    rung=Rung("chunked loss", order=15),
+)

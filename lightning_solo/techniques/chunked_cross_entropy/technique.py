@@ -1,0 +1,79 @@
+"""Chunked cross-entropy: the loss of a language model without its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_solo.errors import NothingToDoError
+from lightning_solo.nn.deferred_logits import AUTO, Use, defer_logits, output_heads, restore_head
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.chunked_cross_entropy.card import CARD
+
+
+class ChunkedCrossEntropy(Technique):
+    """Has a module's ``F.cross_entropy`` of its head's output computed in chunks of tokens, for the length of a fit.
+
+    The module's code stays as it is: its head returns logits that are computed when something other than a
+    cross-entropy needs them (`lightning_solo.nn.deferred_logits`).
+
+    Args:
+        head: ``auto`` for the output layer of a language model, or the name of the linear layer, such as ``net.head``.
+        chunk_tokens: Tokens whose logits exist at a time.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, head: str = AUTO, chunk_tokens: int = 1024) -> None:
+        CARD.check({"head": head, "chunk_tokens": chunk_tokens})
+        self.head = head
+        self.chunk_tokens = chunk_tokens
+        self._uses: dict[str, Use] = {}
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Qualified names of the output layers whose logits are deferred now; empty outside a fit."""
+        return tuple(self._uses)
+
+    def transform(self, ctx: Run) -> None:
+        heads = output_heads(ctx.module, self.head)
+        ctx.undo.callback(self._uses.clear)
+        for name, head in heads.items():
+            ctx.undo.callback(restore_head, head)
+            self._uses[name] = defer_logits(head, self.chunk_tokens)
+        self._checked = False
+        ctx.info(f"chunked cross-entropy: the loss of {', '.join(heads)} is computed by {self.chunk_tokens} tokens")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self._checked:
+            self._checked = True
+            check_use(self._uses)
+
+
+def check_use(uses: dict[str, Use]) -> None:
+    """Warn of logits that were computed all the same.
+
+    Raises:
+        NothingToDoError: no loss was computed in chunks.
+    """
+    computed = ", ".join(dict.fromkeys(name for use in uses.values() for name in use.computed_for))
+    if not any(use.losses for use in uses.values()):
+        raise NothingToDoError(
+            f"chunked cross-entropy: in the first batch no torch.nn.functional.cross_entropy was called with logits of"
+            f" {', '.join(uses)} (they went to: {computed or 'nothing'}); write head: with the layer whose output goes"
+            " there, call lightning_solo.nn.chunked_cross_entropy(hidden, weight, labels) in training_step, or leave"
+            " this technique out"
+        )
+    if computed:
+        rank_zero_warn(
+            f"chunked cross-entropy: all logits were computed for {computed} in training_step, which takes as much"
+            " memory as without; call it without gradients (torch.no_grad()) on fewer tokens, or leave it out"
+        )
