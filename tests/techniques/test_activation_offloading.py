@@ -415,6 +415,9 @@ def test_the_peak_of_a_fit_is_lower(home: ModuleType, make_trainer: Any) -> None
     assert saved >= (blocks - 4) * block_input
 
 
+@pytest.mark.cpu_only(
+    "a plan there takes real steps of small micro-batches, in which nothing is large enough to be moved"
+)
 def test_a_plan_counts_the_host_and_what_the_copies_cost() -> None:
     def planned(*more: str) -> Any:
         fields = {"precision": "32-true", "callback": {name: {} for name in ("activation_checkpointing", *more)}}
