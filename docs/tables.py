@@ -299,6 +299,35 @@ def activations_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
 
 
+def chunked_loss_table(result: dict[str, Any]) -> str:
+    """Return peak, time and gradients of the chunked cross-entropy beside those of the plain one, and the targets."""
+    targets, gradients, seconds = result["targets"], result["gradients"], result["seconds"]
+    rows = [
+        [
+            f"peak of loss and head, width {row['width']}, `{row['precision']}`",
+            *(f"{row[name] / 2**30:.2f} GiB" for name in ("plain", "chunked")),
+            f"{row['chunked'] / row['plain']:.3f} x",
+            f"{targets['peak']} x",
+        ]
+        for row in result["peaks"]
+    ]
+    ratio = seconds["chunked"] / seconds["plain"]
+    times = [f"{seconds[name] * 1000:.0f} ms" for name in ("plain", "chunked")]
+    rows.append(["time of a forward and backward, fp32", *times, f"{ratio:.2f} x", f"{targets['time']} x"])
+    fp32 = [f"{gradients['fp32']:.1e}", f"{targets['gradients']:.0e}"]
+    rows.append(["gradients, off the plain loss's, fp32", "", "", *fp32])
+    bf16 = [f"{gradients[name]:.1e}" for name in ("bf16, plain", "bf16")]
+    rows.append(["gradients in bf16, off those in fp64", *bf16, "", ""])
+    case, small = result["case"], result["small"]
+    explained = (
+        f"Peaks are counted, of a vocabulary of {case['vocabulary']:,}, {case['tokens']:,} tokens and chunks of "
+        f"{case['chunk_tokens']:,}, the gradients of hidden states and weight included; the time is of a vocabulary of "
+        f"{small['vocabulary']:,}, {small['tokens']:,} tokens, width {small['width']} and as many chunks."
+    )
+    heads = ["what", "plain", "chunked", "ratio or difference", "target"]
+    return table(heads, rows) + note(result, result["command"], explained)
+
+
 def host_optimizers_table(result: dict[str, Any]) -> str:
     """Return the milliseconds of AdamW's step on the host."""
     rows = [
@@ -469,6 +498,7 @@ TABLES = {
     "architectures_cpu.json": architectures_table,
     "lightning_suite.json": lightning_suite_table,
     "moments_cpu.json": moments_table,
+    "chunked_cross_entropy_cpu.json": chunked_loss_table,
     "activations_cpu.json": activations_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
