@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -121,8 +122,12 @@ class Held(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.ledger = Ledger(pl_module, trainer.optimizers)
-        self.ledger.__enter__()
+        self.on = ExitStack()
+        self.on.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # else dynamo would never compile these functions
+        self.on.enter_context(self.ledger)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.peak_bytes = self.ledger.peak_bytes
-        self.ledger.__exit__(None, None, None)
+        self.on.close()

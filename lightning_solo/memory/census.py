@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_solo.memory.ledger import owned_by, storages_of
@@ -58,7 +59,7 @@ class Growth:
 
 
 def live_tensors() -> list[Tensor]:
-    """Return every tensor with a storage that the garbage collector knows."""
+    """Return every tensor with a storage that the garbage collector knows; not fake ones, as compilers leave them."""
     # not isinstance(): it reads an object's __class__, for which a lazy proxy would import or compute
     known: dict[type, bool] = {}
     tensors = []
@@ -66,7 +67,7 @@ def live_tensors() -> list[Tensor]:
         kind = type(one)
         is_tensor = known.get(kind)
         if is_tensor is None:
-            is_tensor = known[kind] = issubclass(kind, Tensor)
+            is_tensor = known[kind] = issubclass(kind, Tensor) and not issubclass(kind, FakeTensor)
         if is_tensor and storage_of(one) is not None:
             tensors.append(one)
     return tensors

@@ -19,6 +19,17 @@ Build = frozenset[tuple[str, int]]  # (parameter name below the module, dimensio
 _GENERIC = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
+def named_blocks(module: nn.Module, blocks: str | Sequence[str] = "auto") -> dict[str, nn.Module]:
+    """Return qualified name -> block for the setting ``blocks``: ``"auto"``, or class names.
+
+    Raises:
+        NothingToDoError: There is no such block; the message lists what there is.
+    """
+    if blocks == "auto":
+        return repeated_blocks(module)
+    return blocks_of_class(module, [blocks] if isinstance(blocks, str) else blocks)
+
+
 def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return qualified name -> block of all repeated blocks, outermost only, in module order.
 

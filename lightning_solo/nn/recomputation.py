@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from lightning_solo.errors import ConflictError, PresetError
@@ -163,14 +163,16 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     ``pickle`` stores a bound method by its name, and an unpickled block then has its class's forward.
     """
     wrap: _Wrap | None = block.__dict__.get(_WRAP)
-    original = (wrap and wrap.own_forward) or MethodType(type(block).forward, block)
+    # partial, not MethodType, of which torch.compile would make a graph break
+    original = (wrap and wrap.own_forward) or partial(type(block).forward, block)
     if wrap is None or not torch.is_grad_enabled():
         return original(*args, **kwargs)
     args, kwargs = _without_cache(block, wrap.name, args, kwargs)
     if torch.compiler.is_compiling():
         wrap.recomputed = True  # from here on it is the compiler's
-        contexts = noop_context_fn if wrap.keep is None else wrap.keep.contexts
-        return checkpoint(original, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if wrap.keep is not None:  # partial, since torch.compile takes no method there
+            kwargs["context_fn"] = partial(Kept.contexts, wrap.keep)
+        return checkpoint(original, *args, use_reentrant=False, **kwargs)
     call = _Call(block, wrap, original, args, kwargs)
     with _keeping():  # what is inside the block is saved by a context of torch's own
         return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)

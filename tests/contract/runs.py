@@ -24,9 +24,9 @@ PRECISION = "bf16-mixed"
 ON_CPU = [card for card in own_cards().values() if card.on_cpu is not None]
 
 
-def fields(*cards: Card) -> dict[str, Any]:
+def fields(*cards: Card, precision: str = PRECISION) -> dict[str, Any]:
     """Return the fields of a preset that consists of techniques, with settings under which they run on a CPU."""
-    preset: dict[str, Any] = {"precision": PRECISION, "callback": {}}
+    preset: dict[str, Any] = {"precision": precision, "callback": {}}
     for card in cards:
         settings = dict(card.on_cpu or {})
         if card.group == "strategy":
@@ -79,12 +79,14 @@ def weights_of(module: Any) -> dict[str, Tensor]:
     return {name: p.detach().float().cpu().clone() for name, p in module.named_parameters()}
 
 
-def fit(folder: Path, *cards: Card, home: str = "lightning.pytorch", **arguments: Any) -> Fit:
+def fit(
+    folder: Path, *cards: Card, home: str = "lightning.pytorch", precision: str = PRECISION, **arguments: Any
+) -> Fit:
     """Train under techniques and return what came of it."""
     package = importlib.import_module(home)
     module = module_of(package)
     before = copy.deepcopy(weights_of(module))
-    trainer = trainer_of(package, folder, fields(*cards), **arguments)
+    trainer = trainer_of(package, folder, fields(*cards, precision=precision), **arguments)
     torch.manual_seed(4)
     trainer.fit(module, loader(BATCHES, width=WIDTH))
     return Fit(module, trainer, before, weights_of(module))

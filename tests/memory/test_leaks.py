@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from lightning_solo.memory.census import Census, Kind, growths, saved_tensors, take_census
@@ -49,6 +51,13 @@ def test_a_census_counts_each_storage_once_by_what_it_is() -> None:
     assert found.bytes(Kind("optimizer_states", "Tensor", "float32", (17, 13))) == 4 * 17 * 13
     assert found.bytes(Kind("activations", "Tensor", "float32", (19, 17))) == 0
     assert len(views) == 2
+
+
+def test_fake_tensors_are_not_counted() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        kept = mode.from_tensor(torch.empty(7777, 3), static_shapes=False)  # as a compiler keeps for sizes that vary
+    assert all("FakeTensor" not in kind.type for kind in take_census().kinds)
+    assert kept.shape[1] == 3
 
 
 def test_a_census_holds_no_tensor() -> None:

@@ -6,19 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 
-AUTO = "auto"
 NOTHING, ALL_PRODUCTS = "nothing", "products"
-
-
-def _not_class_names(blocks: str | Sequence[str]) -> str | None:
-    names = [blocks] if isinstance(blocks, str) else blocks
-    if not names or not all(name.strip() for name in names):
-        return "write 'auto' or class names, as [GPT2Block]"
-    return "write 'auto' alone, or class names only" if not isinstance(blocks, str) and AUTO in blocks else None
 
 
 def _not_operators(keep: str | Sequence[str]) -> str | None:
@@ -32,9 +25,7 @@ def _not_operators(keep: str | Sequence[str]) -> str | None:
 class Settings:
     """Arguments of ActivationCheckpointing."""
 
-    blocks: str | Sequence[str] = setting(
-        AUTO, "auto: the repeated blocks of any model; or class names, as [GPT2Block]", check=_not_class_names
-    )
+    blocks: str | Sequence[str] = blocks_setting()
     every_k: int = setting(1, "wrap blocks 0, k, 2k, ...", at_least=1)
     keep: str | Sequence[str] = setting(
         NOTHING,

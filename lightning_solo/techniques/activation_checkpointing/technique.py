@@ -9,12 +9,13 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import ConflictError, NothingToDoError
-from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
+from lightning_solo.nn.blocks import named_blocks
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, has_recomputed, restore_blocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, AUTO, CARD, NOTHING
+from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
@@ -32,9 +33,7 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
                     "recomputes by itself; write model.gradient_checkpointing_disable() (timm: "
                     "set_grad_checkpointing(False)), or leave this callback out"
                 )
-    names = [blocks] if isinstance(blocks, str) else blocks
-    found = repeated_blocks(module) if blocks == AUTO else blocks_of_class(module, names)
-    return dict(list(found.items())[::every_k])
+    return dict(list(named_blocks(module, blocks).items())[::every_k])
 
 
 class ActivationCheckpointing(Technique):

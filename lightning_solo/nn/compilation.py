@@ -1,0 +1,79 @@
+"""Compile a module's blocks one by one: blocks that are alike share what is compiled, whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_solo.errors import ConflictError
+
+
+class CountingBackend:
+    """A back end of ``torch.compile`` that counts the graphs it compiles.
+
+    Args:
+        name: of the back end, such as ``"inductor"``.
+        mode: of Inductor: a name of ``torch._inductor.list_mode_options``.
+    """
+
+    def __init__(self, name: str = "inductor", mode: str = "default") -> None:
+        self.graphs = 0
+        self._compile: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+        self._options = {"config_patches": torch._inductor.list_mode_options(mode)} if name == "inductor" else {}
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return self._compile(graph, inputs, **self._options)
+
+
+def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dynamic: bool | None = None) -> None:
+    """Have each block compiled when it is called next; ``restore_compiled`` undoes it.
+
+    Types, parameters, state-dict keys and hooks stay as they are, and so do copies and pickles of a block, which are
+    not compiled.
+
+    Args:
+        blocks: name -> block; the names are for messages.
+        backend: compiles, and counts what it compiled.
+        dynamic: whether sizes may vary without compiling again; None: from the second size on.
+
+    Raises:
+        ConflictError: a block, or a part of one, is compiled already.
+    """
+    for name, block in blocks.items():
+        for part in block.modules():
+            if part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule):
+                raise ConflictError(
+                    f"regional compilation: {name} is compiled already; remove the module's own torch.compile, compile"
+                    " once only, or name other classes, blocks: [ClassName]"
+                )
+    compiled: dict[Any, Callable[..., Any]] = {}
+    for block in blocks.values():
+        build = (type(block), tuple((name, p.shape) for name, p in block.named_parameters()))
+        if build not in compiled:
+            compiled[build] = torch.compile(_new_call(), backend=backend, dynamic=dynamic)
+        block._compiled_call_impl = partial(compiled[build], block)
+
+
+def _new_call() -> Callable[..., Any]:
+    """Return a function that calls a block, with a code object that no other has.
+
+    Torch keeps what it compiled, and how often, by code object: in that of ``nn.Module``, which `nn.Module.compile`
+    takes, blocks of many kinds and the fits of one process would come to its limit of 8, and run uncompiled from there.
+    """
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def restore_compiled(blocks: Iterable[nn.Module]) -> None:
+    """Have the blocks run as they did before ``compile_blocks``; a second call does nothing."""
+    for block in blocks:
+        block.__dict__.pop("_compiled_call_impl", None)

@@ -1,0 +1,1 @@
+"""The technique `regional_compilation`."""

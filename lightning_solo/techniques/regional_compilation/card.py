@@ -1,0 +1,61 @@
+"""The card of `regional_compilation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.blocks import blocks_setting
+from lightning_solo.cards.card import Card, Requirement, Rung
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of RegionalCompilation."""
+
+    blocks: str | Sequence[str] = blocks_setting()
+    mode: str = setting(
+        "default",
+        "of Inductor; max-autotune-no-cudagraphs compiles for minutes, and may be faster",
+        allowed=("default", "max-autotune-no-cudagraphs"),
+    )
+    dynamic: bool | None = setting(None, "null: one graph per shape, and one for all shapes once they change")
+    backend: str = setting(
+        "inductor",
+        "of torch.compile; to find what fails: aot_eager, which runs torch's own kernels",
+        allowed=("inductor", "aot_eager"),
+    )
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan the blocks as they are: the compiler keeps no more for backward, and often less."""
+    assumption = "regional compilation is planned as without: compiled blocks keep less for backward, and are faster"
+    return replace(tracing, node=None, assumptions=(*tracing.assumptions, assumption))
+
+
+CARD = Card(
+    name="regional_compilation",
+    target="lightning_solo.techniques.regional_compilation.technique:RegionalCompilation",
+    phase=Phase.COMPILE,
+    settings=Settings,
+    saves="activations that the compiler fuses away or recomputes: results of elementwise operators",
+    costs="compiling, once for all blocks that are alike: seconds to minutes in the first step; again for new shapes,"
+    " and for validation",
+    numerics="fused operators round less often: the differences are those of the precision's rounding",
+    conflicts="a module that compiles its blocks itself",
+    reference="regional compilation: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html",
+    requires=(
+        Requirement(
+            "compiler",
+            "regional compilation builds kernels; install one (apt install g++), write"
+            " callback.regional_compilation.backend=aot_eager, or remove callback.regional_compilation",
+            when=lambda settings: settings.backend == "inductor",
+        ),
+    ),
+    on_cpu={"backend": "aot_eager"},
+    rung=Rung("compilation", order=15),
+    planned="lightning_solo.techniques.regional_compilation.card:planned",
+)

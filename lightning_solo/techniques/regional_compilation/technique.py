@@ -1,0 +1,109 @@
+"""Regional compilation: each repeated block of a model is compiled, once for all that are alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_solo.cards.blocks import AUTO
+from lightning_solo.nn.blocks import named_blocks
+from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.regional_compilation.card import CARD
+
+RECOMPILES_TO_WARN = 3
+"""Two are usual: other sizes come once, and are compiled for all sizes then."""
+
+
+class RegionalCompilation(Technique):
+    """Compiles the model's blocks for the length of a fit, inside whatever recomputes or offloads their activations.
+
+    A model of 32 equal blocks compiles one, not 32: the time to compile doesn't grow with depth. What is around the
+    blocks runs as before. Weights, checkpoints, copies and pickles of the module have the names they had.
+
+    Args:
+        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
+            of what is to be one block, such as ``[GPT2Block]``.
+        mode: Of Inductor: ``default``, or ``max-autotune-no-cudagraphs``, which tries several kernels of each kind.
+        dynamic: Whether sizes may vary without compiling again; None compiles for the first sizes, and for all sizes
+            once others come.
+        backend: Of ``torch.compile``: ``inductor``; to find what fails ``aot_eager``, which runs torch's own kernels.
+            Not ``eager``: with it torch 2.13 recomputes a checkpointed block with other dropout masks.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(
+        self,
+        blocks: str | Sequence[str] = AUTO,
+        mode: str = "default",
+        dynamic: bool | None = None,
+        backend: str = "inductor",
+    ) -> None:
+        CARD.check({"blocks": blocks, "mode": mode, "dynamic": dynamic, "backend": backend})
+        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
+        self.mode = mode
+        self.dynamic = dynamic
+        self.backend = backend
+        self._compiled: dict[str, nn.Module] = {}
+        self._counting: CountingBackend | None = None
+        self._before = 0
+        self._recompiles = 0
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """Qualified names of the blocks that are compiled now; empty outside a fit."""
+        return tuple(self._compiled)
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that were compiled in the present or last fit: for all blocks together."""
+        return 0 if self._counting is None else self._counting.graphs
+
+    def transform(self, ctx: Run) -> None:
+        blocks = named_blocks(ctx.module, self.blocks)
+        backend = CountingBackend(self.backend, self.mode)
+        compile_blocks(blocks, backend, self.dynamic)
+        self._compiled, self._counting, self._recompiles = blocks, backend, 0
+        ctx.undo.callback(self.undo)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._before = self.graphs
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        new = self.graphs - self._before
+        if new and not self._before:
+            kinds = Counter(type(block).__name__ for block in self._compiled.values())
+            listing = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            rank_zero_info(f"regional compilation: {listing}, compiled as {new} graph{'s' * (new > 1)}")
+        elif new:
+            self._recompiles += 1
+            if self._recompiles == RECOMPILES_TO_WARN:
+                rank_zero_warn(
+                    f"regional compilation: blocks were compiled again in {RECOMPILES_TO_WARN} batches, and that takes"
+                    " longer than it saves; give batches of equal sizes, or write dynamic: true; TORCH_LOGS=recompiles"
+                    " says why"
+                )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self.graphs:
+            rank_zero_warn(
+                f"regional compilation did nothing: none of {', '.join(self._compiled)} was called as block(x), and"
+                " without a TorchDispatchMode; name the classes of those that are, blocks: [ClassName]"
+            )
+
+    def undo(self) -> None:
+        """Leave the module as it was; a second call does nothing."""
+        restore_compiled(self._compiled.values())
+        self._compiled = {}
