@@ -241,7 +241,7 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
     assert chosen("activation_checkpointing,bf16") == chosen("bf16,checkpointing") == chosen("checkpointing,bf16")
     assert chosen(None) == tuple(techniques().values())
     both = (
-        r"there are bf16, checkpointing \(activation_checkpointing\), accumulation \(accumulation_schedule\), compact"
+        r"there are bf16, checkpointing \(activation_checkpointing\), accumulation \(accumulation_schedule\), chunked"
     )
     for wrong in ("bf61", ""):
         with pytest.raises(PresetError, match=both):
@@ -269,10 +269,11 @@ def test_every_rung_is_what_its_name_says() -> None:
         "bf16": (None, "bf16-mixed", added),
         "checkpointing": (None, "32-true", added | {"activation_checkpointing"}),
         "accumulation": (None, "32-true", added | {"accumulation_schedule"}),
+        "chunked loss": (None, "32-true", added | {"chunked_cross_entropy"}),
         "compact": ("compact", "bf16-mixed", added),
         "zero_offload": ("zero_offload", "32-true", added),
     }
-    assert list(rungs) == ["bf16", "checkpointing", "accumulation", "compact", "zero_offload"]
+    assert list(rungs) == ["bf16", "checkpointing", "accumulation", "chunked loss", "compact", "zero_offload"]
 
 
 # --- what is measured ---

@@ -64,7 +64,8 @@ def test_it_is_what_the_profiler_sees(name: str, dtype: torch.dtype, layout: tor
     forward = (x, weight, None, *rest)
     y, most = allocated(lambda: aten.convolution(*forward))
     ours = max(workspaces(aten.convolution.default, forward, y))
-    assert ours == pytest.approx(most, rel=0.02, abs=2**15)  # a scratchpad of 12 KiB, and weights in whole blocks
+    # a scratchpad of 12 KiB, and weights in whole blocks, whose size depends on the processor
+    assert ours == pytest.approx(most, rel=0.05, abs=2**15)
     backward = (torch.randn_like(y), x, weight, None, *rest, [True, True, False])
     results, most = allocated(lambda: aten.convolution_backward(*backward))
     ours = max(workspaces(aten.convolution_backward.default, backward, results))

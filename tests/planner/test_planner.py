@@ -404,7 +404,9 @@ def test_a_loss_that_depends_on_its_number_is_planned_by_real_steps() -> None:
 
 
 def test_no_batch_and_none_of_its_own_says_what_to_write() -> None:
-    with pytest.raises(PresetError, match=mentions("train_dataloader() gives none", "write plan(module, batch)")):
+    with pytest.raises(
+        PresetError, match=mentions("train_dataloader() gives none", "batch=next(iter(datamodule.train_dataloader()))")
+    ):
         planned(dense, None)
 
 

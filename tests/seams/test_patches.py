@@ -51,7 +51,14 @@ def test_a_strategy_gets_seams_and_loses_them(home: ModuleType, make_trainer: Ma
 
 SEAMED = (
     *("setup_environment", "teardown", "model_sharded_context", "load_model_state_dict", "setup"),
-    *("process_dataloader", "on_train_batch_start", "backward", "optimizer_step", "lightning_module_state_dict"),
+    *(
+        "process_dataloader",
+        "on_train_batch_start",
+        "training_step",
+        "backward",
+        "optimizer_step",
+        "lightning_module_state_dict",
+    ),
     *("optimizer_state", "load_optimizer_state_dict"),
 )
 

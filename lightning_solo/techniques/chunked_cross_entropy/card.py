@@ -38,5 +38,5 @@ CARD = Card(
     reference="Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024 (Liger), arXiv 2410.10989",
     owns=frozenset({"logits"}),
     reads=frozenset({"weights"}),
-    rung=Rung("chunked loss", order=15),
+    rung=Rung("chunked loss", order=35),
 )

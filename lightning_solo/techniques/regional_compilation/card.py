@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
-from lightning_solo.cards.card import Card, Requirement, Rung
+from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 
@@ -56,6 +56,5 @@ CARD = Card(
         ),
     ),
     on_cpu={"backend": "aot_eager"},
-    rung=Rung("compilation", order=15),
     planned="lightning_solo.techniques.regional_compilation.card:planned",
 )
