@@ -32,7 +32,12 @@ DEEPSPEED = [
         for name in ("zero_offload_parameters", "super_offload", "zenflow")
     ),
 ]
-OVERRIDES = {"offloading": ["callback.activation_offloading.min_offload_bytes=64"]}  # by default larger than all here
+SMALL = ["callback.activation_offloading.min_offload_bytes=64"]  # by default larger than all here
+OVERRIDES = {
+    "offloading": SMALL,
+    "long_context": SMALL,
+    "compile": ["callback.regional_compilation.backend=aot_eager"],  # no Triton compiles for the simulated device
+}
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_progress_bar": False,
