@@ -120,10 +120,6 @@ def by_transformers(module: Any, batch: Tensor) -> Tensor:
 # --- acted ---
 
 
-@pytest.mark.every_change
-@pytest.mark.filterwarnings(
-    "ignore:PyTorch was compiled without cuDNN"
-)  # of the recurrent layer, on the simulated device
 def test_acted(home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     module = language_model(home)
     technique = ChunkedCrossEntropy(chunk_tokens=8)
