@@ -94,12 +94,10 @@ def compiled_parts(module: nn.Module) -> list[str]:
     names = []
     for name, part in module.named_modules():
         whole = name or f"the whole {type(part).__name__}"
-        # nn.Module.compile(), torch.compile(module), torch.compile(LightningModule)
-        if getattr(part, "_compiled_call_impl", None) is not None or getattr(part, "_compiler_ctx", None) is not None:
+        if is_compiled(part):
             names.append(whole)
-        elif type(part).__name__ == "OptimizedModule":
-            names.append(whole)
-            continue
+            if type(part).__name__ == "OptimizedModule":
+                continue
         prefix = f"{name}." if name else ""
         names += [
             f"{prefix}{key}"
@@ -109,9 +107,12 @@ def compiled_parts(module: nn.Module) -> list[str]:
     return names
 
 
-def is_compiled(function: object) -> bool:
-    """Return whether torch.compile returned this function."""
-    return callable(function) and hasattr(function, "_torchdynamo_orig_callable")
+def is_compiled(what: object) -> bool:
+    """Return whether torch.compile made this module or function, or compiles this module's calls."""
+    if isinstance(what, nn.Module):  # torch.compile(module), nn.Module.compile(), torch.compile(LightningModule)
+        by_attribute = (getattr(what, name, None) for name in ("_compiled_call_impl", "_compiler_ctx"))
+        return type(what).__name__ == "OptimizedModule" or any(value is not None for value in by_attribute)
+    return callable(what) and hasattr(what, "_torchdynamo_orig_callable")
 
 
 def describe(peak: Peak, step: int) -> str:

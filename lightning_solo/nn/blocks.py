@@ -6,6 +6,7 @@ one. ``repeated_blocks`` finds them in any module; ``blocks_of_class`` takes the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
@@ -67,6 +68,16 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
                 f"there are {', '.join(classes) or 'no modules'}"
             )
     return _outermost(module, lambda m: type(m).__name__ in names)
+
+
+def counted(blocks: Iterable[nn.Module]) -> str:
+    """Return how many blocks of each class there are, in words.
+
+    >>> counted([nn.ReLU(), nn.GELU(), nn.ReLU()])
+    '2 ReLU, 1 GELU'
+    """
+    kinds = Counter(type(block).__name__ for block in blocks)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
 def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Module]:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.memory.category_peaks import is_compiled
+from lightning_solo.nn.recomputation import input_context
 
 
 class CountingBackend:
@@ -45,18 +47,22 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
         ConflictError: a block, or a part of one, is compiled already.
     """
     for name, block in blocks.items():
-        for part in block.modules():
-            if part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule):
-                raise ConflictError(
-                    f"regional compilation: {name} is compiled already; remove the module's own torch.compile, compile"
-                    " once only, or name other classes, blocks: [ClassName]"
-                )
+        if any(map(is_compiled, block.modules())):
+            raise ConflictError(
+                f"regional compilation: {name} is compiled already; remove the module's own torch.compile, compile once"
+                " only, or name other classes, blocks: [ClassName]"
+            )
     compiled: dict[Any, Callable[..., Any]] = {}
     for block in blocks.values():
         build = (type(block), tuple((name, p.shape) for name, p in block.named_parameters()))
         if build not in compiled:
             compiled[build] = torch.compile(_new_call(), backend=backend, dynamic=dynamic)
-        block._compiled_call_impl = partial(compiled[build], block)
+        block._compiled_call_impl = partial(_call_compiled, compiled[build], block)
+
+
+def _call_compiled(compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with input_context(block):  # entered inside the graph, it would see no tensor
+        return compiled(block, *args, **kwargs)
 
 
 def _new_call() -> Callable[..., Any]:

@@ -151,6 +151,12 @@ def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterat
         _keeping = before
 
 
+def input_context(block: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context of ``inputs_kept_in`` for a wrapped block that is compiled whole: all it saves is inputs."""
+    wrap: _Wrap | None = block.__dict__.get(_WRAP)
+    return nullcontext() if wrap is None or wrap.keep is not None else _keeping()
+
+
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
     """Return whether any of the blocks, since it was wrapped, ran again in a backward."""
     return any(block.__dict__[_WRAP].recomputed for block in blocks)

@@ -17,6 +17,8 @@ from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
 from tests.messages import mentions
 from tests.modules import Block, Stack, loader, regression
@@ -142,6 +144,21 @@ def test_recomputed_blocks_keep_their_input_alone_when_compiled_too(backend):
     assert kept() == inputs
     assert kept(Kept(PRODUCTS)) == inputs + between
     assert kept(recompute=False) > inputs + between
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=inductor)])
+def test_inputs_of_recomputed_blocks_are_offloaded_when_compiled_too(backend, make_trainer):
+    torch.manual_seed(5)
+    module = regression(L)
+    plain = copy.deepcopy(module)
+    offloading = ActivationOffloading(min_offload_bytes=64, allow_cpu=True)
+    compilation = RegionalCompilation(backend=backend)
+    fitted(make_trainer, ActivationCheckpointing(), offloading, compilation, module=module)
+    assert compilation.graphs == 2  # forward and backward
+    assert offloading.moved_bytes == 4 * 3 * (4 * 4 * 8)  # batches x blocks x an input of 4 rows
+    fitted(make_trainer, RegionalCompilation(backend=backend), module=plain)
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], weight, rtol=1e-5, atol=1e-6)
 
 
 # --- no trace ---

@@ -32,7 +32,7 @@ class FrozenEmbeddings(Technique):
     phase = CARD.phase
 
     def __init__(self, min_rows: int = 256) -> None:
-        CARD.check({"min_rows": min_rows})
+        CARD.check_call(locals())
         self.min_rows = min_rows
 
     def __repr__(self) -> str:

@@ -125,7 +125,7 @@ class AccumulationSchedule(Technique):
 
     def __init__(self, milestones: Sequence[Sequence[int]] = ((0, 4),), by: Literal["epoch", "step"] = "epoch") -> None:
         super().__init__()
-        CARD.check({"milestones": milestones, "by": by})
+        CARD.check_call(locals())
         self.milestones = tuple((first, factor) for first, factor in milestones)
         self.by: Literal["epoch", "step"] = by
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it

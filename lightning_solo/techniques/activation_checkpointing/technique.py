@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import ConflictError, NothingToDoError
-from lightning_solo.nn.blocks import named_blocks
+from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, has_recomputed, restore_blocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -65,7 +64,7 @@ class ActivationCheckpointing(Technique):
         keep: str | Sequence[str] = NOTHING,
         verify_recomputation: bool = True,
     ) -> None:
-        CARD.check({"blocks": blocks, "every_k": every_k, "keep": keep, "verify_recomputation": verify_recomputation})
+        CARD.check_call(locals())
         self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
         self.every_k = every_k
         self.keep: str | list[str] = keep if isinstance(keep, str) else list(keep)
@@ -116,8 +115,6 @@ class ActivationCheckpointing(Technique):
             raise ConflictError(
                 "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
             )
-        kinds = Counter(type(block).__name__ for block in self._wrapped.values())
-        listing = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
         but = "" if self._kept is None else f", but for {kept}"
-        rank_zero_info(f"activation checkpointing: backward recomputes {listing}{but}")
+        rank_zero_info(f"activation checkpointing: backward recomputes {counted(self._wrapped.values())}{but}")

@@ -35,7 +35,7 @@ class ActivationOffloading(Technique):
     phase = CARD.phase
 
     def __init__(self, mode: str = BLOCK_INPUTS, min_offload_bytes: int = 2**20, allow_cpu: bool = False) -> None:
-        CARD.check({"mode": mode, "min_offload_bytes": min_offload_bytes, "allow_cpu": allow_cpu})
+        CARD.check_call(locals())
         self.mode = mode
         self.min_offload_bytes = min_offload_bytes
         self.allow_cpu = allow_cpu
@@ -77,7 +77,8 @@ class ActivationOffloading(Technique):
         if not self.moved_bytes and not left:
             raise NothingToDoError(
                 "activation offloading moved nothing: mode=block_inputs moves the inputs of recomputed blocks, and no"
-                " block was recomputed; add ActivationCheckpointing(), or write mode=all"
+                " block was recomputed: add ActivationCheckpointing(), or write mode=all; where torch.compile has the"
+                " whole module, compile its blocks by RegionalCompilation() instead"
                 if self.mode == BLOCK_INPUTS
                 else "activation offloading moved nothing: forward saved no tensors but weights; leave it out"
             )

@@ -30,7 +30,7 @@ class ChunkedCrossEntropy(Technique):
     phase = CARD.phase
 
     def __init__(self, head: str = AUTO, chunk_tokens: int = 1024) -> None:
-        CARD.check({"head": head, "chunk_tokens": chunk_tokens})
+        CARD.check_call(locals())
         self.head = head
         self.chunk_tokens = chunk_tokens
         self._uses: dict[str, Use] = {}

@@ -37,7 +37,7 @@ class GradientRelease(Technique):
     remedy = "drop gradient_release"
 
     def __init__(self, buffer: str = "device") -> None:
-        CARD.check({"buffer": buffer})
+        CARD.check_call(locals())
         self.buffer = buffer
         self._release: Release | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step

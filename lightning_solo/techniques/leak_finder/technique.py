@@ -36,7 +36,7 @@ class LeakFinder(Callback):
 
     def __init__(self, every_n_steps: int = 50, consecutive: int = 3, min_bytes: int = 512) -> None:
         super().__init__()
-        CARD.check({"every_n_steps": every_n_steps, "consecutive": consecutive, "min_bytes": min_bytes})
+        CARD.check_call(locals())
         self.every_n_steps = every_n_steps
         self.consecutive = consecutive
         self.min_bytes = min_bytes

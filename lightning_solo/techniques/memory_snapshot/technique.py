@@ -52,7 +52,7 @@ class MemorySnapshot(Callback):
         self, folder: str = "memory_snapshots", max_entries: int = 100_000, native_frames: bool = False
     ) -> None:
         super().__init__()
-        CARD.check({"folder": folder, "max_entries": max_entries, "native_frames": native_frames})
+        CARD.check_call(locals())
         self.folder = folder
         self.max_entries = max_entries
         self.native_frames = native_frames

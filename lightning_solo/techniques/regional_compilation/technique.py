@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_solo.cards.blocks import AUTO
-from lightning_solo.nn.blocks import named_blocks
+from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -21,7 +20,7 @@ RECOMPILES_TO_WARN = 3
 
 
 class RegionalCompilation(Technique):
-    """Compiles the model's blocks for the length of a fit, inside whatever recomputes or offloads their activations.
+    """Compiles the model's blocks for the length of a fit, recomputation of their activations included.
 
     A model of 32 equal blocks compiles one, not 32: the time to compile doesn't grow with depth. What is around the
     blocks runs as before. Weights, checkpoints, copies and pickles of the module have the names they had.
@@ -48,7 +47,7 @@ class RegionalCompilation(Technique):
         dynamic: bool | None = None,
         backend: str = "inductor",
     ) -> None:
-        CARD.check({"blocks": blocks, "mode": mode, "dynamic": dynamic, "backend": backend})
+        CARD.check_call(locals())
         self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
         self.mode = mode
         self.dynamic = dynamic
@@ -84,9 +83,8 @@ class RegionalCompilation(Technique):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         new = self.graphs - self._before
         if new and not self._before:
-            kinds = Counter(type(block).__name__ for block in self._compiled.values())
-            listing = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            rank_zero_info(f"regional compilation: {listing}, compiled as {new} graph{'s' * (new > 1)}")
+            blocks = counted(self._compiled.values())
+            rank_zero_info(f"regional compilation: {blocks}, compiled as {new} graph{'s' * (new > 1)}")
         elif new:
             self._recompiles += 1
             if self._recompiles == RECOMPILES_TO_WARN:
