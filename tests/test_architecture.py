@@ -115,8 +115,10 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
 WORDS_IN_COMMON = {
     "cards/lightning_callbacks.py": {"AccumulationSchedule"},  # a remedy: what to write
     "cli/train.py": {"throughput"},  # the application's own choice of an observer
-    "nn": {"chunked_cross_entropy"},  # the mechanism's function
+    "nn": {"chunked_cross_entropy", "attention"},  # the mechanism's function; torch's module
     "optim": {"gradient_release", "GradientRelease", "compact"},  # the mechanism's class; objects of CompactAdamW
+    "planner": {"attention"},  # the operator, which is traced by its fused kernel or by products
+    "reference/byte_gpt.py": {"attention", "Attention"},  # a layer
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
     "zero/refusals.py": {"AccumulationSchedule"},  # a remedy: what to write

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
@@ -36,10 +37,19 @@ def fields(*cards: Card, precision: str = PRECISION) -> dict[str, Any]:
     return preset
 
 
+class Attending(Classifier):
+    """A classifier with attention: among the parts of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        parts = x.view(len(x), 1, 8, -1)
+        return self.head(x + scaled_dot_product_attention(parts, parts, parts).view(x.shape))
+
+
 def module_of(home: ModuleType) -> Any:
     """Return the module that is trained, the same each time: a classifier, with blocks and a head for its classes."""
     torch.manual_seed(3)
-    return classification(home, Classifier(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
+    return classification(home, Attending(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
 
 
 def trainer_of(home: ModuleType, folder: Path, preset: Mapping[str, Any], **arguments: Any) -> Any:

@@ -1,0 +1,45 @@
+"""The card of `attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of Attention."""
+
+    kernel: str = setting(
+        AUTO,
+        "auto: torch's choice, which is named; or the only kernel that may run in training",
+        allowed=(AUTO, "flash", "cudnn", "efficient", "math"),
+    )
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan it with the kernel that the planned device would choose."""
+    assumption = "attention is planned with the kernel that torch chooses on the planned device"
+    assumptions = tracing.assumptions if settings.kernel == AUTO else (*tracing.assumptions, assumption)
+    return replace(tracing, node={**(tracing.node or {}), "kernel": AUTO}, assumptions=assumptions)
+
+
+CARD = Card(
+    name="attention",
+    target="lightning_solo.techniques.attention.technique:Attention",
+    phase=Phase.REWRITE,
+    settings=Settings,
+    saves="the scores of all pairs of tokens, where they were kept: tokens^2 x heads, of Hugging Face models with"
+    ' ``attn_implementation="eager"``, and where a mask or dropout would silently take torch\'s ``math`` kernel',
+    costs="the first micro-batch runs uncompiled, while the kernels are looked at",
+    numerics="kernels add in different orders: the differences are those of the precision's rounding",
+    conflicts="a module that chooses kernels itself by `torch.nn.attention.sdpa_kernel`, other ones than are asked for",
+    reference="Dao 2023 (FlashAttention-2), arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682",
+    planned="lightning_solo.techniques.attention.card:planned",
+)

@@ -1,0 +1,106 @@
+"""Attention kernels: fused ones where a model can use them, and which one has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.nn.attention_kernels import (
+    KERNELS,
+    AttentionCalls,
+    attention_calls,
+    enabled_kernel,
+    sdpa_in_transformers,
+)
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.attention.card import AUTO, CARD
+
+
+class Attention(Technique):
+    """Has attention run by a fused kernel, and names the one that ran in the first micro-batch of a fit.
+
+    Hugging Face models with ``attn_implementation="eager"`` call torch's ``scaled_dot_product_attention`` for the
+    length of a fit. Validation, test and prediction take torch's choice of kernel.
+
+    Args:
+        kernel: ``auto`` for torch's choice; ``flash``, ``cudnn``, ``efficient`` or ``math``: the only one that may run
+            in training, recomputation included.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, kernel: str = AUTO) -> None:
+        CARD.check_call(locals())
+        self.kernel = kernel
+        self._enabled = ExitStack()
+        self._calls: AttentionCalls | None = None
+        self._changed: list[str] = []
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Kernel -> calls in the first micro-batch of the present or last fit."""
+        return {} if self._calls is None else dict(self._calls.kernels)
+
+    def transform(self, ctx: Run) -> None:
+        self._calls = None
+        self._changed = ctx.undo.enter_context(sdpa_in_transformers(ctx.module))
+        ctx.undo.callback(self._enabled.close)
+
+    # from here to the end of the batch: a context around training_step would leave recomputation in backward to torch
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._enabled.close()
+        if self.kernel != AUTO:
+            self._enabled.enter_context(enabled_kernel(self.kernel))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._enabled.close()
+
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._calls is not None:
+            return proceed(*args, **kwargs)
+        with attention_calls(ctx.module) as self._calls:
+            result = proceed(*args, **kwargs)
+        check_kernels(self._calls, self.kernel)
+        ran = ", ".join(f"{name} ({count} calls)" for name, count in self._calls.kernels.items())
+        instead = f", in {', '.join(self._changed)} instead of eager" if self._changed else ""
+        ctx.info(f"attention: the kernel that runs is {ran}{instead}")
+        return result
+
+
+def check_kernels(calls: AttentionCalls, kernel: str) -> None:
+    """Warn where torch has silently taken its ``math`` kernel.
+
+    Raises:
+        NothingToDoError: no kernel ran.
+        ConflictError: another kernel ran than ``kernel``.
+    """
+    if not calls.kernels:
+        raise NothingToDoError(
+            "attention: training_step didn't call torch.nn.functional.scaled_dot_product_attention; these compute a"
+            f" softmax themselves: {', '.join(calls.by_hand) or 'none'}; call it there (torch.nn.MultiheadAttention:"
+            ' need_weights=False; Hugging Face: attn_implementation="sdpa"), or leave callback.attention out'
+        )
+    others = [name for name in calls.kernels if name != kernel]
+    if kernel != AUTO and others:
+        raise ConflictError(
+            f"attention: kernel={kernel}, and {', '.join(others)} ran: the module chooses by"
+            " torch.nn.attention.sdpa_kernel itself; remove that there, or write kernel: auto"
+        )
+    refusals = {name: calls.refusals[name] for name in KERNELS if name in calls.refusals}
+    if kernel == AUTO and calls.kernels["math"]:
+        why = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        rank_zero_warn(
+            "attention: torch took the kernel math, which keeps the scores of all pairs of tokens, since others can't"
+            f" compute this ({why or 'torch gives no reason'}); kernel: math accepts this without a warning"
+        )
