@@ -59,6 +59,9 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     tensors: list[Tensor] = []
     if not _describe(args, key, tensors) or not _describe(kwargs.values(), key, tensors) or not tensors:
         return None
+    known = [tensor.constant is not None for tensor in tensors]  # type: ignore[attr-defined]
+    if any(known) and (all(known) or func._schema.is_mutable):
+        return None  # it is computed, or changed
     positions = {id(tensor): position for position, tensor in enumerate(tensors)}
     if len(positions) < len(tensors):  # x * x reads one tensor
         key += [positions[id(tensor)] for tensor in tensors]
@@ -75,8 +78,8 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> b
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None:
-                return False
+            if value.constant is not None and not value.is_floating_point():
+                return False  # an index, or a mask: its numbers count
             tensors.append(value)
             key += _metadata(value)
         elif kind is list or kind is tuple:

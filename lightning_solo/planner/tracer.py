@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger, tensors_of
 from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
+from lightning_solo.planner.fake_modules import KNOWN
 from lightning_solo.planner.index_bounds import check_indices
 from lightning_solo.planner.operator_cache import OperatorCache
 from lightning_solo.planner.timeline import COMPUTE
@@ -114,6 +116,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
             result = replacement(self.assume, *args, **kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
+        if self.fake and func in _COUNTS:
+            result = counted(func, args, kwargs, result)
         if self.fake and func in NORMS and result[1].dtype in HALF and (self.cuda or _mixed(args)):
             # torch's rule for fake tensors has the statistics in 16 bits; the kernels keep them in fp32
             result = (result[0], result[1].float(), result[2].float(), *result[3:])
@@ -138,6 +142,18 @@ def has_numbers(tensor: Tensor) -> bool:
 def _mixed(args: tuple[Any, ...]) -> bool:
     """Return whether a norm's weights have another type than its input."""
     return any(isinstance(a, Tensor) and a.dtype != args[0].dtype for a in args[1:])
+
+
+_COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def counted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return a range with its numbers, unless they are many: models compare positions before they build a mask."""
+    if not isinstance(result, FakeTensor) or result.is_floating_point() or result.numel() > KNOWN:
+        return result
+    with no_dispatch():
+        numbers = func(*args, **{**kwargs, "device": "cpu"})
+    return result.fake_mode.fake_tensor_converter.from_real_tensor(result.fake_mode, numbers, make_constant=True)
 
 
 _FREE = {

@@ -33,6 +33,7 @@ from lightning_solo.planner.fake_modules import (
     with_numbers,
 )
 from lightning_solo.planner.forks import run_in_forks
+from lightning_solo.planner.tracer import Tracer
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import MiB
 from tests.planner.modules import tied
@@ -254,3 +255,14 @@ def test_numbers_that_are_known_are_not_made_up() -> None:
         assert (widths + 1).tolist() == [9, 17]
     assert not told
     assert with_numbers(mode, torch.empty(KNOWN + 1, dtype=torch.uint8)).constant is None  # type: ignore[attr-defined]
+
+
+def test_a_range_has_its_numbers_unless_they_are_many() -> None:
+    tracer = Tracer(nn.Linear(2, 2))
+    with known_numbers(), fake_mode(), tracer:
+        positions = torch.arange(3, 7)[None]
+        assert bool((torch.diff(positions) == 1).all())  # as transformers asks before it builds a mask
+        assert not tracer.assumptions
+        assert torch.arange(KNOWN + 1).constant is None  # type: ignore[attr-defined]
+        assert torch.arange(3.0).constant is None  # type: ignore[attr-defined]
+    assert tracer.assumptions == {}

@@ -143,3 +143,19 @@ def test_what_depends_on_more_than_metadata_is_run_each_time(name: str) -> None:
         else:
             cache(aten.full.default, [3], 1.0)
     assert cache.ran == 2
+
+
+def test_known_numbers_beside_unknown_ones_count_where_they_index_or_are_changed() -> None:
+    cache = Counted()
+    with known_numbers():
+        for _ in range(2):
+            table = with_numbers(MODE, torch.ones(3))
+            assert cache(aten.mul.Tensor, fake(3), table).constant is None
+        assert cache.ran == 1
+        for _ in range(2):
+            cache(aten.index_select.default, fake(3), 0, with_numbers(MODE, torch.tensor([0, 2])))
+        assert cache.ran == 3
+        for _ in range(2):
+            cache(aten.add_.Tensor, table := with_numbers(MODE, torch.ones(3)), fake(3))
+            assert table.constant is None
+        assert cache.ran == 5

@@ -84,9 +84,11 @@ def test_elementwise_operators_are_fused():
 
 def test_a_trainer_compiles_the_blocks_and_says_how_many(make_trainer, caplog):
     callback = RegionalCompilation(backend="aot_eager")
+    module = regression(L)
+    module.val_dataloader = loader
     with caplog.at_level("INFO"):
-        fitted(make_trainer, callback)
-    assert callback.graphs == 2
+        fitted(make_trainer, callback, module=module, limit_val_batches=1, num_sanity_val_steps=1)
+    assert callback.graphs == 3  # one of them in the validation before the fit
     assert "3 Block, compiled as 2 graphs" in caplog.text
 
 

@@ -441,7 +441,9 @@ def test_super_offload_is_refused_on_a_cpu_by_name_before_the_model_is_built(
     made.setup = lambda stage: built.append("setup")
     made.configure_model = lambda: built.append("configure_model")
     if not torch.cuda.is_available():
-        with pytest.raises(CapabilityError, match=mentions("SuperOffload", "CUDA", "solo=zero_offload")):
+        with pytest.raises(
+            CapabilityError, match=mentions("SuperOffload", "CUDA", "zero_offload", "strategy.allow_cpu=true")
+        ):
             solo.trainer_kwargs("super_offload", ["strategy.allow_cpu=true"], lightning=home.__name__)
     strategy = for_home(ZeroOffloadStrategy, home.__name__)(stage=3, config=SUPER_OFFLOAD, allow_cpu=True)
     with pytest.raises(CapabilityError, match=mentions("SuperOffload", "CUDA", "'cpu'")):

@@ -273,13 +273,14 @@ def test_an_optimizer_that_a_module_keeps_is_its_own_again(home: ModuleType, mak
 def test_the_end_of_an_engine_leaves_no_state_and_no_reference_to_the_module(stage: int) -> None:
     made = net()
     stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    others = list(stack)  # of engines in whose forward a test had something fail
     with engine_of(made, torch.optim.AdamW(trained(made)), stage=stage) as engine:
         step_engine(engine, 0)
         zero, flats = engine.optimizer, [flat for flat, _ in flat_tensors(engine.optimizer)]
         assert zero.optimizer.state
-        assert [other is made for other in stack] == ([True] if stage == 3 else [])
+        assert stack[len(others) :] == ([made] if stage == 3 else [])
     assert not zero.optimizer.state
-    assert stack == []
+    assert stack == others
     assert [flat.grad for flat in flats] == [None] * len(flats)
 
 

@@ -55,6 +55,7 @@ class RegionalCompilation(Technique):
         self._compiled: dict[str, nn.Module] = {}
         self._counting: CountingBackend | None = None
         self._before = 0
+        self._is_reported = False
         self._recompiles = 0
 
     def __repr__(self) -> str:
@@ -74,7 +75,8 @@ class RegionalCompilation(Technique):
         blocks = named_blocks(ctx.module, self.blocks)
         backend = CountingBackend(self.backend, self.mode)
         compile_blocks(blocks, backend, self.dynamic)
-        self._compiled, self._counting, self._recompiles = blocks, backend, 0
+        self._compiled, self._counting = blocks, backend
+        self._is_reported, self._recompiles = False, 0
         ctx.undo.callback(self.undo)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -82,7 +84,8 @@ class RegionalCompilation(Technique):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         new = self.graphs - self._before
-        if new and not self._before:
+        if new and not self._is_reported:
+            self._is_reported = True
             blocks = counted(self._compiled.values())
             rank_zero_info(f"regional compilation: {blocks}, compiled as {new} graph{'s' * (new > 1)}")
         elif new:
