@@ -110,7 +110,8 @@ def compiled_parts(module: nn.Module) -> list[str]:
 def is_compiled(what: object) -> bool:
     """Return whether torch.compile made this module or function, or compiles this module's calls."""
     if isinstance(what, nn.Module):  # torch.compile(module), nn.Module.compile(), torch.compile(LightningModule)
-        by_attribute = (getattr(what, name, None) for name in ("_compiled_call_impl", "_compiler_ctx"))
+        call = getattr(what, "_compiled_call_impl", None)
+        by_attribute = (getattr(call, "compiled", call), getattr(what, "_compiler_ctx", None))
         return type(what).__name__ == "OptimizedModule" or any(value is not None for value in by_attribute)
     return callable(what) and hasattr(what, "_torchdynamo_orig_callable")
 

@@ -235,7 +235,7 @@ class _Call:
         self.wrap.recomputed = True
         tensor, other = iter(tensors), iter(self.others)
         args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
-        with _settings(self.dtype, self.block, self.host), _statistics_kept(self.block) as kept:
+        with _settings(self.dtype, self.block, self.host), statistics_kept(self.block) as kept:
             if not self.verify:
                 with self.using:
                     return self.original(*args, **kwargs)
@@ -349,7 +349,7 @@ def _settings(dtype: torch.dtype, block: nn.Module, host: _HostState | None) -> 
 
 
 @contextmanager
-def _statistics_kept(block: nn.Module) -> Iterator[set[nn.Module]]:
+def statistics_kept(block: nn.Module) -> Iterator[set[nn.Module]]:
     """Let BatchNorm and its kin update copies of their statistics, which the first forward has updated already."""
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
     originals = [dict(norm._buffers) for norm in norms]

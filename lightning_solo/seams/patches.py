@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial, wraps
 from typing import Any
+from weakref import proxy
 
 from lightning_solo.attributes import replaced
 
@@ -135,6 +136,28 @@ def micro_batches(trainer: Any, around: Around) -> Any:
         return closure
 
     return replaced(loop, "_make_closure", make_closure)
+
+
+def zeroing_first(trainer: Any) -> Any:
+    """Zero gradients before each forward of automatic optimization behind which Lightning zeroes them."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    stock = loop._make_closure
+
+    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        micro_batch = stock(kwargs, optimizer, batch_idx)
+        # a proxy: in a circle of references the batch would outlive the step
+        micro_batch.closure = partial(_zeroed_first, type(micro_batch).closure, proxy(micro_batch))
+        return micro_batch
+
+    return replaced(loop, "_make_closure", make_closure)
+
+
+def _zeroed_first(closure: Callable[..., Any], micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    zero_grad = micro_batch._zero_grad_fn  # None within a window, and for all but the first part of a batch
+    if zero_grad is not None:
+        zero_grad()
+    with replaced(micro_batch, "_zero_grad_fn", None):
+        return closure(micro_batch, *args, **kwargs)
 
 
 def _weighted(backward: Callable[[Any], Any], weight: float, loss: Any) -> None:

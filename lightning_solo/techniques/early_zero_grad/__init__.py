@@ -1,0 +1,1 @@
+"""The technique `early_zero_grad`."""

@@ -1,0 +1,40 @@
+"""Early zeroing of gradients: those of the last step are gone before the next forward, not behind it."""
+
+from __future__ import annotations
+
+from lightning_solo.errors import ConflictError
+from lightning_solo.seams.patches import zeroing_first
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.early_zero_grad.card import CARD
+
+
+class EarlyZeroGrad(Technique):
+    """Zeroes gradients before the forward that begins a window of accumulation, where Lightning zeroes them after it.
+
+    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without, and find the
+    gradients; until then these are where they were, so that ``on_train_batch_end`` finds them too.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self) -> None:
+        CARD.check_call(locals())
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    def transform(self, ctx: Run) -> None:
+        """Change the order.
+
+        Raises:
+            ConflictError: manual optimization, in which Lightning zeroes nothing.
+        """
+        if not ctx.training:
+            return
+        if not ctx.module.automatic_optimization:
+            raise ConflictError(
+                "early_zero_grad with manual optimization: the module zeroes gradients itself; write"
+                " optimizer.zero_grad() before forward in training_step, and drop early_zero_grad"
+            )
+        ctx.undo.enter_context(zeroing_first(ctx.trainer))

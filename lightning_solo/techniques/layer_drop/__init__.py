@@ -1,0 +1,1 @@
+"""The technique `layer_drop`."""

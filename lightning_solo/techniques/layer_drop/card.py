@@ -1,0 +1,46 @@
+"""The card of `layer_drop`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.blocks import blocks_setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of LayerDrop."""
+
+    count: int = setting(1, "blocks that are skipped in each micro-batch", at_least=1)
+    blocks: str | Sequence[str] = blocks_setting()
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan all blocks as running: optimizer states of all come within a few steps, and two are traced."""
+    assumption = (
+        f"layer_drop is planned as without: a run keeps the activations of {settings.count} blocks less, and takes"
+        " their time less"
+    )
+    return replace(tracing, node=None, assumptions=(*tracing.assumptions, assumption))
+
+
+CARD = Card(
+    name="layer_drop",
+    target="lightning_solo.techniques.layer_drop.technique:LayerDrop",
+    phase=Phase.STATES,  # behind COMPILE: what is compiled is called or not, and never depends on the draw
+    settings=Settings,
+    saves="of ``count`` blocks activations, computation and gradients in each micro-batch: their share of the blocks",
+    costs="a regularisation that a short run may not need; the first micro-batch may run skipped blocks once more,"
+    " without gradients",
+    numerics="not what a plain run gives, in training; validation runs all blocks. A skipped block has no gradient: the"
+    " optimizer leaves its weights as they are, weight decay included. Nothing is scaled",
+    conflicts="a module that is compiled whole (refused): it would be compiled again for each draw",
+    reference="Fan et al. 2019, LayerDrop, https://arxiv.org/abs/1909.11556; Huang et al. 2016, stochastic depth,"
+    " https://arxiv.org/abs/1603.09382",
+    planned="lightning_solo.techniques.layer_drop.card:planned",
+)

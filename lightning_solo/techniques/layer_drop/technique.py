@@ -1,0 +1,121 @@
+"""Layer drop: in each micro-batch a fixed number of the model's blocks is skipped, drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_solo.cards.blocks import AUTO
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
+from lightning_solo.memory.category_peaks import is_compiled
+from lightning_solo.nn.blocks import counted, named_blocks
+from lightning_solo.nn.layer_drop import SkippedBlocks
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.layer_drop.card import CARD
+
+STATE = ("draws", "seed")
+
+
+class LayerDrop(Technique):
+    """Skips some of the model's blocks in each ``training_step``: always as many, so that memory and time are even.
+
+    Each block is skipped equally often on average. The draws have a seed of their own, which comes from torch's when
+    the first fit begins; it is in checkpoints, so that a run that is resumed draws as the undisturbed one would.
+
+    Args:
+        count: Blocks that are skipped in each micro-batch.
+        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
+            of what is to be one block, such as ``[GPT2Block]``.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, count: int = 1, blocks: str | Sequence[str] = AUTO) -> None:
+        CARD.check_call(locals())
+        self.count = count
+        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
+        self._state: dict[str, int] = {}
+        self._drop: SkippedBlocks | None = None
+        self._named: set[str] = set()
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Qualified names of the blocks that the present micro-batch skips; empty outside a fit."""
+        return () if self._drop is None else tuple(sorted(self._drop.skipped))
+
+    def transform(self, ctx: Run) -> None:
+        """Make the blocks such that they can be skipped.
+
+        Raises:
+            NothingToDoError: there are no such blocks.
+            PresetError: there are no more than ``count``.
+            ConflictError: the module around them is compiled.
+        """
+        if not ctx.training:
+            return
+        blocks = named_blocks(ctx.module, self.blocks)
+        inner = set(blocks.values())
+        for name, part in ctx.module.named_modules():
+            if part not in inner and is_compiled(part) and not inner.isdisjoint(part.modules()):
+                raise ConflictError(
+                    f"layer_drop: {name or type(part).__name__} is compiled with its blocks, again for each draw; write"
+                    " callback=regional_compilation in the place of torch.compile, or drop layer_drop"
+                )
+        self._state = self._state or {"draws": 0, "seed": torch.initial_seed()}
+        self._drop = SkippedBlocks(blocks, self.count, self._state["seed"])
+        self._drop.draws = self._state["draws"]
+        self._named.clear()
+        ctx.undo.callback(self.undo)
+        rank_zero_info(f"layer drop: {self.count} of {counted(blocks.values())} are skipped in each micro-batch")
+
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self._drop is not None  # transform comes first
+        self._drop.draw()
+        self._state["draws"] = self._drop.draws
+        return proceed(*args, **kwargs)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._drop is None:
+            return
+        if not self._drop.calls:
+            raise NothingToDoError(
+                f"layer drop skipped nothing: none of {', '.join(self._drop.blocks)} was called as block(x) in training"
+                " mode; name the classes of those that are, blocks: [ClassName]"
+            )
+        new = {name: reason for name, reason in self._drop.left_out.items() if name not in self._named}
+        if new:
+            self._named.update(new)
+            reasons = "; ".join(f"{name} {reason}" for name, reason in new.items())
+            rank_zero_warn(f"layer drop: blocks that can't be skipped always run: {reasons}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed of the draws, and how many there were."""
+        return dict(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Draw on as the run that was saved.
+
+        Raises:
+            CheckpointError: a key is missing or unknown, or a value is no integer.
+        """
+        if tuple(sorted(state_dict)) != STATE or any(type(value) is not int for value in state_dict.values()):
+            raise CheckpointError(
+                f"the checkpoint's state of LayerDrop is {state_dict}; it holds exactly the integers {', '.join(STATE)}"
+            )
+        self._state = dict(state_dict)
+
+    def undo(self) -> None:
+        """Leave the module as it was; a second call does nothing."""
+        if self._drop is not None:
+            self._drop.restore()
+        self._drop = None
