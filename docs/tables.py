@@ -299,6 +299,28 @@ def activations_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
 
 
+def activation_budget_table(result: dict[str, Any]) -> str:
+    """Return the budget asked for and the peak reached, by model."""
+    models: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        models.setdefault(row["model"], []).append(row)
+    rows = [
+        [
+            name,
+            *(f"{row['budget'] / MiB:.1f}: {row['peak'] / MiB:.1f}, {row['kept']} kept" for row in measured),
+            f"{max(row['peak'] / row['budget'] for row in measured):.3f} x",
+        ]
+        for name, measured in models.items()
+    ]
+    count = max(map(len, models.values()))
+    heads = [
+        "budget: peak, in MiB",
+        *(f"budget {number + 1}" for number in range(count)),
+        "largest peak, of its budget",
+    ]
+    return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
+
+
 def chunked_loss_table(result: dict[str, Any]) -> str:
     """Return peak, time and gradients of the chunked cross-entropy beside those of the plain one, and the targets."""
     targets, gradients, seconds = result["targets"], result["gradients"], result["seconds"]
@@ -499,6 +521,7 @@ TABLES = {
     "lightning_suite.json": lightning_suite_table,
     "moments_cpu.json": moments_table,
     "chunked_cross_entropy_cpu.json": chunked_loss_table,
+    "activation_budget_cpu.json": activation_budget_table,
     "activations_cpu.json": activations_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,

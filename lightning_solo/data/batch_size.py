@@ -1,4 +1,4 @@
-"""Samples and tokens of a batch, counted from its first tensor."""
+"""Samples and tokens of a batch, counted from its first tensor, and the shapes of all its tensors."""
 
 from __future__ import annotations
 
@@ -30,3 +30,35 @@ def size_of(batch: object) -> tuple[int | None, int | None]:
         return None, None
     integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
     return tensor.shape[0], tensor.numel() if tensor.ndim == 2 and integer else None
+
+
+def shapes_of(batch: object) -> list[tuple[int, ...]]:
+    """Return the shapes of all tensors in a batch: in mappings, sequences and attributes of objects, such as graphs.
+
+    >>> shapes_of({"x": torch.zeros(2, 3), "label": [torch.zeros(2), "a"]})
+    [(2, 3), (2,)]
+    """
+    shapes: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    ahead = [batch]
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, torch.Tensor):
+            shapes.append(tuple(item.shape))
+        elif id(item) not in seen and not isinstance(item, str | bytes | type):
+            seen.add(id(item))
+            parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, Sequence) else ()
+            ahead += reversed([*parts, *getattr(item, "__dict__", {}).values()])
+    return shapes
+
+
+def fits_into(shapes: Sequence[tuple[int, ...]], larger: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether tensors of some shapes are, one by one, in no dimension larger than those of others.
+
+    >>> fits_into([(2, 3)], [(2, 4)]), fits_into([(2, 3)], [(3, 2)]), fits_into([(2,)], [(2, 1)])
+    (True, False, False)
+    """
+    return len(shapes) == len(larger) and all(
+        len(one) == len(other) and all(a <= b for a, b in zip(one, other, strict=True))
+        for one, other in zip(shapes, larger, strict=True)
+    )

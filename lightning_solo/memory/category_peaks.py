@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -14,12 +14,38 @@ from lightning_solo.memory.events import Peak
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.units import format_bytes
 
+_as_written = ExitStack()
+_counting = 0
+
+
+@contextmanager
+def counted_as_written(ledger: Ledger) -> Iterator[None]:
+    """Count with a ledger, and run functions that torch.compile made as written.
+
+    Dynamo marks what it first meets under a dispatch mode as not to be compiled, for good. Several ledgers may begin
+    and end in any order, as callbacks' hooks do.
+    """
+    global _counting
+    if not _counting and "torch._dynamo" in sys.modules:
+        _as_written.enter_context(torch.compiler.set_stance("force_eager"))
+        # a compiled wrapper warns at every call that the hooks by which modules are named run twice for it
+        _as_written.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules", category=UserWarning)
+    _counting += 1
+    try:
+        with ledger:
+            yield
+    finally:
+        _counting -= 1
+        if not _counting:
+            _as_written.close()
+
 
 class CategoryPeaks:
     """Counts the next ``steps_left`` optimizer steps, each with a `Ledger` of its own.
 
-    While it counts, functions that torch.compile made run as written: dynamo marks what it first meets under a dispatch
-    mode as not to be compiled, for good. So their peak is that of the uncompiled code, which is warned of once.
+    While it counts, functions that torch.compile made run as written. So their peak is that of the uncompiled code,
+    which is warned of once.
     """
 
     def __init__(self, steps_left: int) -> None:
@@ -41,12 +67,7 @@ class CategoryPeaks:
             self._warn_of_compiled(module)
             # on a CPU all is counted: what an offloading technique calls the host is the device there
             self._ledger = Ledger(module, optimizers, None if device.type == "cpu" else device.type)
-        if "torch._dynamo" in sys.modules:
-            self._on.enter_context(torch.compiler.set_stance("force_eager"))
-            # a compiled wrapper warns at every call that the hooks by which modules are named run twice for it
-            self._on.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules", category=UserWarning)
-        self._on.enter_context(self._ledger)
+        self._on.enter_context(counted_as_written(self._ledger))
 
     def leave(self) -> None:
         """Count no longer; a second call does nothing."""

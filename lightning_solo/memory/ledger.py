@@ -163,6 +163,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most, count = self.log.peak()
         return Peak(most, self.log.breakdown(count), *self._where)
 
+    def number_of(self, storage: UntypedStorage) -> int | None:
+        """Return a storage's number in the log; None for one that isn't counted on the device."""
+        entry = self._entries.get(id(storage))
+        return entry.number if entry is not None and entry.ref() is storage and entry.number >= 0 else None
+
     def reset_peak(self) -> None:
         """Start a new peak at the bytes that are live now, and forget the events until now."""
         self._peak, self._host_peak = self.live_bytes, self._host_now

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.nn.activation_budget import Call, Calls
 
 _WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared by
@@ -89,12 +90,13 @@ class _Wrap:
     own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
     verify: bool  # whether the next recomputation is to be compared with its forward
     keep: Kept | None = None  # operators whose results are kept; None: of no operator
+    calls: Calls | None = None  # which of its calls keep all their results; None: no call
     host_state: bool = True  # whether its forward may change what torch doesn't replay: see _HostState
     recomputed: bool = False
 
 
 def checkpoint_blocks(
-    blocks: Mapping[str, nn.Module], verify: bool = True, keep: Kept | None = None
+    blocks: Mapping[str, nn.Module], verify: bool = True, keep: Kept | None = None, calls: Calls | None = None
 ) -> dict[str, nn.Module]:
     """Make each block recompute its activations in backward; return those that were not wrapped before.
 
@@ -107,10 +109,11 @@ def checkpoint_blocks(
             where they differ. Torch compares shapes, dtypes and devices only: a block that takes another branch of
             the same shapes, or updates what it reads, silently gets wrong gradients.
         keep: Operators whose results are kept, and not computed again.
+        calls: Of the blocks; those that it names keep everything, and run as without this.
     """
     fresh = {name: block for name, block in blocks.items() if _WRAP not in block.__dict__}
     for name, block in fresh.items():
-        setattr(block, _WRAP, _Wrap(name, block.__dict__.get("forward"), verify, keep))
+        setattr(block, _WRAP, _Wrap(name, block.__dict__.get("forward"), verify, keep, calls))
         block.forward = MethodType(forward, block)
     return fresh
 
@@ -179,9 +182,12 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if wrap.keep is not None:  # partial, since torch.compile takes no method there
             kwargs["context_fn"] = partial(Kept.contexts, wrap.keep)
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
-    call = _Call(block, wrap, original, args, kwargs)
+    number = None if wrap.calls is None else wrap.calls.number(wrap.name)
+    if wrap.calls is not None and number in wrap.calls.kept:
+        return original(*args, **kwargs)
+    call = _Call(block, wrap, original, args, kwargs, number)
     with _keeping():  # what is inside the block is saved by a context of torch's own
-        return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.verify)
+        return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.is_whole)
 
 
 class _Call:
@@ -192,9 +198,20 @@ class _Call:
     caller's own containers, so that a list that a block appends to is the caller's; the recomputation gets copies.
     """
 
-    def __init__(self, block: nn.Module, wrap: _Wrap, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        self.block, self.wrap, self.original = block, wrap, original
+    def __init__(
+        self,
+        block: nn.Module,
+        wrap: _Wrap,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        number: Call | None = None,
+    ) -> None:
+        self.block, self.wrap, self.original, self.number = block, wrap, original, number
         self.verify, wrap.verify = wrap.verify and block not in _GATHERED_ON_USE, False
+        # recomputed to its end: what a comparison needs, and a count
+        counting = wrap.calls is not None and wrap.calls.counting
+        self.is_whole = self.verify or (counting and block not in _GATHERED_ON_USE)
         self.inputs: tuple[Any, Any] | None = (args, kwargs)
         leaves, self.spec = tree_flatten(self.inputs)
         # The empty tensor names the block's device where the arguments hold no tensor that torch could see.
@@ -220,7 +237,7 @@ class _Call:
         before = _HostState(self.block) if self.wrap.host_state else None
         versions = [_version(tensor) for tensor in tensors] if self.verify else []
         with self.keeping:
-            output = self.original(*args, **kwargs)
+            output = self.run(args, kwargs)
         self.host = before if before is not None and before != _HostState(self.block) else None
         if self.verify:
             if versions != [_version(tensor) for tensor in tensors]:
@@ -230,6 +247,12 @@ class _Call:
             self.low_precision = any(torch.is_autocast_enabled(t.device.type) for t in self.samples)
         return output
 
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Run the block's own forward."""
+        if self.wrap.calls is None or self.number is None:
+            return self.original(*args, **kwargs)
+        return self.wrap.calls.counted(self.number, partial(self.original, *args, **kwargs), (args, kwargs))
+
     def recompute(self, tensors: Iterable[Tensor]) -> Any:
         """Run the block again as it ran before and, where asked, compare."""
         self.wrap.recomputed = True
@@ -238,11 +261,11 @@ class _Call:
         with _settings(self.dtype, self.block, self.host), statistics_kept(self.block) as kept:
             if not self.verify:
                 with self.using:
-                    return self.original(*args, **kwargs)
+                    return self.run(args, kwargs)
             buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
             try:
                 with self.using:
-                    output = self.original(*args, **kwargs)
+                    output = self.run(args, kwargs)
             except CheckpointError as error:
                 raise self.conflict("saves other tensors when it is computed again") from error
             except RuntimeError as error:

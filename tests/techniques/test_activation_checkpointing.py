@@ -253,6 +253,7 @@ def test_yaml_has_every_argument_with_its_default():
             "blocks": default.blocks,
             "every_k": default.every_k,
             "keep": default.keep,
+            "budget": default.budget,
             "verify_recomputation": default.verify_recomputation,
         }
     }

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card, Rung
+from lightning_solo.cards.composition import Composition
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import ConflictError
+from lightning_solo.units import MiB, parse_bytes
 
 NOTHING, ALL_PRODUCTS = "nothing", "products"
 
@@ -19,6 +22,30 @@ def _not_operators(keep: str | Sequence[str]) -> str | None:
         words = keep in (NOTHING, ALL_PRODUCTS)
         return None if words else "write 'nothing', 'products' or a list of operators, as [aten.mm, aten.addmm]"
     return None if keep and all("." in name for name in keep) else "write operators with their library, as [aten.mm]"
+
+
+def parse_budget(budget: int | float | str) -> int | float:
+    """Return bytes as an int, a share as a float.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if 0 <= budget <= 1:
+        return float(budget)
+    if budget < MiB:
+        raise ValueError("write bytes, of at least 1 MiB, such as 6GiB, or a share from 0 to 1")
+    return int(budget)
+
+
+def _not_budget(budget: int | float | str | None) -> str | None:
+    try:
+        if budget is not None:
+            parse_budget(budget)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -32,12 +59,39 @@ class Settings:
         "results not computed again; products: of matrices, convolutions, attention; or operators, as [aten.mm]",
         check=_not_operators,
     )
+    budget: int | float | str | None = setting(
+        None,
+        "recompute as little as it takes: bytes of a step on the device, as 6GiB; or a share of what blocks keep",
+        check=_not_budget,
+    )
     verify_recomputation: bool = setting(True, "compare each block's first recomputation with its forward")
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.keep != NOTHING:
+            raise ConflictError(
+                f"activation_checkpointing: budget={self.budget} decides for whole blocks, keep={self.keep!r} inside"
+                " each; write keep=nothing, or budget=null"
+            )
+
+
+def _compiled(settings: Settings, composition: Composition) -> str | None:
+    compilers = [chosen for chosen in composition.techniques if chosen.card.phase is Phase.COMPILE]
+    if settings.budget is None or not compilers:
+        return None
+    return (
+        f"callback.activation_checkpointing.budget={settings.budget} counts what blocks keep as they are written, and"
+        f" {compilers[0].choice} compiles them; write callback.activation_checkpointing.budget=null, or"
+        f" {compilers[0].removal}"
+    )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it without the comparison of numbers, which is in the first step only."""
-    return replace(tracing, node={**(tracing.node or {}), "verify_recomputation": False})
+    """Plan it without the comparison of numbers, which is in the first step only, and without a budget."""
+    node = {**(tracing.node or {}), "verify_recomputation": False, "budget": None}
+    if settings.budget is None:
+        return replace(tracing, node=node)
+    assumption = f"activation_checkpointing.budget={settings.budget} is planned with every block recomputed: the least"
+    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(
@@ -47,13 +101,14 @@ CARD = Card(
     settings=Settings,
     saves="all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside",
     costs="one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1); with"
-    " ``keep=products`` next to none, for a smaller saving",
+    " ``keep=products`` next to none, for a smaller saving; with ``budget`` as little as fits",
     numerics="bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics"
     " are as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out",
     conflicts="the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)",
     reference="Chen et al. 2016, https://arxiv.org/abs/1604.06174;"
     " https://docs.pytorch.org/docs/stable/checkpoint.html",
     exact=True,
+    rules=(_compiled,),
     owns=frozenset({"saved_tensors"}),
     rung=Rung("checkpointing", order=20),
     planned="lightning_solo.techniques.activation_checkpointing.card:planned",

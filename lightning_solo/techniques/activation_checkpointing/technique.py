@@ -10,11 +10,14 @@ from torch import nn
 
 from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.memory.category_peaks import is_compiled
+from lightning_solo.nn.activation_budget import Calls
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, has_recomputed, restore_blocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING
+from lightning_solo.techniques.activation_checkpointing.budget import BudgetedBatches
+from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING, parse_budget
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
@@ -47,12 +50,16 @@ class ActivationCheckpointing(Technique):
         every_k: Wrap blocks 0, k, 2k, ...; 2 keeps half of the activations and costs half of the recomputation.
         keep: Results inside the blocks that are kept, and not computed again: ``nothing``; ``products`` of matrices,
             convolutions and attention, which take nearly all of the time; or a list of operators, ``["aten.mm"]``.
+        budget: Recompute only as much as it takes, chosen by bytes and FLOPs of each block. As bytes, ``"6GiB"`` or an
+            int, of the peak of a training step on the device, model states included. As a share, from 0 to 1, of what
+            the blocks would keep without recomputation.
         verify_recomputation: In each fit compare each block's first recomputation with its forward, and raise
             ``ConflictError`` where they differ. Torch compares shapes only: without this, a block that can't be
             repeated would silently train with wrong gradients.
 
     Raises:
         PresetError: An argument is ill-formed.
+        ConflictError: ``keep`` and ``budget`` together.
     """
 
     phase = CARD.phase
@@ -62,13 +69,17 @@ class ActivationCheckpointing(Technique):
         blocks: str | Sequence[str] = AUTO,
         every_k: int = 1,
         keep: str | Sequence[str] = NOTHING,
+        budget: int | float | str | None = None,
         verify_recomputation: bool = True,
     ) -> None:
         CARD.check_call(locals())
         self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
         self.every_k = every_k
         self.keep: str | list[str] = keep if isinstance(keep, str) else list(keep)
+        self.budget = budget
         self.verify_recomputation = verify_recomputation
+        self._batches: BudgetedBatches | None = None
+        self._first_step = 0
         self._kept: Kept | None = None
         self._wrapped: dict[str, nn.Module] = {}
 
@@ -83,6 +94,37 @@ class ActivationCheckpointing(Technique):
     def transform(self, ctx: Run) -> None:
         self.wrap(ctx.module)
         ctx.undo.callback(self.undo)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Qualified names of the blocks that ``budget`` keeps in the present batch, once for each call."""
+        return () if self._batches is None else tuple(sorted(name for name, _ in self._batches.calls.kept))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._first_step = trainer.global_step
+        if self._batches is None:
+            return
+        for name, part in pl_module.named_modules():
+            if is_compiled(part) and any(
+                block in part.modules() or part in block.modules() for block in self._wrapped.values()
+            ):
+                raise ConflictError(
+                    f"activation checkpointing: budget={self.budget} counts what blocks keep as they are written, and"
+                    f" {name or 'the whole module'} is compiled; write budget=None, or don't compile it"
+                )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._batches is None or self.ctx is None:
+            return
+        window, stepped = self.ctx.window, trainer.global_step - self._first_step
+        kind = batch_idx % window.factor == 0, window.is_last
+        # an optimizer has its states from its first step on
+        steady = stepped >= max(1, len(trainer.optimizers))
+        self._batches.begin(batch, kind, pl_module, trainer.optimizers, self.ctx.device, steady)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._batches is not None:  # a module may have skipped the rest of an epoch, within a batch
+            self._batches.stop()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._wrapped and self._kept is not None and self._kept.seen and not self._kept.matched:
@@ -99,9 +141,18 @@ class ActivationCheckpointing(Technique):
                 f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran "
                 "again in backward; name the classes of those that do, blocks: [ClassName]"
             )
+        if self._batches is not None and self.ctx is not None:
+            line, warning = self._batches.end()
+            if line:
+                self.ctx.info(line)
+            if warning:
+                rank_zero_warn(warning)
 
     def undo(self) -> None:
         """Leave the module as it was; a second call does nothing."""
+        if self._batches is not None:
+            self._batches.stop()
+            self._batches = None
         restore_blocks(list(self._wrapped.values()))
         self._wrapped.clear()
 
@@ -110,11 +161,15 @@ class ActivationCheckpointing(Technique):
         names = PRODUCTS if self.keep == ALL_PRODUCTS else self.keep
         self._kept = None if self.keep == NOTHING else Kept(names)
         blocks = choose_blocks(module, self.blocks, self.every_k)
-        self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept)
+        calls = None if self.budget is None else Calls()
+        self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept, calls)
         if not self._wrapped:
             raise ConflictError(
                 "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
             )
+        if self.budget is not None and calls is not None:
+            self._batches = BudgetedBatches(parse_budget(self.budget), calls)
         kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
         but = "" if self._kept is None else f", but for {kept}"
+        but += "" if self.budget is None else f", or fewer under budget={self.budget}"
         rank_zero_info(f"activation checkpointing: backward recomputes {counted(self._wrapped.values())}{but}")

@@ -1,0 +1,154 @@
+"""The batches of a fit under a budget of memory: which are counted, and which calls of blocks each of them keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_solo.data.batch_size import fits_into, shapes_of
+from lightning_solo.errors import BudgetError
+from lightning_solo.memory.category_peaks import counted_as_written
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.nn.activation_budget import Call, Calls, WorkLedger, options
+from lightning_solo.units import format_bytes
+
+_PLACES = {
+    (True, False): " in the first micro-batch of a window",
+    (False, False): " in micro-batches within a window",
+    (False, True): " in the last micro-batch of a window",
+}
+
+
+@dataclass
+class Choice:
+    """What batches up to a size keep.
+
+    Attributes:
+        shapes: of the batch that was counted.
+        kept: calls of blocks that aren't recomputed.
+        is_checked: whether a batch was counted under it.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    kept: frozenset[Call]
+    is_checked: bool = False
+
+
+class BudgetedBatches:
+    """Counts batches with every block recomputed, chooses what fits, and checks the first batch under each choice.
+
+    A batch that is larger than those counted, in any dimension, is counted first. So is each kind of batch: the first,
+    the last and others of an accumulation window find other gradients in memory.
+
+    Args:
+        budget: bytes of a step on the device, an int; or a share of what the blocks would keep, a float.
+        calls: of the blocks.
+    """
+
+    def __init__(self, budget: int | float, calls: Calls) -> None:
+        self.budget = budget
+        self.calls = calls
+        self._choices: dict[Any, list[Choice]] = {}
+        self._choice: Choice | None = None
+        self._place: tuple[Any, Sequence[tuple[int, ...]]] = (None, ())
+        self._ledger: Ledger | None = None
+        self._outside = 0  # bytes on the device that no ledger sees
+        self._on = ExitStack()
+        self._last_count = -1
+
+    def begin(
+        self, batch: Any, kind: Any, module: nn.Module, optimizers: Iterable[object], device: torch.device, steady: bool
+    ) -> None:
+        """Begin a batch, of a kind; ``steady`` says that gradients and optimizer states are there as ever after."""
+        self.stop()
+        is_share = isinstance(self.budget, float)
+        self._place = (None if is_share else kind, shapes_of(batch))
+        self._choice = self._choice_here()
+        counted = None if device.type == "cpu" else device.type
+        if self._choice is None and (steady or is_share):
+            self._ledger = WorkLedger(module, optimizers, counted)
+        elif self._choice is not None and not (self._choice.is_checked or is_share):
+            self._ledger = Ledger(module, optimizers, counted)
+        self.calls.start(
+            () if self._choice is None else self._choice.kept,
+            self._ledger if isinstance(self._ledger, WorkLedger) else None,
+        )
+        if self._ledger is not None:
+            self._on.enter_context(counted_as_written(self._ledger))
+            allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else self._ledger.live_bytes
+            self._outside = allocated - self._ledger.live_bytes
+
+    def stop(self) -> None:
+        """Count no longer, and forget what this batch has counted."""
+        self._on.close()
+        self._ledger = None
+        self.calls.start()
+
+    def end(self) -> tuple[str, str]:
+        """End a batch, and return what to log and what to warn of; empty for nothing.
+
+        Raises:
+            BudgetError: the budget is below what a step takes with every block recomputed.
+        """
+        ledger, passes = self._ledger, self.calls.passes
+        self.stop()
+        if ledger is None:
+            return "", ""
+        if isinstance(ledger, WorkLedger):
+            return self._choose(ledger, passes)
+        assert self._choice is not None
+        self._choice.is_checked = True
+        peak = ledger.peak_bytes + self._outside
+        if peak <= self.budget:
+            return "", ""
+        return "", (
+            f"activation checkpointing: a step took {format_bytes(peak)}, above budget={self._named}, as it did more"
+            " than the one that was counted; write a smaller callback.activation_checkpointing.budget"
+        )
+
+    @property
+    def _named(self) -> str:
+        return f"{self.budget:g}" if isinstance(self.budget, float) else format_bytes(self.budget)
+
+    def _choice_here(self) -> Choice | None:
+        kind, shapes = self._place
+        fitting = [choice for choice in self._choices.get(kind, ()) if fits_into(shapes, choice.shapes)]
+        return min(fitting, key=lambda choice: sum(map(sum, choice.shapes)), default=None)
+
+    def _choose(self, ledger: WorkLedger, passes: Any) -> tuple[str, str]:
+        kind, shapes = self._place
+        choices = self._choices.setdefault(kind, [])
+        counts = options(ledger, passes)
+        counts.base += self._outside
+        if isinstance(self.budget, float):
+            kept = counts.share(self.budget)
+        else:
+            kept = counts.within(self.budget)
+        choices.append(Choice(shapes, kept))
+        least = counts.peak()
+        if isinstance(self.budget, int) and least > self.budget:
+            message = (
+                f"activation checkpointing: budget={self._named}, and with every block recomputed a step takes"
+                f" {format_bytes(least)}; write callback.activation_checkpointing.budget={least} or more, take a"
+                " smaller batch, or add callback=activation_offloading, which moves inputs of blocks to the host"
+            )
+            if len(self._choices) == len(choices) == 1:
+                raise BudgetError(message, needed=least, available=self.budget)
+            return "", message
+        if len(kept) == self._last_count:
+            return "", ""
+        self._last_count = len(kept)
+        count = len(counts.extra)
+        what = "blocks" if len({name for name, _ in counts.extra}) == count else "calls of blocks"
+        saved = sum(counts.saved[call] for call in kept)
+        return (
+            f"activation checkpointing: of {count} {what} {count - len(kept)} are recomputed and {len(kept)} keep"
+            f" {format_bytes(saved)} of {format_bytes(sum(counts.saved.values()))}; budget={self._named}"
+            + ("" if isinstance(self.budget, float) else f", planned peak {format_bytes(counts.peak(kept))}")
+            + _PLACES.get(kind, "")
+        ), ""

@@ -1,0 +1,286 @@
+"""A budget keeps as many blocks as fit, changes no number, is never exceeded and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as lightning_pytorch
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.data import DataLoader
+
+from lightning_solo.errors import BudgetError, ConflictError, PresetError
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.presets.compose import compose
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger
+from tests.messages import lines_with, mentions
+from tests.modules import Stack, loader, regression
+
+WIDTH = 32
+BLOCKS = 6
+pytestmark = pytest.mark.filterwarnings("ignore:.*MemoryLogger")
+
+
+class Peaks(lightning_pytorch.Callback):
+    """Counts each batch with a ledger of its own, and the blocks that are kept in it."""
+
+    def __init__(self, technique: ActivationCheckpointing | None = None) -> None:
+        self.technique = technique
+        self.bytes: list[int] = []
+        self.kept: list[int] = []
+        self.on = ExitStack()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.ledger = Ledger(pl_module, trainer.optimizers)
+        self.on.enter_context(self.ledger)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.on.close()
+        self.bytes.append(self.ledger.peak_bytes)
+        self.kept.append(len(self.technique.kept) if self.technique is not None else 0)
+
+    def on_exception(self, *_: Any) -> None:
+        self.on.close()
+
+    @property
+    def largest(self) -> int:
+        return max(self.bytes)
+
+
+def fitted(
+    home: ModuleType, make_trainer: Any, technique: ActivationCheckpointing | None = None, **arguments: Any
+) -> tuple[Peaks, list[Tensor]]:
+    """Return the counts of a fit, and the weights behind it."""
+    torch.manual_seed(0)
+    module = arguments.pop("module", None) or regression(home, Stack(BLOCKS, WIDTH, dropout=0.1))
+    data = arguments.pop("data", None) or loader(5, 256, WIDTH)
+    peaks = Peaks(technique)
+    callbacks = [peaks, *([] if technique is None else [technique]), *arguments.pop("callbacks", ())]
+    torch.manual_seed(1)
+    make_trainer(home, callbacks=callbacks, **arguments).fit(module, data)
+    return peaks, list(module.parameters())
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
+
+
+def bounds(home: ModuleType, make_trainer: Any, **arguments: Any) -> tuple[int, int]:
+    """Return the peaks with every block recomputed and with none."""
+    least = fitted(home, make_trainer, ActivationCheckpointing(), **arguments)[0].largest
+    most = fitted(home, make_trainer, **arguments)[0].largest
+    assert least < 0.8 * most
+    return least, most
+
+
+# Acted
+
+
+def test_half_of_the_way_keeps_half_of_the_blocks_and_says_so(home, make_trainer, caplog):
+    least, most = bounds(home, make_trainer)
+    budget = (least + most) // 2
+    with caplog.at_level(logging.INFO):
+        peaks, _ = fitted(home, make_trainer, ActivationCheckpointing(budget=budget))
+    # the first batch has no optimizer states yet, the second is counted
+    assert peaks.kept == [0, 0, 3, 3, 3]
+    assert peaks.bytes[1] == least
+    assert (
+        len(lines_with(caplog.text, f"{BLOCKS} blocks", "3 are recomputed", "3 keep", "budget=", "planned peak")) == 1
+    )
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0, 0), (0.34, 2), (0.5, 3), (0.99, 5), (1, 6)])
+def test_a_share_is_that_of_what_blocks_keep_from_the_second_batch_on(home, make_trainer, share, kept):
+    peaks, _ = fitted(home, make_trainer, ActivationCheckpointing(budget=share))
+    assert peaks.kept == [0, kept, kept, kept, kept]
+
+
+def test_with_every_second_block_the_others_are_always_kept(make_trainer):
+    technique = ActivationCheckpointing(every_k=2, budget=0.34)
+    peaks, _ = fitted(lightning_pytorch, make_trainer, technique)
+    assert peaks.kept[-1] == 1
+
+
+# Parity and memory
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_no_step_is_above_the_budget_and_no_bit_changes(home, make_trainer, precision, factor):
+    arguments = {"precision": precision, "accumulate_grad_batches": factor, "data": loader(12, 256, WIDTH)}
+    least, most = bounds(home, make_trainer, **dict(arguments))
+    _, plain = fitted(home, make_trainer, **dict(arguments))
+    kept = []
+    for number in range(5):
+        budget = least + (most - least) * number // 4
+        technique = ActivationCheckpointing(budget=budget)
+        peaks, weights = fitted(home, make_trainer, technique, **dict(arguments))
+        assert peaks.largest <= budget
+        assert budget - peaks.largest < (most - least) / (BLOCKS - 1)  # no room for another block
+        assert equal(weights, plain)
+        kept.append(max(peaks.kept))
+    assert kept == sorted(kept)
+    assert kept[-1] == BLOCKS
+    assert len(set(kept)) >= 4
+
+
+def test_the_first_micro_batch_of_a_window_and_the_others_keep_what_fits_each(make_trainer):
+    home, arguments = lightning_pytorch, {"accumulate_grad_batches": 3, "data": loader(12, 256, WIDTH)}
+    least, most = bounds(home, make_trainer, **dict(arguments))
+    peaks, _ = fitted(
+        home, make_trainer, ActivationCheckpointing(budget=least + (most - least) * 3 // 4), **dict(arguments)
+    )
+    first, *others = peaks.kept[-3:]
+    assert first > others[0] == others[1] > 0  # gradients are gone before backward in the first alone
+
+
+def batches(*sizes: int) -> Any:
+    rows = torch.randn(max(sizes), WIDTH)
+    return DataLoader([(rows[:size], rows[:size, :1]) for size in sizes], batch_size=None)
+
+
+def test_a_larger_batch_is_counted_before_blocks_are_kept_in_it(home, make_trainer):
+    sizes = (128, 128, 128, 256, 64, 256, 192)
+    arguments = {"data": batches(*sizes)}
+    least, most = bounds(home, make_trainer, **dict(arguments))
+    budget = (least + most) // 2
+    _, plain = fitted(home, make_trainer, **dict(arguments))
+    peaks, weights = fitted(home, make_trainer, ActivationCheckpointing(budget=budget), **dict(arguments))
+    assert peaks.largest <= budget
+    assert peaks.kept == [0, 0, 6, 0, 6, 3, 3]  # 64 rows as 128, 192 as 256
+    assert equal(weights, plain)
+
+
+def test_two_optimizers_by_hand(home, make_trainer):
+    class ByHand(home.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.nets = nn.ModuleList(Stack(3, WIDTH) for _ in range(2))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for net, optimizer in zip(self.nets, self.optimizers(), strict=True):
+                loss = nn.functional.mse_loss(net(batch[0]), batch[1])
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in self.nets]
+
+    def fit(technique: ActivationCheckpointing | None) -> tuple[Peaks, list[Tensor]]:
+        torch.manual_seed(0)
+        return fitted(home, make_trainer, technique, module=ByHand())
+
+    least, (plain, weights) = fit(ActivationCheckpointing())[0].largest, fit(None)
+    budget = (least + plain.largest) // 2
+    peaks, trained = fit(ActivationCheckpointing(budget=budget))
+    assert peaks.largest <= budget
+    assert 0 < peaks.kept[-1] < 6
+    assert equal(weights, trained)
+
+
+def test_beside_a_memory_logger_that_counts_too(make_trainer):
+    home = lightning_pytorch
+    least, most = bounds(home, make_trainer)
+    technique = ActivationCheckpointing(budget=(least + most) // 2)
+    peaks, _ = fitted(home, make_trainer, technique, callbacks=[MemoryLogger()])
+    assert peaks.kept[-1] == 3
+    assert peaks.largest <= technique.budget
+
+
+# Refused
+
+
+def test_less_than_recomputing_all_takes_is_refused_with_the_least(home, make_trainer):
+    least = fitted(home, make_trainer, ActivationCheckpointing())[0].largest
+    with pytest.raises(BudgetError, match=mentions(f"budget={least}", "activation_offloading")) as error:
+        fitted(home, make_trainer, ActivationCheckpointing(budget=least - 1), module=None)
+    assert (error.value.needed, error.value.available) == (least, least - 1)
+    assert fitted(home, make_trainer, ActivationCheckpointing(budget=least))[0].largest == least
+
+
+def test_a_step_that_takes_more_than_the_counted_one_is_warned_of(home, make_trainer):
+    module = regression(home, Stack(BLOCKS, WIDTH))
+    step = module.training_step
+
+    def larger_in_the_third(batch: Any, batch_idx: int) -> Tensor:
+        extra = torch.zeros(2**22 if batch_idx == 2 else 1)
+        return step(batch, batch_idx) + 0 * extra.sum()
+
+    module.training_step = larger_in_the_third
+    with pytest.warns(UserWarning, match=mentions("budget=", "callback.activation_checkpointing.budget")):
+        fitted(home, make_trainer, ActivationCheckpointing(budget="2MiB"), module=module)
+
+
+@pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing")
+def test_compiled_blocks_are_refused(home, make_trainer):
+    module = regression(home, Stack(BLOCKS, WIDTH))
+    module.net.blocks[1].compile(backend="eager")
+    with pytest.raises(ConflictError, match=mentions("budget=0.5", "net.blocks.1", "budget=None")):
+        fitted(home, make_trainer, ActivationCheckpointing(budget=0.5), module=module)
+
+
+def test_a_preset_that_compiles_is_refused():
+    overrides = ["callback.activation_checkpointing.budget=0.5"]
+    assert compose("checkpointing", overrides)
+    with pytest.raises(ConflictError, match=mentions("budget=0.5", "~callback.regional_compilation")):
+        compose(["checkpointing", "compile"], overrides)
+
+
+def test_results_inside_blocks_and_whole_blocks_are_not_chosen_both():
+    with pytest.raises(ConflictError, match=mentions("budget=0.5", "keep='products'", "keep=nothing", "budget=null")):
+        ActivationCheckpointing(keep="products", budget=0.5)
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, 2, "6", "6GB", "much", float("nan"), True, [1]])
+def test_what_is_no_budget_is_refused(budget):
+    with pytest.raises(PresetError, match=mentions("budget=")):
+        ActivationCheckpointing(budget=budget)
+
+
+# Trace
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_nothing_counts_behind_a_fit_or_a_failure(home, make_trainer, failing):
+    module = regression(home, Stack(BLOCKS, WIDTH))
+    technique = ActivationCheckpointing(budget="1GiB")
+    before = [(name, sorted(part.__dict__)) for name, part in module.net.named_modules()]
+    for _ in range(2):
+        peaks, _ = fitted(home, make_trainer, technique, module=module)
+        assert peaks.kept == [0, 0, BLOCKS, BLOCKS, BLOCKS]
+        assert _get_current_dispatch_mode() is None
+        assert technique.kept == technique.wrapped == ()
+    step = module.training_step
+
+    def fail(batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == failing:
+            raise RuntimeError("on purpose")
+        return step(batch, batch_idx)
+
+    module.training_step = fail
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fitted(home, make_trainer, technique, module=module)
+    assert _get_current_dispatch_mode() is None
+    assert [(name, sorted(part.__dict__)) for name, part in module.net.named_modules()] == before
+
+
+def test_an_epoch_that_a_module_leaves_within_a_batch_counts_no_longer(home, make_trainer):
+    module = regression(home, Stack(BLOCKS, WIDTH))
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 1 else None
+    seen = []
+
+    class Look(lightning_pytorch.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(_get_current_dispatch_mode())
+
+    technique = ActivationCheckpointing(budget="1GiB")
+    make_trainer(home, callbacks=[technique, Look()], max_epochs=2).fit(module, loader(4, 8, WIDTH))
+    assert seen == [None, None]
