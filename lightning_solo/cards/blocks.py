@@ -1,8 +1,9 @@
-"""The setting `blocks` of techniques that act on a model's repeated blocks."""
+"""The setting of techniques that act on parts of a model: which parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning_solo.cards.arguments import setting
@@ -11,13 +12,13 @@ AUTO = "auto"
 """The repeated blocks of a module, found by how they are built."""
 
 
-def blocks_setting() -> Any:
+def blocks_setting(what: str = "the repeated blocks of any model", example: str = "GPT2Block") -> Any:
     """Return a field of settings: `AUTO`, or the class names of what is one block each."""
-    return setting(AUTO, "auto: the repeated blocks of any model; or class names, as [GPT2Block]", check=_complaint)
+    return setting(AUTO, f"auto: {what}; or class names, as [{example}]", check=partial(_complaint, example=example))
 
 
-def _complaint(blocks: str | Sequence[str]) -> str | None:
+def _complaint(blocks: str | Sequence[str], example: str) -> str | None:
     names = [blocks] if isinstance(blocks, str) else blocks
     if not names or not all(name.strip() for name in names):
-        return "write 'auto' or class names, as [GPT2Block]"
+        return f"write 'auto' or class names, as [{example}]"
     return "write 'auto' alone, or class names only" if not isinstance(blocks, str) and AUTO in blocks else None

@@ -70,6 +70,50 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     return _outermost(module, lambda m: type(m).__name__ in names)
 
 
+def feed_forward_parts(module: nn.Module) -> dict[str, nn.Module]:
+    """Return qualified name -> feed-forward part, outermost only: linear layers to a larger width, and back.
+
+    One or two layers widen (two, or one of twice the width, where a gate is among them) and one narrows. Other
+    parameters are vectors: normalisations and scales.
+
+    Raises:
+        NothingToDoError: There is none; the message lists the modules that have linear layers.
+    """
+    parts = _outermost(module, _is_feed_forward)
+    if not parts:
+        kinds = dict.fromkeys(
+            type(m).__name__ for m in module.modules() if any(isinstance(c, nn.Linear) for c in m.children())
+        )
+        raise NothingToDoError(
+            f"no feed-forward parts in {type(module).__name__}, of linear layers to a larger width and back; these have"
+            f" linear layers: {', '.join(kinds) or 'none'}; write the class names of those that act on each token"
+            " alone: parts: [ClassName]"
+        )
+    return parts
+
+
+def _is_feed_forward(module: nn.Module) -> bool:
+    if not _is_callable(module):
+        return False
+    linear: list[tuple[int, int]] = []
+    for part in module.modules():
+        weights = dict(part.named_parameters(recurse=False))
+        if any(weight.ndim > 1 for weight in weights.values()):
+            if isinstance(part, nn.Linear):
+                linear.append((part.in_features, part.out_features))
+            elif type(part).__name__ == "Conv1D" and set(weights) <= {"weight", "bias"}:  # of transformers: transposed
+                before, after = weights["weight"].shape
+                linear.append((before, after))
+            else:
+                return False
+    wider = [pair for pair in linear if pair[1] > pair[0]]
+    narrower = [pair for pair in linear if pair[1] < pair[0]]
+    if len(narrower) != 1 or len(wider) not in (1, 2) or len(linear) != len(wider) + 1:
+        return False
+    (inner, width), fused = narrower[0], 2 if len(wider) == 1 else 1
+    return all(before == width and after in (inner, fused * inner) for before, after in wider)
+
+
 def counted(blocks: Iterable[nn.Module]) -> str:
     """Return how many blocks of each class there are, in words.
 

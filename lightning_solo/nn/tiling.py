@@ -1,0 +1,255 @@
+"""Run a part of a model in tiles of tokens, forward and backward, so that what is inside it never is whole.
+
+Backward computes each tile again, as TiledMLP of Arctic's long-sequence training does (arXiv 2506.13996): the part's
+input is all that it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_solo.errors import ConflictError
+
+_TILING = "_tiled_forward"  # the attribute in a tiled part's __dict__ that holds its Tiling
+
+
+@dataclass
+class Tiling:
+    """How a part is tiled, and what came of it.
+
+    Attributes:
+        name: of the part, for messages.
+        tile_tokens: tokens per tile.
+        own_forward: the instance attribute ``forward`` that the part had before, if any.
+        checked: whether it is known to act on each token alone.
+        most_tokens: of a forward with gradients.
+    """
+
+    name: str
+    tile_tokens: int
+    own_forward: Callable[..., Any] | None
+    checked: bool = False
+    most_tokens: int = 0
+
+    def conflict(self, part: nn.Module, what: str) -> ConflictError:
+        """Return the refusal of a part, with what to write."""
+        return ConflictError(
+            f"tiled MLP: {self.name!r} ({type(part).__name__}) {what}, so it can't be computed in tiles of tokens;"
+            " write parts: [...] with classes that act on each token alone"
+        )
+
+
+def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Tiling]:
+    """Have each part compute ``tile_tokens`` tokens at a time, until `restore_parts`; return name -> its tiling.
+
+    A part takes tensors ``(..., tokens, width)`` of equal leading sizes, and returns one. Its first forward with
+    gradients compares the last rows of a tile with the same rows alone. Types, parameters, state-dict keys and hooks
+    stay as they are.
+
+    Args:
+        parts: name -> part; none within another.
+        tile_tokens: tokens whose intermediate results exist at a time; those of all sequences of a batch are counted.
+
+    Raises:
+        ConflictError: when a part runs: it mixes tokens, uses parameters of others, or takes or returns other things.
+    """
+    tilings = {}
+    for name, part in parts.items():
+        tilings[name] = vars(part)[_TILING] = Tiling(name, tile_tokens, vars(part).get("forward"))
+        part.forward = MethodType(forward, part)
+    return tilings
+
+
+def restore_parts(parts: Iterable[nn.Module]) -> None:
+    """Give the parts back the forward they had; one that isn't tiled is left alone."""
+    for part in parts:
+        tiling = vars(part).pop(_TILING, None)
+        if tiling is not None:
+            del part.forward
+            if tiling.own_forward is not None:
+                part.forward = tiling.own_forward
+
+
+def forward(part: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
+    """Run a part in tiles; the name is that of the method, by which pickle finds it: see `nn.recomputation.forward`."""
+    tiling: Tiling | None = vars(part).get(_TILING)
+    original = (tiling and tiling.own_forward) or partial(type(part).forward, part)
+    if tiling is None:
+        return original(*tensors, **kwargs)
+    # a compiler can't take the recomputation, and would unroll the loop over tiles
+    run: Callable[..., Any] = _run
+    if torch.compiler.is_compiling():
+        run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
+    return run(part, tiling, original, tensors, kwargs)
+
+
+def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors: tuple[Any, ...], kwargs: Any) -> Any:
+    if (
+        not tensors
+        or kwargs
+        or not all(isinstance(t, Tensor) and t.shape[:-1] == tensors[0].shape[:-1] for t in tensors)
+    ):
+        raise tiling.conflict(part, "takes other things than tensors (..., tokens, width) by position")
+    shape = tensors[0].shape[:-1]
+    tokens, differentiable = shape.numel(), torch.is_grad_enabled()
+    if differentiable:
+        tiling.most_tokens = max(tiling.most_tokens, tokens)
+    if tokens <= tiling.tile_tokens:
+        return original(*tensors)
+    rows = [tensor.reshape(*[1] * (len(shape) - 1), tokens, tensor.shape[-1]) for tensor in tensors]
+    if differentiable and not tiling.checked and not isinstance(rows[0], FakeTensor):
+        tiling.checked = True
+        _check_rows(part, tiling, original, rows)
+    if not differentiable:
+        output = _in_tiles(original, rows, tiling.tile_tokens)
+    else:
+        parameters = [p for p in part.parameters() if p.requires_grad]
+        call = _Call(part, tiling, original, parameters)
+        output = _Tiled.apply(call, *rows, *parameters)  # type: ignore[no-untyped-call]
+    return output.view(*shape, output.shape[-1])
+
+
+@dataclass
+class _Call:
+    part: nn.Module
+    tiling: Tiling
+    original: Callable[..., Any]
+    parameters: list[nn.Parameter]
+
+
+class _Tiled(torch.autograd.Function):
+    """A part's output, (..., tokens, width). Backward runs forward and backward of one tile after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        rows = tensors[: len(tensors) - len(call.parameters)]
+        ctx.call, ctx.state = call, _State(rows)
+        ctx.save_for_backward(*rows)  # not the weights: what recomputed blocks save comes back as another tensor
+        return _in_tiles(call.original, rows, call.tiling.tile_tokens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        call, needed, rows = ctx.call, ctx.needs_input_grad[1:], ctx.saved_tensors
+        parameters = call.parameters
+        of_rows = [torch.empty_like(r) if n else None for r, n in zip(rows, needed, strict=False)]
+        sums: list[Tensor | None] = [None] * len(parameters)
+        with ctx.state.again():
+            for tile in _tiles(rows[0], call.tiling.tile_tokens):
+                inputs = [r[..., tile, :].detach().requires_grad_(n) for r, n in zip(rows, needed, strict=False)]
+                with torch.enable_grad():
+                    output = call.original(*inputs)
+                _check_leaves(call, output, [*inputs, *parameters])
+                wanted = [tensor for tensor in inputs if tensor.requires_grad]
+                found = torch.autograd.grad(
+                    output, [*wanted, *parameters], gradient[..., tile, :].to(output.dtype), allow_unused=True
+                )
+                for whole, part in zip((w for w in of_rows if w is not None), found, strict=False):
+                    whole[..., tile, :] = 0 if part is None else part
+                sums = [_add(total, part) for total, part in zip(sums, found[len(wanted) :], strict=True)]
+        totals = [None if t is None else t.to(p.dtype) for t, p in zip(sums, parameters, strict=True)]
+        return None, *of_rows, *totals
+
+
+def _in_tiles(function: Callable[..., Any], rows: Iterable[Tensor], tile_tokens: int) -> Tensor:
+    rows = [tensor.detach() for tensor in rows]
+    output = torch.empty(0)
+    for tile in _tiles(rows[0], tile_tokens):
+        part = function(*(tensor[..., tile, :] for tensor in rows))
+        if tile.start == 0:
+            output = part.new_empty(*rows[0].shape[:-1], part.shape[-1])
+        output[..., tile, :] = part
+    return output
+
+
+def _tiles(rows: Tensor, tile_tokens: int) -> Iterator[slice]:
+    return (slice(start, start + tile_tokens) for start in range(0, rows.shape[-2], tile_tokens))
+
+
+def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Return a sum in fp32 at least: in 16 bits it would be rounded with each tile."""
+    if part is None:
+        return total
+    if total is None:  # a copy: two parameters may have been handed one tensor
+        return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
+    return total.add_(part)
+
+
+class _State:
+    """What a second forward must see as the first did: random numbers and autocast."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self.device = tensors[0].device.type
+        self.host_numbers = torch.get_rng_state()
+        self.devices, self.device_numbers = get_device_states(*tensors)
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {self.device, "cpu"}
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put it back for the length of a context."""
+        kind = self.device if self.device != "cpu" else "cuda"
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
+            torch.set_rng_state(self.host_numbers)
+            set_device_states(self.devices, self.device_numbers, device_type=kind)
+            for device, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=self.cache))
+            yield
+
+
+def _check_rows(part: nn.Module, tiling: Tiling, original: Callable[..., Any], rows: list[Tensor]) -> None:
+    """Raise ConflictError where the last rows of a tile differ from the same rows computed alone."""
+    rows = [tensor.detach() for tensor in rows]  # else counters of operators look for their graph
+    count = min(tiling.tile_tokens, rows[0].shape[-2])
+    last = max(1, count // 16)  # few among many: an average over tokens would be another
+    kept = [(m, m.training) for m in part.modules() if not isinstance(m, _NormBase)]
+    buffers = [(buffer, buffer.clone()) for buffer in part.buffers()]
+    try:
+        for module, _ in kept:
+            module.training = False  # without dropout
+        with torch.no_grad():
+            whole = original(*(tensor[..., :count, :] for tensor in rows))
+            if not isinstance(whole, Tensor) or whole.shape[:-1] != rows[0][..., :count, :].shape[:-1]:
+                raise tiling.conflict(part, "doesn't return one tensor (..., tokens, width)")
+            alone = original(*(tensor[..., count - last : count, :] for tensor in rows))
+    finally:
+        for module, training in kept:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    same = whole[..., count - last :, :].float()
+    low = torch.is_autocast_enabled(whole.device.type) or min(whole.itemsize, rows[0].itemsize) < 4
+    tolerance = 2e-2 if low else 1e-3
+    if not torch.allclose(alone.float(), same, rtol=0.0, atol=tolerance * float(same.abs().max()), equal_nan=True):
+        raise tiling.conflict(part, "mixes tokens: the same rows gave another output beside others")
+
+
+def _check_leaves(call: _Call, output: Tensor, known: list[Tensor]) -> None:
+    """Raise ConflictError where a gradient would be lost: of what the part uses and doesn't have."""
+    ids = {id(tensor) for tensor in known}
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in ids:
+            raise call.tiling.conflict(call.part, "uses parameters that aren't its own")
+        nodes += [below for below, _ in node.next_functions]

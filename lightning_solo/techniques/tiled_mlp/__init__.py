@@ -1,0 +1,1 @@
+"""The technique `tiled_mlp`."""

@@ -1,0 +1,52 @@
+"""The card of `tiled_mlp`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.blocks import blocks_setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.phase import Phase
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of TiledMlp."""
+
+    parts: str | Sequence[str] = blocks_setting("the feed-forward parts of any model", "LlamaMLP")
+    tile_tokens: int = setting(4096, "tokens of a micro-batch that are computed at a time", at_least=1)
+
+
+def _nothing_left_to_compile(settings: Settings, composition: Composition) -> str | None:
+    recomputing = [chosen for chosen in composition.techniques if "saved_tensors" in chosen.owned()]
+    compiling = [chosen for chosen in composition.techniques if chosen.card.phase is Phase.COMPILE]
+    if not recomputing or not compiling:
+        return None
+    one, other = recomputing[0], compiling[0]
+    return (
+        f"callback.tiled_mlp isn't compiled, and torch compiles no recomputed block ({one.choice}) of which a part"
+        f" isn't, so {other.choice} would do nothing; write {other.removal}, or ~callback.tiled_mlp"
+    )
+
+
+CARD = Card(
+    name="tiled_mlp",
+    target="lightning_solo.techniques.tiled_mlp.technique:TiledMlp",
+    phase=Phase.REWRITE,
+    settings=Settings,
+    saves="what is inside the feed-forward parts, tokens x 4 widths several times over: that of ``tile_tokens`` tokens"
+    " remains, in recomputed blocks too",
+    costs="one more forward of these parts in backward, which compilation leaves out; and for 16-bit weights, while a"
+    " part's backward runs, 4 bytes per weight of it",
+    numerics="products of fewer rows, and gradients of weights that are summed over tiles in fp32: the differences are"
+    " those of the precision's rounding",
+    conflicts="parts that mix tokens or use parameters of others (refused), and weights that are gathered for a forward"
+    " only (ZeRO stage 3)",
+    reference="Bekman et al. 2025 (Arctic Long Sequence Training), arXiv 2506.13996",
+    reads=frozenset({"weights"}),
+    rules=(_nothing_left_to_compile,),
+    on_cpu={"tile_tokens": 2},
+)

@@ -1,0 +1,67 @@
+"""Tiled MLP: a model's feed-forward parts are computed in tiles of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_solo.cards.blocks import AUTO
+from lightning_solo.nn.blocks import blocks_of_class, counted, feed_forward_parts
+from lightning_solo.nn.tiling import Tiling, restore_parts, tile_parts
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.tiled_mlp.card import CARD
+
+
+class TiledMlp(Technique):
+    """Has a model's feed-forward parts computed in tiles of tokens for the length of a fit, forward and backward.
+
+    Args:
+        parts: ``auto`` for what widens and narrows by linear layers (`lightning_solo.nn.blocks.feed_forward_parts`), or
+            the class name or names of what acts on each token alone, such as ``[LlamaMLP]``.
+        tile_tokens: Tokens of a micro-batch that are computed at a time; those of all its sequences are counted.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, parts: str | Sequence[str] = AUTO, tile_tokens: int = 4096) -> None:
+        CARD.check_call(locals())
+        self.parts: str | list[str] = parts if isinstance(parts, str) else list(parts)
+        self.tile_tokens = tile_tokens
+        self._tilings: dict[str, Tiling] = {}
+        self._is_reported = False
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def tiled(self) -> tuple[str, ...]:
+        """Qualified names of the parts that are tiled now; empty outside a fit."""
+        return tuple(self._tilings)
+
+    def transform(self, ctx: Run) -> None:
+        if self.parts == AUTO:
+            parts = feed_forward_parts(ctx.module)
+        else:
+            parts = blocks_of_class(ctx.module, [self.parts] if isinstance(self.parts, str) else self.parts)
+        ctx.undo.callback(self._tilings.clear)
+        ctx.undo.callback(restore_parts, list(parts.values()))
+        self._tilings.update(tile_parts(parts, self.tile_tokens))
+        self._is_reported = False
+        ctx.info(f"tiled MLP: {counted(parts.values())} are computed by {self.tile_tokens} tokens")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._is_reported or not self._tilings:
+            return
+        self._is_reported = True
+        most = max(tiling.most_tokens for tiling in self._tilings.values())
+        if most <= self.tile_tokens:
+            rank_zero_warn(
+                f"tiled MLP saves nothing: the first micro-batch has {most} tokens, and tile_tokens={self.tile_tokens};"
+                " write a smaller one, or leave callback.tiled_mlp out"
+            )
