@@ -1,0 +1,69 @@
+"""Causal attention to a window of tokens, in memory and time that grow with the tokens and not with their square."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def sliding_window_attention(
+    query: Tensor, key: Tensor, value: Tensor, window: int, *, scale: float | None = None
+) -> Tensor:
+    """Return attention in which each token attends to itself and the ``window - 1`` tokens before it (Longformer).
+
+    Each block of ``window`` queries meets two blocks of keys, by ``scaled_dot_product_attention`` and so by the kernel
+    that suits the device, in training too. FlexAttention isn't used: on a CPU it has no backward (torch 2.13), and it
+    doesn't run where operators are counted.
+
+    Args:
+        query: (batch, heads, tokens, head width).
+        key: (batch, key heads, tokens, head width); the key heads divide the heads.
+        value: as key.
+        window: tokens, at least 1.
+        scale: of the products; None: 1 / sqrt(head width).
+
+    Raises:
+        ValueError: shapes that don't belong together, or a window below 1.
+
+    >>> x = torch.randn(1, 2, 10, 4)
+    >>> alone = sliding_window_attention(x, x, x, window=1)
+    >>> torch.allclose(alone, x)
+    True
+    """
+    if window < 1:
+        raise ValueError(f"window={window}: write at least 1")
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    heads_fit = query.dim() == key.dim() == 4 and query.shape[1] % key.shape[1] == 0
+    if not heads_fit or key.shape[:3] != value.shape[:3] or query.shape[::2] != key.shape[::2]:
+        raise ValueError(
+            f"query, key, value {shapes}: write (batch, heads, tokens, width) each, of as many tokens, with key heads"
+            " that divide the heads"
+        )
+    tokens = query.shape[2]
+    attention: Callable[..., Tensor] = partial(
+        F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    first = attention(*(tensor[:, :, :window] for tensor in (query, key, value)), is_causal=True)
+    if tokens <= window:
+        return first
+    padding = (0, 0, 0, -tokens % window)  # of keys behind all queries, which none attends to
+    queries, keys, values = (F.pad(tensor, padding) for tensor in (query, key, value))
+    distance = torch.arange(window, device=query.device).unsqueeze(1) + window
+    distance = distance - torch.arange(2 * window, device=query.device)  # from a query back to a key
+    rest = attention(
+        _blocks(queries[:, :, window:], window, window),
+        _blocks(keys, 2 * window, window),
+        _blocks(values, 2 * window, window),
+        attn_mask=(distance >= 0) & (distance < window),
+    )
+    rest = rest.view(query.shape[0], -1, *rest.shape[1:]).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first, rest[:, :, : tokens - window]], 2)
+
+
+def _blocks(tensor: Tensor, size: int, step: int) -> Tensor:
+    """Return blocks of tokens, which may overlap, in the batch: (batch x blocks, heads, size, width)."""
+    return tensor.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
