@@ -321,6 +321,16 @@ def activation_budget_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
 
 
+def sequences_table(result: dict[str, Any]) -> str:
+    """Return the peak of a step by length of the sequence, for each way of computing a block."""
+    rows = []
+    for row in result["rows"]:
+        peaks = [step["peak"] for step in row["steps"]]
+        rows.append([row["name"], *(f"{peak / MiB:.1f} MiB" for peak in peaks), f"{peaks[-1] / peaks[-2]:.2f} x"])
+    heads = ["", *(f"{tokens:,} tokens" for tokens in result["lengths"]), "last doubling"]
+    return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
+
+
 def chunked_loss_table(result: dict[str, Any]) -> str:
     """Return peak, time and gradients of the chunked cross-entropy beside those of the plain one, and the targets."""
     targets, gradients, seconds = result["targets"], result["gradients"], result["seconds"]
@@ -523,6 +533,7 @@ TABLES = {
     "chunked_cross_entropy_cpu.json": chunked_loss_table,
     "activation_budget_cpu.json": activation_budget_table,
     "activations_cpu.json": activations_table,
+    "sequences_cpu.json": sequences_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
@@ -193,6 +194,20 @@ def test_bytes_kept_and_the_peak_are_those_of_a_tile(recomputed):
         assert kept_whole > 4 * one_inner  # gate, silu of it, up, their product
     assert peak_whole > 4 * one_inner
     assert peak < one_inner
+
+
+def test_operators_of_forward_and_backward_are_counted_in_tiles_too():
+    def flops(tile_tokens: int) -> int:
+        part = nn.Sequential(Gated())
+        tile_parts(feed_forward_parts(part), tile_tokens)
+        with FlopCounterMode(display=False) as counter:
+            part(torch.randn(16, 8, requires_grad=True)).sum().backward()
+        return counter.get_total_flops()
+
+    product = 2 * 16 * 8 * 32
+    # of three layers: forward 1, backward 2; in tiles forward once more, and rows compared (a tile of 4, its last row)
+    assert flops(16) == 9 * product
+    assert flops(4) == 12 * product + 3 * product * 5 // 16
 
 
 # --- no trace ---
