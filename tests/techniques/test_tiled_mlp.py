@@ -27,6 +27,8 @@ from lightning_solo.techniques.tiled_mlp.technique import TiledMlp
 from tests.messages import mentions
 from tests.modules import Block, Stack, loader, regression
 
+pytestmark = pytest.mark.any_device
+
 
 class Gated(nn.Module):
     """As in Llama: (..., width) -> (..., width)."""
@@ -219,7 +221,8 @@ def test_the_module_is_as_before_after_a_fit_and_an_exception(make_trainer):
             part = pl_module.net[0].mlp
             assert "forward" in vars(part)
             copied, pickled = copy.deepcopy(part), pickle.loads(pickle.dumps(part))
-            torch.testing.assert_close(copied(torch.ones(4, 8)), pickled(torch.ones(4, 8)))
+            x = torch.ones(4, 8, device=pl_module.device)
+            torch.testing.assert_close(copied(x), pickled(x))
             raise ArithmeticError
 
     callback = TiledMlp(tile_tokens=2)
