@@ -169,10 +169,11 @@ _FREE = {
 
 
 def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Cost:
-    count = flop_registry.get(func._overloadpacket)
+    integers = func is aten._int_mm.default  # counted as a product in bf16, which torch has a rule for
+    count = flop_registry.get(aten.mm if integers else func._overloadpacket)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
     tensors = {id(t): t for t in tensors_of((args, kwargs, result))}.values()
-    dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.bfloat16 if integers else torch.float32)
     return Cost(flops, sum(map(_bytes, tensors)), dtype)
 
 

@@ -1,0 +1,1 @@
+"""The technique `low_precision_matmul`."""

@@ -1,0 +1,98 @@
+"""Products in low precision: the linear layers of the model's blocks multiply in float8 or int8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_solo.cards.blocks import AUTO
+from lightning_solo.errors import CapabilityError, NothingToDoError
+from lightning_solo.nn.blocks import counted, named_blocks
+from lightning_solo.nn.low_precision import MULTIPLE, linear_layers, multiply_in_low_precision, product, restore_layers
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, formats_of
+
+
+class LowPrecisionMatmul(Technique):
+    """Multiplies in 8 bits in the linear layers of the model's blocks, forward and backward, for the length of a fit.
+
+    Weights, gradients, optimizer and checkpoints are as without; so are validation, the output head and all that isn't
+    in a block.
+
+    Args:
+        format: ``float8_tensorwise``, ``float8_rowwise``, ``float8_rowwise_with_gw_hp`` or ``int8``.
+        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
+            of what is to be one block, such as ``[GPT2Block]``.
+        allow_cpu: run on a CPU, where float8 is emulated; for tests and for trying.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(
+        self, format: str = "float8_tensorwise", blocks: str | Sequence[str] = AUTO, allow_cpu: bool = False
+    ) -> None:
+        CARD.check_call(locals())
+        self.format = format
+        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
+        self.allow_cpu = allow_cpu
+        self._layers: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Qualified names of the layers that multiply in 8 bits now; empty outside a fit."""
+        return tuple(self._layers)
+
+    def transform(self, ctx: Run) -> None:
+        """Replace the layers' products.
+
+        Raises:
+            CapabilityError: the device doesn't multiply in this format.
+            NothingToDoError: no block has a linear layer of fitting sizes.
+        """
+        if not ctx.training:
+            return
+        self._check(ctx.device)
+        layers, left_out = linear_layers(named_blocks(ctx.module, self.blocks))
+        named = ", ".join(f"{name} ({sizes})" for name, sizes in left_out.items())
+        if not layers:
+            raise NothingToDoError(
+                f"low_precision_matmul: no linear layer whose sizes divide by {MULTIPLE} is in a block"
+                f"{f'; there are {named}' if named else ''}; name other classes, blocks: [ClassName], or leave it out"
+            )
+        self._layers = dict(layers)
+        multiply_in_low_precision(layers.values(), product(self.format, ctx.device))
+        ctx.undo.callback(self.undo)
+        rank_zero_info(
+            f"low precision: {counted(layers.values())} multiply in {self.format}"
+            f"{f'; left out, as sizes must divide by {MULTIPLE}: {named}' if named else ''}"
+        )
+
+    def _check(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            if not self.allow_cpu:
+                raise CapabilityError(CARD.requires[1].words(self))
+            return
+        capability = torch.cuda.get_device_capability(device)
+        if self.format not in (able := formats_of(capability)):
+            major, minor = FORMATS[self.format]
+            remedy = f"write format: {' or '.join(able)}, or " if able else ""
+            raise CapabilityError(
+                f"low_precision_matmul.format={self.format}: {torch.cuda.get_device_name(device)} has compute"
+                f" capability {capability[0]}.{capability[1]}, and {self.format} needs {major}.{minor}; {remedy}remove"
+                " callback.low_precision_matmul"
+            )
+
+    def undo(self) -> None:
+        """Leave the module as it was; a second call does nothing."""
+        restore_layers(self._layers.values())
+        self._layers = {}

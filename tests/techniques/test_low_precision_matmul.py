@@ -1,0 +1,260 @@
+"""LowPrecisionMatmul rounds both factors of each product, trains within a stated gap, and leaves plain layers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.errors import CapabilityError, NothingToDoError, PresetError
+from lightning_solo.memory.ledger import saved_for_backward
+from lightning_solo.nn.compilation import CountingBackend, compile_blocks
+from lightning_solo.nn.low_precision import int8_product, linear_layers, multiply_in_low_precision, product
+from lightning_solo.nn.recomputation import checkpoint_blocks
+from lightning_solo.planner.device import CAPABILITIES
+from lightning_solo.planner.tracer import Tracer
+from lightning_solo.techniques.low_precision_matmul.card import FORMATS, formats_of
+from lightning_solo.techniques.low_precision_matmul.technique import LowPrecisionMatmul
+from tests.messages import lines_with, mentions
+from tests.modules import Stack, loader, regression
+
+pytest.importorskip("torchao")
+
+Make = Callable[..., Any]
+CPU = torch.device("cpu")
+WIDTH = 32
+# float8 rounds each number by at most 1/16, in e5m2 by 1/8, and evenly; int8 by half of 1/127 of the row's largest
+ERRORS = {"float8_tensorwise": 0.08, "float8_rowwise": 0.08, "float8_rowwise_with_gw_hp": 0.08, "int8": 0.02}
+every_format = pytest.mark.parametrize("kind", FORMATS)
+
+
+def stack(kind: str | None = None, blocks: int = 2) -> Stack:
+    torch.manual_seed(0)
+    module = Stack(blocks, width=WIDTH)
+    if kind is not None:
+        layers, _ = linear_layers(dict(module.blocks.named_children()))
+        multiply_in_low_precision(layers.values(), product(kind, CPU))
+    return module
+
+
+def gradients(module: nn.Module, autocast: bool = False, rows: int = 48) -> Tensor:
+    module.zero_grad()
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = module(x).float().square().mean()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype is p.dtype for p in module.parameters())
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+def fit(make_trainer: Make, *callbacks: Any, home: ModuleType = L, net: Any = None, **arguments: Any) -> Any:
+    module = regression(home, net or stack(), lr=1e-3)
+    torch.manual_seed(2)
+    make_trainer(home, callbacks=list(callbacks), **arguments).fit(module, loader(8, width=WIDTH))
+    return module
+
+
+# --- acted ---
+
+
+@every_format
+def test_both_factors_are_rounded_to_8_bits(kind: str) -> None:
+    multiply = product(kind, CPU)
+    generator = torch.Generator().manual_seed(1)
+    rows, weight = torch.randn(64, WIDTH, generator=generator), torch.randn(48, WIDTH, generator=generator)
+    result = multiply(rows, weight)
+    assert 1e-4 < distance(result, rows @ weight.t()) < ERRORS[kind]
+    # a change too small for 8 bits is none, in either factor; of fp32 it is many
+    small = rows.clone()
+    small[3, 5] = 1 + 1e-5
+    again = rows.clone()
+    again[3, 5] = 1
+    assert torch.equal(multiply(small, weight), multiply(again, weight))
+    assert not torch.equal(small @ weight.t(), again @ weight.t())
+    assert torch.equal(multiply(weight, small), multiply(weight, again))
+
+
+def test_int8_multiplies_integers() -> None:
+    left = torch.randint(-126, 127, (32, 64)).float()
+    right = torch.randint(-126, 127, (48, 64)).float()
+    left[:, 0] = right[:, 0] = 127  # a scale of 1 in each row
+    assert torch.equal(int8_product(left, right), left @ right.t())
+
+
+@pytest.mark.every_change
+def test_a_trainer_replaces_the_products_of_the_blocks(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    technique, seen = LowPrecisionMatmul("int8", allow_cpu=True), list[tuple[str, ...]]()
+
+    class Watch(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(technique.layers)
+
+    with caplog.at_level("INFO"):
+        module = fit(make_trainer, technique, Watch(), home=home)
+    assert set(seen) == {tuple(f"net.blocks.{n}.{part}" for n in (0, 1) for part in ("up", "down"))}  # not the head
+    assert lines_with(caplog.text, "4 Linear", "int8")
+    plain = fit(make_trainer, home=home).state_dict()
+    assert any(not torch.equal(weight, plain[name]) for name, weight in module.state_dict().items())
+
+
+# --- parity ---
+
+
+@every_format
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("rows", [48, 7])
+def test_gradients_are_near_those_of_plain_products(kind: str, autocast: bool, rows: int) -> None:
+    gap = distance(gradients(stack(kind), autocast, rows), gradients(stack(), autocast, rows))
+    assert 1e-4 < gap < ERRORS[kind]
+
+
+@every_format
+def test_a_fit_ends_near_a_plain_one(make_trainer: Make, kind: str) -> None:
+    start = stack().state_dict()
+    plain = fit(make_trainer, precision="bf16-mixed").net.state_dict()
+    low = fit(make_trainer, LowPrecisionMatmul(kind, allow_cpu=True), precision="bf16-mixed").net.state_dict()
+    moved, apart = (torch.cat([(plain[n] - other[n]).flatten() for n in plain]).norm() for other in (start, low))
+    assert 0 < apart < 0.4 * moved
+
+
+def test_validation_multiplies_as_before() -> None:
+    module, x = stack("int8"), torch.randn(64, WIDTH)
+    assert not torch.equal(module(x), stack()(x))
+    assert torch.equal(module.eval()(x), stack()(x))
+
+
+@every_format
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_and_recomputed_blocks_multiply_alike(kind: str, recomputed: bool) -> None:
+    torch._dynamo.reset()
+    module = stack(kind, 3)
+    blocks, counting = dict(module.blocks.named_children()), CountingBackend("aot_eager")
+    if recomputed:
+        checkpoint_blocks(blocks)
+    compile_blocks(blocks, counting)
+    assert distance(gradients(module), gradients(stack(kind, 3))) < 1e-5
+    assert counting.graphs == 2  # one of the first block, whose input needs no gradient; none is broken
+
+
+# --- memory ---
+
+
+@every_format
+def test_no_copies_of_weights_are_kept_under_autocast(kind: str) -> None:
+    def saved(module: nn.Module) -> int:
+        with torch.autocast("cpu", torch.bfloat16):
+            return saved_for_backward(module, torch.randn(64, WIDTH, requires_grad=True))[1]
+
+    # in bf16, in each of two blocks: of two layers the weights, and the biases
+    copies = 2 * 2 * (2 * WIDTH * 4 * WIDTH + 4 * WIDTH + WIDTH)
+    assert saved(stack()) - saved(stack(kind)) == copies
+
+
+# --- no trace ---
+
+
+def test_layers_copies_and_pickles_are_plain(make_trainer: Make) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.acts = "forward" in vars(pl_module.net.blocks[0].up)
+            self.pickled = pickle.dumps(pl_module.net)
+            self.copy = copy.deepcopy(pl_module.net)
+            self.keys = list(pl_module.net.state_dict())
+
+    saves = Saves()
+    module = fit(make_trainer, LowPrecisionMatmul("float8_rowwise", allow_cpu=True), saves)
+    assert saves.acts
+    assert saves.keys == list(stack().state_dict())
+    assert not {"forward", "_low_precision"} & set(vars(module.net.blocks[0].up))
+    unpickled, x = pickle.loads(saves.pickled), torch.randn(32, WIDTH)
+    assert torch.equal(unpickled.train()(x), module.net.train()(x))
+    assert distance(saves.copy.train()(x), unpickled(x)) > 1e-4  # in a fit a copy trains as what it was made of
+
+
+# --- what is left out, and refused ---
+
+
+def test_layers_whose_sizes_don_t_divide_are_named(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    net = stack()
+    for block in net.blocks:
+        block.up, block.down = nn.Linear(WIDTH, 40), nn.Sequential(nn.Linear(40, 64), nn.Linear(64, WIDTH))
+    technique = LowPrecisionMatmul("int8", allow_cpu=True)
+    with caplog.at_level("INFO"):
+        fit(make_trainer, technique, net=net)
+    assert lines_with(caplog.text, "2 Linear", "net.blocks.0.up (32 x 40)", "net.blocks.1.down.0 (40 x 64)")
+
+
+def test_a_layer_of_another_kind_is_left_alone() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    layers, reasons = linear_layers({"block": nn.Sequential(Scaled(32, 32), nn.Linear(32, 32))})
+    assert (list(layers), reasons) == (["block.1"], {})
+
+
+def test_nothing_to_do_is_refused(make_trainer: Make) -> None:
+    torch.manual_seed(0)
+    module = regression(L, Stack(2, width=40))
+    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0.up (40 x 160)", "blocks: [ClassName]")):
+        make_trainer(L, callbacks=[LowPrecisionMatmul("int8", allow_cpu=True)]).fit(module, loader(2, width=40))
+
+
+def test_a_cpu_is_refused_unless_it_is_allowed(make_trainer: Make) -> None:
+    with pytest.raises(CapabilityError, match=mentions("float8_rowwise", "allow_cpu=true")):
+        fit(make_trainer, LowPrecisionMatmul("float8_rowwise"))
+    with pytest.raises(PresetError, match=mentions("low_precision_matmul.format='fp8'", "float8_tensorwise")):
+        LowPrecisionMatmul("fp8")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "remedy"),
+    [((8, 6), "float8_rowwise", "format: int8"), ((7, 5), "int8", "callback.low_precision_matmul"), ((8, 9), None, "")],
+)
+def test_a_device_without_the_format_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str | None, remedy: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Some")
+    if kind is None:
+        for able in FORMATS:
+            LowPrecisionMatmul(able)._check(torch.device("cuda", 0))
+        return
+    ctx: Any = SimpleNamespace(training=True, device=torch.device("cuda", 0))
+    words = ("NVIDIA Some", ".".join(map(str, capability)), ".".join(map(str, FORMATS[kind])), remedy)
+    with pytest.raises(CapabilityError, match=mentions(*words)):
+        LowPrecisionMatmul(kind).transform(ctx)
+
+
+def test_the_page_says_what_each_device_can_do() -> None:
+    page = Path(__file__).parents[2] / "docs" / "techniques" / "low_precision_matmul.md"
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"\| `\w+` \| \d", line)]
+    table = {cells[0].strip(" `"): cells[2].split() for cells in (line.strip("| ").split("|") for line in lines)}
+    kinds = {name: {kind.split("_")[0] for kind in formats_of(able)} for name, able in CAPABILITIES.items()}
+    assert {name: set(" ".join(words).replace(",", "").split()) - {"none"} for name, words in table.items()} == kinds
+
+
+# --- planned ---
+
+
+def test_integer_products_are_planned_as_products() -> None:
+    tracer = Tracer(nn.Linear(1, 1), fake=False)
+    with tracer:
+        int8_product(torch.randn(48, 64), torch.randn(32, 64))
+    (cost,) = [cost for cost in tracer.costs if cost.flops]
+    assert (cost.flops, cost.dtype) == (2 * 48 * 64 * 32, torch.bfloat16)
