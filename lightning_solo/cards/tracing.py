@@ -28,6 +28,8 @@ class Tracing:
         accumulation: micro-batches per optimizer step.
         node: of the technique whose turn it is: what is attached in its stead; None: nothing.
         states: how model states are counted where they aren't traced.
+        steps: optimizer steps that are traced; an optimizer has its states from the second on.
+        scales: whether micro-batches of any size do the same, so that those of two sizes tell of all.
         assumptions: where the trace differs from the run, in words.
     """
 
@@ -35,4 +37,6 @@ class Tracing:
     accumulation: int = 1
     node: Mapping[str, Any] | None = None
     states: EngineStates | None = None
+    steps: int = 2
+    scales: bool = True
     assumptions: tuple[str, ...] = ()

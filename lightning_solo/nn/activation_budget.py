@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.events import EventLog
@@ -24,11 +24,14 @@ from lightning_solo.memory.ledger import Ledger, storages_of, tensors_of
 Call = tuple[str, int]
 """The name of a block, and the number of its call in a batch."""
 
+CUDA_BLOCK = 512  # bytes that the allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
 _STEPS = 1024  # sums of bytes that the solver tells apart
 
 
 class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
     """A ledger that also counts work, and knows what is a copy of what, such as autocast's of the weights.
+
+    On a CUDA device it counts the bytes of the allocator's blocks, of which each storage has one.
 
     Attributes:
         work: FLOPs of products, and one for each element of any other result.
@@ -53,6 +56,10 @@ class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
         elif func is torch.ops.aten.sum.dim_IntList and torch._C._current_graph_task_id() != -1:
             self.sums.update(map(self.number_of, storages_of(result)))
         return result
+
+    def _resize(self, entry: Any, storage: UntypedStorage) -> None:
+        block = CUDA_BLOCK if storage.device.type == "cuda" else 1
+        self._count(entry, -(-storage.nbytes() // block) * block)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of one operator."""

@@ -1,4 +1,4 @@
-"""The trace of two optimizer steps of the real `Trainer.fit`, on fake tensors or on real ones."""
+"""The trace of some optimizer steps of the real `Trainer.fit`, on fake tensors or on real ones."""
 
 from __future__ import annotations
 
@@ -39,12 +39,10 @@ from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
 from lightning_solo.seams.patches import batches_through
 
-STEPS = 2  # an optimizer has its states from the second step on
-
 
 @dataclass
 class Trace:
-    """Allocations and costs of two optimizer steps.
+    """Allocations and costs of optimizer steps.
 
     Attributes:
         log: allocations and frees of storages, from the start of training.
@@ -73,8 +71,9 @@ def capture(
     fake: bool = True,
     cuda: bool = True,
     attention: str = "fused",
+    steps: int = 2,
 ) -> Trace:
-    """Train for two optimizer steps, and return their trace.
+    """Train for some optimizer steps, and return their trace.
 
     Args:
         make: returns the module.
@@ -83,6 +82,7 @@ def capture(
         fake: whether tensors are without data, and no operator computes.
         cuda: whether kernels and temporaries are those of a CUDA device.
         attention: as `cuda_rules`.
+        steps: how many; an optimizer has its states from the second on.
 
     Raises:
         PlanError: the module makes no optimizer step, or one without gradients; an index in the batch is out of range;
@@ -103,7 +103,7 @@ def capture(
         stack.enter_context(known_numbers())
         stack.enter_context(inspected_masks())
         loader = Loader(batch, mode)
-        watch = _Watch(tracer)
+        watch = _Watch(tracer, steps)
         home = _home(module)
         trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
         stack.enter_context(planned_kernels(tracer, cuda=cuda))
@@ -125,7 +125,7 @@ def capture(
         trainer.fit(module, loader)
         if by_hand.used:
             tracer.assume("what the module puts on a CUDA device by hand is put on the one that is planned for")
-        if len(tracer.steps) < STEPS:
+        if len(tracer.steps) < steps:
             raise PlanError(f"{type(module).__name__} made no optimizer step in {watch.batches} batches")
         if "gradients" not in tracer.log.labels:  # a step without any would be planned as one that needs nothing
             raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
@@ -161,10 +161,11 @@ class Loader:
 
 
 class _Watch(Callback):
-    """Reports phases and steps to the tracer, and ends training after two optimizer steps."""
+    """Reports phases and steps to the tracer, and ends training after some optimizer steps."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, steps: int) -> None:
         self.tracer = tracer
+        self.steps = steps
         self.batches = self.stepped = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -200,7 +201,7 @@ class _Watch(Callback):
         if trainer.global_step > self.stepped:  # several optimizers take one each
             self.stepped = trainer.global_step
             self.tracer.steps.append(len(self.tracer.costs))
-        if len(self.tracer.steps) >= STEPS or self.batches >= 64:
+        if len(self.tracer.steps) >= self.steps or self.batches >= 64:
             trainer.should_stop = True
 
 

@@ -145,7 +145,7 @@ class Planner:
     # --- time ---
 
     def _cost(self, trace: Trace, arranged: Arrangement) -> tuple[float, int, int, list[Span]]:
-        """Return (seconds, FLOPs, bytes moved, schedule) of the second optimizer step with all its micro-batches."""
+        """Return (seconds, FLOPs, bytes moved, schedule) of the last optimizer step with all its micro-batches."""
         first, last = trace.steps[-2], trace.steps[-1]
         starts = [costs for _, costs, _ in trace.phases]
         phases = [trace.phases[bisect_right(starts, index) - 1][2] for index in range(first, last)]
@@ -177,11 +177,12 @@ class Planner:
             def one(size: int, *, fake: bool, attention: str) -> Trace:
                 batch = sized(self.batch, self._examples, size)
                 cuda = self._cuda
-                return capture(self.make, batch, arranged.arguments(), fake=fake, cuda=cuda, attention=attention)
+                arguments, steps = arranged.arguments(), arranged.steps
+                return capture(self.make, batch, arguments, fake=fake, cuda=cuda, attention=attention, steps=steps)
 
             assert self.micro_batch is not None
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
-            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes, pair)
+            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes, pair, arranged.scales)
         return self._traces[key]
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.errors import PlanError, SoloError
+from lightning_solo.errors import BudgetError, PlanError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace
 from lightning_solo.planner.capture import Trace
@@ -20,7 +20,7 @@ from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.units import format_bytes
 
 SMALL = (2, 3, 4)  # micro-batches that are traced besides the given one; 1 may have special cases in torch
-FAKE = "fake tensors"
+FAKE, REAL = "fake tensors", "real steps on the CPU"
 UNLIKE = "two micro-batches did not do the same: only the one given is planned"
 
 
@@ -53,6 +53,7 @@ def scalable_trace(
     size: int,
     weight_bytes: int,
     pair: tuple[int, int] | None = None,
+    scales: bool = True,
 ) -> ScalableTrace:
     """Trace by the first way that works: fake tensors, those with math attention, real steps on the CPU.
 
@@ -62,8 +63,10 @@ def scalable_trace(
         size: examples per micro-batch.
         weight_bytes: per element of a weight, for the error's estimate.
         pair: that of the same module and size under another preset: no third micro-batch has to be predicted then.
+        scales: whether micro-batches of any size do the same; otherwise that of ``size`` alone is traced.
 
     Raises:
+        BudgetError: a technique can't keep to its budget.
         PlanError: none works; says why, and what the model states alone take.
     """
     first: Exception | None = None
@@ -72,7 +75,13 @@ def scalable_trace(
             if not fake:
                 _check_host_memory(make)
             one = partial(capture, fake=fake, attention=attention)
-            scalable = _on_fake_tensors(one, size, pair) if fake else _by_real_steps(one, size)
+            if not scales:
+                scalable = ScalableTrace(size, one(size), None, FAKE if fake else REAL)
+                scalable.trace.assumptions.append(UNLIKE)
+            else:
+                scalable = _on_fake_tensors(one, size, pair) if fake else _by_real_steps(one, size)
+        except BudgetError:  # a technique's own, whatever the way
+            raise
         except Exception as error:
             first = first or error
             continue
@@ -105,14 +114,13 @@ def _on_fake_tensors(capture: Callable[[int], Trace], size: int, known: tuple[in
 
 def _by_real_steps(capture: Callable[[int], Trace], size: int) -> ScalableTrace:
     """Return traces from two small micro-batches, as real steps take time and memory; else of the size alone."""
-    how = "real steps on the CPU"
     low, high, _ = SMALL
     trace = capture(low)
     if (affine := affine_trace(low, trace, high, capture(high))) is not None:
-        return ScalableTrace(low, trace, affine, how)
+        return ScalableTrace(low, trace, affine, REAL)
     trace = capture(size)
     trace.assumptions.append(UNLIKE)
-    return ScalableTrace(size, trace, None, how)
+    return ScalableTrace(size, trace, None, REAL)
 
 
 def _check_host_memory(make: Callable[[], Any]) -> None:

@@ -137,6 +137,8 @@ def test_offloaded_inputs_stay_where_a_block_keeps_them():
         choices = trained.counted()
         for kept in subsets(choices.extra):
             assert trained.peak(kept) <= choices.peak(kept)
+        for budget in range(choices.peak(), choices.peak(choices.extra), 2048):
+            assert trained.peak(choices.within(budget)) <= budget
     assert offloader.moved_bytes > 0
 
 

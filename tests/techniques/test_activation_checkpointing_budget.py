@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import ExitStack
 from types import ModuleType
@@ -16,19 +17,22 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
+from lightning_solo.units import GiB
 from tests.messages import lines_with, mentions
-from tests.modules import Stack, loader, regression
+from tests.modules import Held, Stack, loader, regression
 
 WIDTH = 32
 BLOCKS = 6
-pytestmark = pytest.mark.filterwarnings("ignore:.*MemoryLogger")
+pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:.*MemoryLogger")]
 
 
 class Peaks(lightning_pytorch.Callback):
-    """Counts each batch with a ledger of its own, and the blocks that are kept in it."""
+    """Counts each batch, on a CPU with a ledger of its own, and the blocks that are kept in it."""
 
     def __init__(self, technique: ActivationCheckpointing | None = None) -> None:
         self.technique = technique
@@ -37,12 +41,15 @@ class Peaks(lightning_pytorch.Callback):
         self.on = ExitStack()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.ledger = Ledger(pl_module, trainer.optimizers)
-        self.on.enter_context(self.ledger)
+        self.on_cuda = pl_module.device.type == "cuda"
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.ledger = self.on.enter_context(Ledger(pl_module, trainer.optimizers))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.on.close()
-        self.bytes.append(self.ledger.peak_bytes)
+        self.bytes.append(torch.cuda.max_memory_allocated() if self.on_cuda else self.ledger.peak_bytes)
         self.kept.append(len(self.technique.kept) if self.technique is not None else 0)
 
     def on_exception(self, *_: Any) -> None:
@@ -89,7 +96,7 @@ def test_half_of_the_way_keeps_half_of_the_blocks_and_says_so(home, make_trainer
         peaks, _ = fitted(home, make_trainer, ActivationCheckpointing(budget=budget))
     # the first batch has no optimizer states yet, the second is counted
     assert peaks.kept == [0, 0, 3, 3, 3]
-    assert peaks.bytes[1] == least
+    assert peaks.bytes[1] == least < peaks.bytes[2] <= budget
     assert (
         len(lines_with(caplog.text, f"{BLOCKS} blocks", "3 are recomputed", "3 keep", "budget=", "planned peak")) == 1
     )
@@ -195,15 +202,43 @@ def test_beside_a_memory_logger_that_counts_too(make_trainer):
     assert peaks.largest <= technique.budget
 
 
+@pytest.mark.cpu_only("planned for a CPU")
+def test_what_is_kept_is_planned(make_trainer):
+    home = lightning_pytorch
+    data = list(loader(1, 256, WIDTH)) * 5  # from before, counted nowhere
+    least, most = bounds(home, make_trainer)
+    budget = (least + most) // 2
+    settings = {"precision": "32-true", "callback": {"activation_checkpointing": {"budget": budget}}}
+    watch, technique = Held(), ActivationCheckpointing(budget=budget)
+    fitted(home, make_trainer, technique, data=DataLoader(data, batch_size=None), callbacks=[watch])
+
+    def planned(budget: int | float | None) -> Any:
+        settings["callback"]["activation_checkpointing"]["budget"] = budget
+        planner = Planner(lambda: regression(home, Stack(BLOCKS, WIDTH, 0.1)), data[0], {}, device_of("cpu"), GiB)
+        return planner.plan("tried", compose(settings))
+
+    plan, recomputed = planned(budget), planned(None)
+    assert plan.largest_micro_batch is None
+    assert least < plan.peak_bytes == watch.peak_bytes <= budget
+    assert plan.flops < recomputed.flops
+    assert recomputed.largest_micro_batch is not None
+    assert planned(0.5).largest_micro_batch is not None  # the same blocks, whatever the batch
+    with pytest.raises(BudgetError, match=mentions("budget=")):
+        planned(least - 1)
+
+
 # Refused
 
 
 def test_less_than_recomputing_all_takes_is_refused_with_the_least(home, make_trainer):
+    gc.collect()
     least = fitted(home, make_trainer, ActivationCheckpointing())[0].largest
+    gc.collect()  # what earlier fits left on a device is part of the peak
+    assert fitted(home, make_trainer, ActivationCheckpointing(budget=least))[0].largest == least
+    gc.collect()
     with pytest.raises(BudgetError, match=mentions(f"budget={least}", "activation_offloading")) as error:
         fitted(home, make_trainer, ActivationCheckpointing(budget=least - 1), module=None)
     assert (error.value.needed, error.value.available) == (least, least - 1)
-    assert fitted(home, make_trainer, ActivationCheckpointing(budget=least))[0].largest == least
 
 
 def test_a_step_that_takes_more_than_the_counted_one_is_warned_of(home, make_trainer):
@@ -211,7 +246,7 @@ def test_a_step_that_takes_more_than_the_counted_one_is_warned_of(home, make_tra
     step = module.training_step
 
     def larger_in_the_third(batch: Any, batch_idx: int) -> Tensor:
-        extra = torch.zeros(2**22 if batch_idx == 2 else 1)
+        extra = torch.zeros(2**22 if batch_idx == 2 else 1, device=module.device)
         return step(batch, batch_idx) + 0 * extra.sum()
 
     module.training_step = larger_in_the_third

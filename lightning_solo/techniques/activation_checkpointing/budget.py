@@ -13,7 +13,6 @@ from torch import nn
 from lightning_solo.data.batch_size import fits_into, shapes_of
 from lightning_solo.errors import BudgetError
 from lightning_solo.memory.category_peaks import counted_as_written
-from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn.activation_budget import Call, Calls, WorkLedger, options
 from lightning_solo.units import format_bytes
 
@@ -56,7 +55,7 @@ class BudgetedBatches:
         self._choices: dict[Any, list[Choice]] = {}
         self._choice: Choice | None = None
         self._place: tuple[Any, Sequence[tuple[int, ...]]] = (None, ())
-        self._ledger: Ledger | None = None
+        self._ledger: WorkLedger | None = None
         self._outside = 0  # bytes on the device that no ledger sees
         self._on = ExitStack()
         self._last_count = -1
@@ -70,14 +69,13 @@ class BudgetedBatches:
         self._place = (None if is_share else kind, shapes_of(batch))
         self._choice = self._choice_here()
         counted = None if device.type == "cpu" else device.type
-        if self._choice is None and (steady or is_share):
-            self._ledger = WorkLedger(module, optimizers, counted)
-        elif self._choice is not None and not (self._choice.is_checked or is_share):
-            self._ledger = Ledger(module, optimizers, counted)
-        self.calls.start(
-            () if self._choice is None else self._choice.kept,
-            self._ledger if isinstance(self._ledger, WorkLedger) else None,
-        )
+        if self._choice is None:
+            self._ledger = WorkLedger(module, optimizers, counted) if steady or is_share else None
+            self.calls.start((), self._ledger)
+        else:
+            is_done = self._choice.is_checked or is_share
+            self._ledger = None if is_done else WorkLedger(module, optimizers, counted)
+            self.calls.start(self._choice.kept)
         if self._ledger is not None:
             self._on.enter_context(counted_as_written(self._ledger))
             allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else self._ledger.live_bytes
@@ -99,9 +97,8 @@ class BudgetedBatches:
         self.stop()
         if ledger is None:
             return "", ""
-        if isinstance(ledger, WorkLedger):
+        if self._choice is None:
             return self._choose(ledger, passes)
-        assert self._choice is not None
         self._choice.is_checked = True
         peak = ledger.peak_bytes + self._outside
         if peak <= self.budget:

@@ -86,12 +86,13 @@ def _compiled(settings: Settings, composition: Composition) -> str | None:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it without the comparison of numbers, which is in the first step only, and without a budget."""
-    node = {**(tracing.node or {}), "verify_recomputation": False, "budget": None}
+    """Plan it without the comparison of numbers, which is in the first step only; under a budget to the third step."""
+    tracing = replace(tracing, node={**(tracing.node or {}), "verify_recomputation": False})
     if settings.budget is None:
-        return replace(tracing, node=node)
-    assumption = f"activation_checkpointing.budget={settings.budget} is planned with every block recomputed: the least"
-    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
+        return tracing
+    # in bytes, small micro-batches keep more blocks than large ones
+    scales = tracing.scales and isinstance(parse_budget(settings.budget), float)
+    return replace(tracing, steps=max(tracing.steps, 3), scales=scales)
 
 
 CARD = Card(
