@@ -25,8 +25,11 @@ from tests.modules import classification, loader, regression
 
 pytestmark = pytest.mark.any_device
 
+ON_CPU = {"compile": [pytest.mark.cpu_only("no Triton compiles for the simulated device")]}
 CPU_PRESETS = tuple(
-    name for name in solo.list_presets() if name != "auto" and composition(compose(name)).needs_cuda() is None
+    pytest.param(name, marks=ON_CPU.get(name, []))
+    for name in solo.list_presets()
+    if name != "auto" and composition(compose(name)).needs_cuda() is None
 )
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

@@ -19,6 +19,7 @@ from tests.simcuda import device
 pytestmark = [
     pytest.mark.simcuda,
     pytest.mark.filterwarnings("ignore:You are using a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*is_compiling:UserWarning"),  # asked by ZenFlow
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed

@@ -21,8 +21,6 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from tests.modules import Stack, classification, loader, regression
 
-pytestmark = pytest.mark.any_device
-
 Make = Callable[..., Any]
 WORDS, WIDTH, TOKENS = 512, 8, 16
 
