@@ -35,7 +35,7 @@ class _Converter(FakeTensorConverter):
         return super().from_real_tensor(fake_mode, t, make_constant or few, *args, **kwargs)
 
 
-KNOWN = 2**20
+KNOWN = 2**23
 """Elements up to which a fake tensor keeps the numbers of a batch, and of what is computed from it alone."""
 
 

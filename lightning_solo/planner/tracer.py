@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger, tensors_of
@@ -115,7 +117,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         if replacement is not None and not all(map(has_numbers, tensors_of((args, kwargs)))):
             result = replacement(self.assume, *args, **kwargs)
         if result is NotImplemented:
-            result = func(*args, **kwargs)
+            with _numbers_of_few(func, args, kwargs) if self.fake else nullcontext():
+                result = func(*args, **kwargs)
         if self.fake and func in _COUNTS:
             result = counted(func, args, kwargs, result)
         if self.fake and func in NORMS and result[1].dtype in HALF and (self.cuda or _mixed(args)):
@@ -142,6 +145,29 @@ def has_numbers(tensor: Tensor) -> bool:
 def _mixed(args: tuple[Any, ...]) -> bool:
     """Return whether a norm's weights have another type than its input."""
     return any(isinstance(a, Tensor) and a.dtype != args[0].dtype for a in args[1:])
+
+
+@contextmanager
+def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Have known numbers forgotten for an operator whose result has too many: torch computes it before it looks.
+
+    A mask of all pairs of positions would be such a result.
+    """
+    tensors = [tensor for tensor in tensors_of((args, kwargs)) if isinstance(tensor, FakeTensor)]
+    numbers = [tensor.constant for tensor in tensors]
+    if any(number is None for number in numbers) or not any(tensor.numel() ** 2 > KNOWN for tensor in tensors):
+        yield
+        return
+    with no_dispatch(), suppress(RuntimeError):  # where its size depends on the numbers
+        empty = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs))
+        if any(result.numel() > KNOWN for result in tensors_of(func(*empty[0], **empty[1]))):
+            for tensor in tensors:
+                tensor.constant = None
+    try:
+        yield
+    finally:
+        for tensor, number in zip(tensors, numbers, strict=True):
+            tensor.constant = number
 
 
 _COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -266,3 +266,13 @@ def test_a_range_has_its_numbers_unless_they_are_many() -> None:
         assert torch.arange(KNOWN + 1).constant is None  # type: ignore[attr-defined]
         assert torch.arange(3.0).constant is None  # type: ignore[attr-defined]
     assert tracer.assumptions == {}
+
+
+def test_a_result_of_known_numbers_that_has_too_many_is_not_computed() -> None:
+    tracer = Tracer(nn.Linear(2, 2))
+    with known_numbers(), fake_mode(), tracer:
+        positions = torch.arange(2**20)
+        mask = positions[None] <= positions[:, None]  # a terabyte
+        assert mask.constant is None  # type: ignore[attr-defined]
+        assert positions[-1].item() == 2**20 - 1
+    assert tracer.assumptions == {}
