@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import NothingToDoError, PresetError
-from lightning_solo.nn.recomputation import statistics_kept
+from lightning_solo.nn.blocks import counted
+from lightning_solo.nn.recomputation import statistics_kept, without_cache
 
 _CALL = "_compiled_call_impl"
 """What ``nn.Module.__call__`` calls, if it is there; no part of copies and pickles."""
@@ -88,9 +89,10 @@ class SkippedBlocks:
 
     def __init__(self, blocks: Mapping[str, nn.Module], count: int, seed: int) -> None:
         if count >= len(blocks):
+            smaller = f"write count={len(blocks) - 1} or less, or " if len(blocks) > 1 else ""
             raise PresetError(
-                f"layer_drop.count={count} of {len(blocks)} blocks ({', '.join(blocks)}): at least one has to run;"
-                f" write count={max(len(blocks) - 1, 1)} or less, or name other classes, blocks: [ClassName]"
+                f"layer_drop.count={count}, and {counted(blocks.values())} ({', '.join(blocks)}): at least one has to"
+                f" run; {smaller}name other classes, blocks: [ClassName], or drop layer_drop"
             )
         self.blocks = dict(blocks)
         self.count = count
@@ -110,7 +112,8 @@ class SkippedBlocks:
         """
         able = [name for name, block in self.blocks.items() if block.training and name not in self.left_out]
         if len(able) < self.count:
-            reasons = "; ".join(f"{name} {reason}" for name, reason in self.left_out.items()) or "they are in eval mode"
+            in_eval = {name: "is in eval mode (write .train())" for name, b in self.blocks.items() if not b.training}
+            reasons = "; ".join(f"{name} {reason}" for name, reason in {**in_eval, **self.left_out}.items())
             raise NothingToDoError(
                 f"layer_drop.count={self.count}: only {len(able)} of {len(self.blocks)} blocks can be skipped"
                 f" ({reasons}); write a smaller count, or name other classes, blocks: [ClassName]"
@@ -167,7 +170,8 @@ class SkippableCall:
 
 
 def _tried(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return a block's output, without gradients; random numbers and statistics stay as they are."""
+    """Return a block's output, without gradients; random numbers, statistics and caches of keys stay as they are."""
+    args, kwargs, _ = without_cache(block, args, kwargs)
     devices = {p.device for p in block.parameters() if p.device.type != "cpu"}
     with torch.no_grad(), torch.random.fork_rng(list(devices)), statistics_kept(block):
         output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # never compiled for this

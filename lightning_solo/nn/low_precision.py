@@ -47,10 +47,11 @@ class Int8Product(torch.autograd.Function):
         return int8_product(rows, weight).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
-        of_rows = int8_product(gradient, weight.t()).to(rows.dtype)
-        return of_rows, int8_product(gradient.t(), rows.t()).to(weight.dtype)
+        for_rows, for_weight = ctx.needs_input_grad  # a frozen weight has none
+        of_rows = int8_product(gradient, weight.t()).to(rows.dtype) if for_rows else None
+        return of_rows, int8_product(gradient.t(), rows.t()).to(weight.dtype) if for_weight else None
 
 
 def int8_product(left: Tensor, right: Tensor) -> Tensor:

@@ -176,7 +176,12 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = (wrap and wrap.own_forward) or partial(type(block).forward, block)
     if wrap is None or not torch.is_grad_enabled():
         return original(*args, **kwargs)
-    args, kwargs = _without_cache(block, wrap.name, args, kwargs)
+    args, kwargs, has_keys = without_cache(block, args, kwargs)
+    if has_keys:
+        raise ConflictError(
+            f"activation checkpointing: block {wrap.name!r} gets a key-value cache that already holds keys; "
+            "write use_cache=False, or set callback.activation_checkpointing aside for this model"
+        )
     if torch.compiler.is_compiling():
         wrap.recomputed = True  # from here on it is the compiler's
         if wrap.keep is not None:  # partial, since torch.compile takes no method there
@@ -291,26 +296,23 @@ class _Call:
         )
 
 
-def _without_cache(block: nn.Module, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the arguments without Hugging Face key-value caches, to which a recomputation would append again.
+def without_cache(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
+    """Return the arguments without Hugging Face key-value caches, and whether one has keys of this block already.
 
-    Their own gradient checkpointing does the same; a training forward starts with an empty cache, which isn't read.
+    A second forward would append to them again. Hugging Face's own gradient checkpointing leaves them out too; a
+    training forward starts with an empty cache, which isn't read.
     """
     cache_utils = sys.modules.get("transformers.cache_utils")
     if cache_utils is None or getattr(block, "_can_checkpoint_with_cache", False):
-        return args, kwargs
+        return args, kwargs, False
     found = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
     layers = {getattr(m, "layer_idx", None) for m in block.modules()} - {None} if found else set()
-    if any(int(cache.get_seq_length(layer)) for cache in found for layer in layers):
-        raise ConflictError(
-            f"activation checkpointing: block {name!r} gets a key-value cache that already holds keys; "
-            "write use_cache=False, or set callback.activation_checkpointing aside for this model"
-        )
+    has_keys = any(int(cache.get_seq_length(layer)) for cache in found for layer in layers)
     keep = [None if any(value is cache for cache in found) else value for value in args]
     kept = {key: None if any(value is cache for cache in found) else value for key, value in kwargs.items()}
     if kept.get("use_cache") is True and hasattr(block, "gradient_checkpointing"):  # a Hugging Face layer
         kept["use_cache"] = False
-    return keep, kept
+    return keep, kept, has_keys
 
 
 class _HostState:

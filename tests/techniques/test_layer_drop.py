@@ -268,6 +268,28 @@ def test_blocks_of_transformers_are_skipped(kind: str, cached: bool) -> None:
     assert tried == set(blocks) - firsts
 
 
+@pytest.mark.parametrize("name", ["encoder.block.0", "decoder.block.0"])
+def test_a_block_that_was_tried_and_then_runs_finds_the_cache_empty(name: str) -> None:
+    pytest.importorskip("transformers")
+    model, batch = transformer("T5", cached=True)
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        return model.train()(**batch).loss  # type: ignore[no-any-return]
+
+    plain = loss()
+    drop = SkippedBlocks(named_blocks(model), 1, seed=3)
+    drop.skipped = frozenset([name])
+    assert torch.equal(loss(), plain)
+    assert name in drop.left_out
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+def test_blocks_in_eval_mode_are_named_with_the_remedy(make_trainer: Make) -> None:
+    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0", ".train()")):
+        fit(make_trainer, LayerDrop(1), net=stack().eval())
+
+
 def test_blocks_that_change_the_shape_are_named_and_run(make_trainer: Make) -> None:
     class Halves(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -299,6 +321,9 @@ def test_blocks_that_change_the_shape_are_named_and_run(make_trainer: Make) -> N
 def test_more_blocks_than_there_are_but_one_are_refused(make_trainer: Make) -> None:
     with pytest.raises(PresetError, match=mentions("layer_drop.count=4", "net.blocks.3", "count=3")):
         fit(make_trainer, LayerDrop(4))
+    with pytest.raises(PresetError, match=mentions("layer_drop.count=1", "1 Block", "blocks: [ClassName]")) as error:
+        SkippedBlocks({"block": stack().blocks[0]}, 1, seed=0)
+    assert "count=1 or less" not in str(error.value)
 
 
 def test_a_module_that_is_compiled_whole_is_refused(make_trainer: Make) -> None:

@@ -94,6 +94,14 @@ def test_int8_multiplies_integers() -> None:
     assert torch.equal(int8_product(left, right), left @ right.t())
 
 
+@pytest.mark.parametrize(("frozen", "products"), [(False, 3), (True, 2)])
+def test_a_frozen_weight_takes_no_product(frozen: bool, products: int) -> None:
+    rows, weight = torch.randn(64, 32, requires_grad=True), torch.randn(48, 32, requires_grad=not frozen)
+    with Tracer(nn.Linear(1, 1), fake=False) as tracer:
+        product("int8", CPU)(rows, weight).sum().backward()
+    assert sum(cost.flops for cost in tracer.costs) == products * 2 * 64 * 32 * 48
+
+
 @pytest.mark.every_change
 def test_a_trainer_replaces_the_products_of_the_blocks(
     home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture
@@ -213,6 +221,12 @@ def test_nothing_to_do_is_refused(make_trainer: Make) -> None:
     module = regression(L, Stack(2, width=40))
     with pytest.raises(NothingToDoError, match=mentions("net.blocks.0.up (40 x 160)", "blocks: [ClassName]")):
         make_trainer(L, callbacks=[LowPrecisionMatmul("int8", allow_cpu=True)]).fit(module, loader(2, width=40))
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
+def test_layers_in_eval_mode_are_refused(make_trainer: Make) -> None:
+    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0.up", ".train()", "drop low_precision_matmul")):
+        fit(make_trainer, LowPrecisionMatmul("int8", allow_cpu=True), net=stack().eval())
 
 
 def test_a_cpu_is_refused_unless_it_is_allowed(make_trainer: Make) -> None:

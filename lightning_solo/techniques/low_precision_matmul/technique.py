@@ -77,6 +77,15 @@ class LowPrecisionMatmul(Technique):
             f"{f'; left out, as sizes must divide by {MULTIPLE}: {named}' if named else ''}"
         )
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        is_first = trainer.fit_loop.epoch_loop.total_batch_idx == 0
+        if is_first and self._layers and not any(layer.training for layer in self._layers.values()):
+            raise NothingToDoError(
+                f"low_precision_matmul: {', '.join(self._layers)} are in eval mode, in which they multiply as without"
+                " it; write .train() on their module before the fit (Hugging Face's from_pretrained leaves a model in"
+                " eval mode), or drop low_precision_matmul"
+            )
+
     def _check(self, device: torch.device) -> None:
         if device.type != "cuda":
             if not self.allow_cpu:
