@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 from contextlib import ExitStack
 from types import ModuleType
@@ -191,6 +192,29 @@ def test_two_optimizers_by_hand(home, make_trainer):
     assert peaks.largest <= budget
     assert 0 < peaks.kept[-1] < 6
     assert equal(weights, trained)
+
+
+def test_steps_that_a_loss_scaler_skips_are_not_counted(home, make_trainer):
+    class States(home.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            states.append(len(trainer.optimizers[0].state))
+
+    # scales of 2**64 and 2**36 overflow in float16, 2**8 doesn't
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**64, backoff_factor=2.0**-28)
+    plugin = importlib.import_module(f"{home.__name__}.plugins").MixedPrecision("16-mixed", "cpu", scaler)
+    states, technique = list[int](), ActivationCheckpointing(budget="1GiB")
+    peaks, _ = fitted(
+        home,
+        make_trainer,
+        technique,
+        callbacks=[States()],
+        plugins=[plugin],
+        accelerator="cpu",
+        data=loader(6, 256, WIDTH),
+    )
+    # two steps without states, the first with them, one that is counted, and all blocks fit from then on
+    assert [count > 0 for count in states] == [False, False, False, True, True, True]
+    assert peaks.kept == [0, 0, 0, 0, BLOCKS, BLOCKS]
 
 
 def test_beside_a_memory_logger_that_counts_too(make_trainer):

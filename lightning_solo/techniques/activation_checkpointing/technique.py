@@ -80,6 +80,7 @@ class ActivationCheckpointing(Technique):
         self.verify_recomputation = verify_recomputation
         self._batches: BudgetedBatches | None = None
         self._first_step = 0
+        self._loss_scale = 0.0
         self._kept: Kept | None = None
         self._wrapped: dict[str, nn.Module] = {}
 
@@ -101,7 +102,7 @@ class ActivationCheckpointing(Technique):
         return () if self._batches is None else tuple(sorted(name for name, _ in self._batches.calls.kept))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._first_step = trainer.global_step
+        self._first_step, self._loss_scale = trainer.global_step, 0.0
         if self._batches is None:
             return
         for name, part in pl_module.named_modules():
@@ -116,6 +117,11 @@ class ActivationCheckpointing(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._batches is None or self.ctx is None:
             return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            before, self._loss_scale = self._loss_scale, scaler.get_scale()
+            if self._loss_scale < before:  # the step overflowed and was skipped: no optimizer states came of it
+                self._first_step = trainer.global_step
         window, stepped = self.ctx.window, trainer.global_step - self._first_step
         kind = batch_idx % window.factor == 0, window.is_last
         # an optimizer has its states from its first step on
