@@ -44,10 +44,10 @@ def sliding_window_attention(
             " that divide the heads"
         )
     tokens = query.shape[2]
-    attention: Callable[..., Tensor] = partial(
-        F.scaled_dot_product_attention, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    first = attention(*(tensor[:, :, :window] for tensor in (query, key, value)), is_causal=True)
+    attention: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, scale=scale)
+    groups = query.shape[1] // key.shape[1]
+    beginning = (tensor[:, :, :window] for tensor in (query, key, value))
+    first = attention(*beginning, is_causal=True, enable_gqa=groups > 1)
     if tokens <= window:
         return first
     padding = (0, 0, 0, -tokens % window)  # of keys behind all queries, which none attends to
@@ -56,14 +56,16 @@ def sliding_window_attention(
     distance = distance - torch.arange(2 * window, device=query.device)  # from a query back to a key
     rest = attention(
         _blocks(queries[:, :, window:], window, window),
-        _blocks(keys, 2 * window, window),
-        _blocks(values, 2 * window, window),
+        # each head has its keys: on CUDA groups of heads beside a mask would take the kernel math
+        _blocks(keys, 2 * window, window, groups),
+        _blocks(values, 2 * window, window, groups),
         attn_mask=(distance >= 0) & (distance < window),
     )
     rest = rest.view(query.shape[0], -1, *rest.shape[1:]).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, rest[:, :, : tokens - window]], 2)
 
 
-def _blocks(tensor: Tensor, size: int, step: int) -> Tensor:
-    """Return blocks of tokens, which may overlap, in the batch: (batch x blocks, heads, size, width)."""
-    return tensor.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+def _blocks(tensor: Tensor, size: int, step: int, groups: int = 1) -> Tensor:
+    """Return blocks of tokens, which may overlap, in the batch: (batch x blocks, heads x groups, size, width)."""
+    blocks = tensor.unfold(2, size, step).permute(0, 2, 1, 4, 3).unsqueeze(3)
+    return blocks.expand(-1, -1, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)

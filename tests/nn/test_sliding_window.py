@@ -48,6 +48,18 @@ def test_a_fused_kernel_runs():
     assert calls.kernels == {"flash": 2}  # the first window, and all others at once
 
 
+def test_beside_a_mask_each_head_has_its_keys(monkeypatch):
+    calls, stock = [], F.scaled_dot_product_attention
+
+    def seen(query: Tensor, key: Tensor, *others: Any, attn_mask: Any = None, enable_gqa: bool = False, **rest: Any):
+        calls.append((attn_mask is not None, query.shape[1], key.shape[1], enable_gqa))
+        return stock(query, key, *others, attn_mask=attn_mask, enable_gqa=enable_gqa, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    sliding_window_attention(*tensors(12, 4, 2), 4)
+    assert calls == [(False, 4, 2, True), (True, 4, 4, False)]
+
+
 def test_bytes_grow_with_the_tokens():
     def peak(function: Any, tokens: int) -> int:
         with Ledger(nn.Identity(), ()) as ledger:
