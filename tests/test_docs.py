@@ -23,6 +23,7 @@ from hydra_plugins.lightning_solo.launcher import SoloLauncherConf
 from hydra_plugins.lightning_solo.sweeper import SoloOptunaSweeperConf
 from lightning_solo import errors
 from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.phase import Phase
 from lightning_solo.cli import COMMANDS
 from lightning_solo.cli import results as results_command
 from lightning_solo.cli.command_line import check_command_line
@@ -293,6 +294,16 @@ def test_all_settings_of_sweeps_and_searches_are_explained() -> None:
 def test_each_way_a_job_can_end_is_explained() -> None:
     text = (DOCS / "guides" / "sweeps.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([a-z ]+)` \| [a-zA-Z]", text[: text.index("### The same")], re.MULTILINE) == [*STATUSES]
+
+
+def test_each_technique_is_on_the_pages_that_list_them() -> None:
+    pages = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("api", "presets", "limits")}
+    presets = "".join(path.read_text(encoding="utf-8") for path in TABLES.PRESETS.glob("*.yaml"))
+    for name, card in own_cards().items():
+        assert f".. autoclass:: {card.class_name}\n" in pages["api"]
+        if card.phase is not Phase.OBSERVE:
+            assert name in presets or f"| [`{name}`](techniques/{name}.md) |" in pages["presets"]
+            assert name in presets or f"](techniques/{name}.md)" in pages["limits"]
 
 
 def test_each_preset_is_in_a_table_of_when_to_use_it() -> None:
