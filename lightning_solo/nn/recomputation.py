@@ -37,6 +37,8 @@ PRODUCTS = (
     "aten.addmm",
     "aten.bmm",
     "aten.baddbmm",
+    "aten._int_mm",
+    "aten._scaled_mm",
     "aten.convolution",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",

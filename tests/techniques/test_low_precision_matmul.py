@@ -19,7 +19,7 @@ from lightning_solo.errors import CapabilityError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks
 from lightning_solo.nn.low_precision import int8_product, linear_layers, multiply_in_low_precision, product
-from lightning_solo.nn.recomputation import checkpoint_blocks
+from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks
 from lightning_solo.planner.device import CAPABILITIES
 from lightning_solo.planner.tracer import Tracer
 from lightning_solo.techniques.low_precision_matmul.card import FORMATS, formats_of
@@ -157,6 +157,19 @@ def test_compiled_and_recomputed_blocks_multiply_alike(kind: str, recomputed: bo
     compile_blocks(blocks, counting)
     assert distance(gradients(module), gradients(stack(kind, 3))) < 1e-5
     assert counting.graphs == 2  # one of the first block, whose input needs no gradient; none is broken
+
+
+def test_products_that_are_kept_are_not_computed_twice() -> None:
+    def products(keep: Kept | None) -> int:
+        module = stack("int8")
+        checkpoint_blocks(dict(module.blocks.named_children()), verify=False, keep=keep)
+        with Tracer(nn.Linear(1, 1), fake=False) as tracer:
+            gradients(module)
+        per_layer = 2 * 48 * WIDTH * 4 * WIDTH
+        return sum(cost.flops == per_layer for cost in tracer.costs)
+
+    layers = 4
+    assert (products(None), products(Kept(PRODUCTS))) == (4 * layers, 3 * layers)
 
 
 # --- memory ---

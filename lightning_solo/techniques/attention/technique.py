@@ -41,7 +41,7 @@ class Attention(Technique):
         CARD.check_call(locals())
         self.kernel = kernel
         self._enabled = ExitStack()
-        self._calls: AttentionCalls | None = None
+        self._kernels: dict[str, int] | None = None  # None: not looked at yet
         self._changed: list[str] = []
 
     def __repr__(self) -> str:
@@ -50,10 +50,10 @@ class Attention(Technique):
     @property
     def kernels(self) -> dict[str, int]:
         """Kernel -> calls in the first micro-batch of the present or last fit."""
-        return {} if self._calls is None else dict(self._calls.kernels)
+        return dict(self._kernels or {})
 
     def transform(self, ctx: Run) -> None:
-        self._calls = None
+        self._kernels = None
         self._changed = ctx.undo.enter_context(sdpa_in_transformers(ctx.module))
         ctx.undo.callback(self._enabled.close)
 
@@ -67,12 +67,13 @@ class Attention(Technique):
         self._enabled.close()
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._calls is not None:
+        if self._kernels is not None:
             return proceed(*args, **kwargs)
-        with attention_calls(ctx.module) as self._calls:
+        with attention_calls(ctx.module) as calls:
             result = proceed(*args, **kwargs)
-        check_kernels(self._calls, self.kernel)
-        ran = ", ".join(f"{name} ({count} calls)" for name, count in self._calls.kernels.items())
+        check_kernels(calls, self.kernel)
+        self._kernels = dict(calls.kernels)
+        ran = ", ".join(f"{name} ({count} calls)" for name, count in self._kernels.items())
         instead = f", in {', '.join(self._changed)} instead of eager" if self._changed else ""
         ctx.info(f"attention: the kernel that runs is {ran}{instead}")
         return result
