@@ -1,8 +1,8 @@
 """Which calls of a module's blocks keep their activations under a budget: counted in one batch, then solved.
 
-In a batch in which every block is recomputed, a ledger's log has all there is to know of any other choice: what a
-recomputation leaves behind is what the call would have kept since forward. So the bytes of every choice at every moment
-are those of the log, and for each kept call those that it holds in between.
+One batch is counted with every block recomputed. What a recomputation leaves allocated is what its call would have kept
+since forward. So the bytes of any other choice, at any moment, are those of that batch, and those that each kept call
+holds between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Pass:
     """One run of a block's forward, the first or a recomputation.
 
     Attributes:
-        first, last: numbers of events in the log before it and behind it.
+        first, last: numbers of events in the log before it and after it.
         work: as `WorkLedger` counts it.
         inputs, outputs: numbers in the log of the storages that came in and went out.
     """
@@ -208,11 +208,11 @@ def options(ledger: WorkLedger, passes: Mapping[Call, list[Pass]]) -> Options:
         for index in range(bisect_left(bounds, forward.last), bisect_left(bounds, again[-1].first)):
             late = sum(size for size, end in kept[call].shared if bounds[index + 1] > end)
             row[index] = kept[call].bytes + late
-        # what a node of the graph has saved is freed behind the sums of its results, where it isn't recomputed
-        behind = history.settled(again[-1])
-        until = next((start for start in starts if start >= behind), bounds[-1])
-        largest = history.largest(ledger.sums, behind, until)
-        for index in range(bisect_left(bounds, behind), bisect_left(bounds, until)):
+        # without recomputation, what a node of the graph has saved is freed after its results are summed
+        after = history.settled(again[-1])
+        until = next((start for start in starts if start >= after), bounds[-1])
+        largest = history.largest(ledger.sums, after, until)
+        for index in range(bisect_left(bounds, after), bisect_left(bounds, until)):
             row[index] += largest
         return torch.tensor(row, dtype=torch.int64)
 
@@ -240,7 +240,7 @@ class _Kept:
 
 
 class _History:
-    """Live bytes behind each event of a log, and when each storage ends.
+    """Live bytes after each event of a log, and when each storage ends.
 
     Attributes:
         live: bytes after so many events.
@@ -269,14 +269,14 @@ class _History:
         return max((self._size[number] for number, _ in self.log.events[first:last] if number in storages), default=0)
 
     def settled(self, run: Pass) -> int:
-        """Return the number of events behind a run once what it returned is dropped."""
+        """Return the number of events after a run once what it returned is dropped."""
         last = run.last
         while last < len(self.log.events) and self.log.events[last][1] < 0:
             last += 1
         return last
 
     def left(self, run: Pass) -> list[int]:
-        """Return the storages that a run allocated and that live on behind it."""
+        """Return the storages that a run allocated and that outlive it."""
         settled = self.settled(run)
         born = dict.fromkeys(storage for storage, change in self.log.events[run.first : run.last] if change > 0)
         return [storage for storage in born if self.end(storage) > settled]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 MULTIPLE, LEAST = 16, 32
-"""Of the sizes of a product: tensor cores multiply 8-bit numbers in blocks, and ``torch._int_mm`` from 17 rows on."""
+"""Sizes of a product are multiples of 16, as tensor cores need, and at least 32: ``torch._int_mm`` needs 17 rows."""
 _PRODUCT = "_low_precision"  # the attribute in a layer's __dict__ that holds its Product
 
 
@@ -21,7 +21,7 @@ class Product:
 
     Attributes:
         function: an autograd function.
-        options: behind its input and weight.
+        options: its arguments after the input and the weight.
         transposed: whether it takes the weight as (in, out).
     """
 

@@ -153,12 +153,12 @@ class _Tiled(torch.autograd.Function):
                     output = call.original(*(tensor.view_as(tensor) for tensor in inputs))
                 _check_leaves(call, output, [*inputs, *parameters])
                 wanted = [tensor for tensor in inputs if tensor.requires_grad]
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     output, [*wanted, *parameters], gradient[..., tile, :].to(output.dtype), allow_unused=True
                 )
-                for whole, part in zip((w for w in of_rows if w is not None), found, strict=False):
+                for whole, part in zip((w for w in of_rows if w is not None), gradients, strict=False):
                     whole[..., tile, :] = 0 if part is None else part
-                sums = [_add(total, part) for total, part in zip(sums, found[len(wanted) :], strict=True)]
+                sums = [_add(total, part) for total, part in zip(sums, gradients[len(wanted) :], strict=True)]
         totals = [None if t is None else t.to(p.dtype) for t, p in zip(sums, parameters, strict=True)]
         return None, *of_rows, *totals
 

@@ -139,7 +139,7 @@ def micro_batches(trainer: Any, around: Around) -> Any:
 
 
 def zeroing_first(trainer: Any) -> Any:
-    """Zero gradients before each forward of automatic optimization behind which Lightning zeroes them."""
+    """Zero gradients before forward, wherever Lightning's automatic optimization zeroes them after it."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     stock = loop._make_closure
 

@@ -1,4 +1,4 @@
-"""Early zeroing of gradients: those of the last step are gone before the next forward, not behind it."""
+"""Early zeroing of gradients: those of the last step are freed before the next forward, not after it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_solo.techniques.early_zero_grad.card import CARD
 class EarlyZeroGrad(Technique):
     """Zeroes gradients before the forward that begins a window of accumulation, where Lightning zeroes them after it.
 
-    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without, and find the
-    gradients; until then these are where they were, so that ``on_train_batch_end`` finds them too.
+    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without. Until they run,
+    the gradients stay, so that ``on_train_batch_end`` sees them too.
     """
 
     phase = CARD.phase

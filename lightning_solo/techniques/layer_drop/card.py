@@ -32,11 +32,11 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
 CARD = Card(
     name="layer_drop",
     target="lightning_solo.techniques.layer_drop.technique:LayerDrop",
-    phase=Phase.STATES,  # behind COMPILE: what is compiled is called or not, and never depends on the draw
+    phase=Phase.STATES,  # after COMPILE: what is compiled is called or not, and never depends on the draw
     settings=Settings,
     saves="of ``count`` blocks activations, computation and gradients in each micro-batch: their share of the blocks",
-    costs="a regularisation that a short run may not need; the first micro-batch may run skipped blocks once more,"
-    " without gradients",
+    costs="a regularisation that a short run may not need; in the first micro-batch a skipped block may run once,"
+    " without gradients, to learn the form of its output",
     numerics="not what a plain run gives, in training; validation runs all blocks. A skipped block has no gradient: the"
     " optimizer leaves its weights as they are, weight decay included. Nothing is scaled",
     conflicts="a module that is compiled whole (refused): it would be compiled again for each draw",

@@ -39,8 +39,8 @@ CARD = Card(
     settings=Settings,
     saves="what is inside the feed-forward parts, tokens x 4 widths several times over: that of ``tile_tokens`` tokens"
     " remains, in recomputed blocks too",
-    costs="one more forward of these parts in backward, which compilation leaves out; and for 16-bit weights, while a"
-    " part's backward runs, 4 bytes per weight of it",
+    costs="one more forward of these parts in backward; they aren't compiled; with 16-bit weights 4 bytes per weight of"
+    " a part while its backward runs",
     numerics="products of fewer rows, and gradients of weights that are summed over tiles in fp32: the differences are"
     " those of the precision's rounding",
     conflicts="parts that mix tokens or use parameters of others (refused), and weights that are gathered for a forward"

@@ -53,7 +53,7 @@ class TiledMlp(Technique):
         ctx.undo.callback(restore_parts, list(parts.values()))
         self._tilings.update(tile_parts(parts, self.tile_tokens))
         self._is_reported = False
-        ctx.info(f"tiled MLP: {counted(parts.values())} are computed by {self.tile_tokens} tokens")
+        ctx.info(f"tiled MLP: {counted(parts.values())} are computed {self.tile_tokens} tokens at a time")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._is_reported or not self._tilings:
