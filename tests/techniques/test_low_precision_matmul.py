@@ -262,7 +262,7 @@ def test_a_device_without_the_format_is_refused(
         for able in FORMATS:
             LowPrecisionMatmul(able)._check(torch.device("cuda", 0))
         return
-    ctx: Any = SimpleNamespace(training=True, device=torch.device("cuda", 0))
+    ctx: Any = SimpleNamespace(device=torch.device("cuda", 0))
     words = ("NVIDIA Some", ".".join(map(str, capability)), ".".join(map(str, FORMATS[kind])), remedy)
     with pytest.raises(CapabilityError, match=mentions(*words)):
         LowPrecisionMatmul(kind).transform(ctx)

@@ -30,8 +30,6 @@ class EarlyZeroGrad(Technique):
         Raises:
             ConflictError: manual optimization, in which Lightning zeroes nothing.
         """
-        if not ctx.training:
-            return
         if not ctx.module.automatic_optimization:
             raise ConflictError(
                 "early_zero_grad with manual optimization: the module zeroes gradients itself; write"

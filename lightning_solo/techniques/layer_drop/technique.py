@@ -61,8 +61,6 @@ class LayerDrop(Technique):
             PresetError: there are no more than ``count``.
             ConflictError: the module around them is compiled.
         """
-        if not ctx.training:
-            return
         blocks = named_blocks(ctx.module, self.blocks)
         inner = set(blocks.values())
         for name, part in ctx.module.named_modules():

@@ -59,8 +59,6 @@ class LowPrecisionMatmul(Technique):
             CapabilityError: the device doesn't multiply in this format.
             NothingToDoError: no block has a linear layer of fitting sizes.
         """
-        if not ctx.training:
-            return
         self._check(ctx.device)
         layers, left_out = linear_layers(named_blocks(ctx.module, self.blocks))
         named = ", ".join(f"{name} ({sizes})" for name, sizes in left_out.items())
