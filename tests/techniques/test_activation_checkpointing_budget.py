@@ -200,8 +200,9 @@ def test_steps_that_a_loss_scaler_skips_are_not_counted(home, make_trainer):
             states.append(len(trainer.optimizers[0].state))
 
     # scales of 2**64 and 2**36 overflow in float16, 2**8 doesn't
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**64, backoff_factor=2.0**-28)
-    plugin = importlib.import_module(f"{home.__name__}.plugins").MixedPrecision("16-mixed", "cpu", scaler)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**64, backoff_factor=2.0**-28)
+    plugin = importlib.import_module(f"{home.__name__}.plugins").MixedPrecision("16-mixed", kind, scaler)
     states, technique = list[int](), ActivationCheckpointing(budget="1GiB")
     peaks, _ = fitted(
         home,
@@ -209,7 +210,6 @@ def test_steps_that_a_loss_scaler_skips_are_not_counted(home, make_trainer):
         technique,
         callbacks=[States()],
         plugins=[plugin],
-        accelerator="cpu",
         data=loader(6, 256, WIDTH),
     )
     # two steps without states, the first with them, one that is counted, and all blocks fit from then on
