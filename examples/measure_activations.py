@@ -30,12 +30,14 @@ from lightning_solo.reference.byte_gpt import ByteGPT
 SHAPE = {"width": 512, "depth": 12, "heads": 8, "context": 512}
 SEQUENCES = 2
 MIN_BYTES = 2**14
+HALF = "everything offloaded, `keep_on_device=0.5`"
 Context = Callable[[Offloader], AbstractContextManager[Any]]
 WAYS: dict[str, tuple[bool, Kept | None, Context]] = {
     "everything kept": (False, None, lambda offloader: nullcontext()),
     "`keep=products`": (True, Kept(PRODUCTS), lambda offloader: nullcontext()),
     "blocks recomputed": (True, None, lambda offloader: nullcontext()),
     "block inputs offloaded": (True, None, lambda offloader: inputs_kept_in(offloader.saving)),
+    HALF: (False, None, lambda offloader: offloader.saving()),
     "everything offloaded": (False, None, lambda offloader: offloader.saving()),
 }
 
@@ -54,7 +56,7 @@ def measure() -> list[dict[str, Any]]:
     for name, (recomputed, keep, context) in WAYS.items():
         if recomputed:
             checkpoint_blocks(repeated_blocks(module), verify=False, keep=keep)
-        offloader = Offloader(torch.device("cpu"), MIN_BYTES)
+        offloader = Offloader(torch.device("cpu"), MIN_BYTES, keep_on_device=0.5 if name == HALF else None)
         offloader.leave(module)
 
         def forward(context: Context = context, offloader: Offloader = offloader) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left, insort
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,15 @@ class Offloader:
     """Copies what autograd saves to the host, frees it on the device, and brings it back ahead of backward.
 
     A storage is moved once, however many tensors of it are saved. Weights, buffers, their views and small storages stay
-    where they are. On the way to the host are at most ``in_flight`` times the bytes of the largest storage, and as many
-    come back ahead of the tensor that backward is at. On a GPU all copies are on one stream, in both directions, so
-    that a copy from a host buffer is done when the next one into it begins. On a CPU the same copies go into a second
-    buffer, without streams.
+    where they are. The storages that were saved last, which backward needs first, form a window that stays on the
+    device. By default these are the ones on their way to the host, ``in_flight`` times the bytes of the largest. Where
+    the window exceeds its limit, its oldest storage leaves. In backward, as many bytes come back ahead of the tensor
+    that backward is at. On a GPU all copies are on one stream, in both directions, so that a copy from a host buffer is
+    done when the next one into it begins. On a CPU the same copies go into a second buffer, without streams.
+
+    With ``keep_on_device`` only what doesn't fit into the window is copied. What had to leave in one micro-batch is
+    copied as soon as it is saved in the next. The first micro-batch, and one that is larger than the one before, wait
+    for copies; they stay within the window, too.
 
     What is saved belongs to the graph: it is freed with it, whether backward runs, runs twice, or fails.
 
@@ -34,9 +40,12 @@ class Offloader:
         device: on which the tensors are.
         min_bytes: of the smallest storage that is moved.
         in_flight: as above.
+        keep_on_device: limit of the window: bytes, an int; or a share of what the micro-batch has saved, a float. The
+            storage that was saved last stays even if it is larger.
 
     Attributes:
         moved_bytes: all that was copied to the host.
+        saved_bytes: of the storages of this micro-batch that are moved, or may be.
         host_bytes: of the buffers on the host, which are used again in every micro-batch.
         largest_left_bytes: of the largest storage that stayed for being small.
 
@@ -49,26 +58,37 @@ class Offloader:
     (32, 32)
     """
 
-    def __init__(self, device: torch.device, min_bytes: int = 2**20, in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        min_bytes: int = 2**20,
+        in_flight: int = 1,
+        keep_on_device: int | float | None = None,
+    ) -> None:
         self.device = device
         self.min_bytes = min_bytes
         self.in_flight = in_flight
+        self.keep_on_device = keep_on_device
+        self.saved_bytes = self._expected = 0
         self.moved_bytes = self.host_bytes = self.largest_left_bytes = 0
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._weights: set[int] = set()
         self._moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # by number
         self._of_storage: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
-        self._leaving: list[weakref.ref[_Moved]] = []
+        self._window: dict[int, int] = {}  # number -> bytes, of storages on the device that backward hasn't come to
+        self._window_bytes = 0
+        self._near: list[int] = []  # sorted numbers of the window, and of storages freed since
+        self._far: list[int] = []  # sorted numbers of what is on the host alone, or was
         self._free: list[Tensor] = []  # host buffers, the smallest first
-        self._count = self._first = 0
-        self._largest = 0
+        self._count = self._largest = 0
 
     def saving(self) -> AbstractContextManager[None]:
         """Return a context for forward: what is saved in it is moved."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def leave(self, module: nn.Module) -> None:
-        """Leave the weights and buffers of a module where they are; they may have moved since the last call."""
+        """Begin a micro-batch that leaves a module's weights and buffers where they are; they may have moved since."""
+        self._begin()
         self._weights = {
             tensor.untyped_storage()._cdata
             for tensor in (*module.parameters(), *module.buffers())
@@ -114,25 +134,59 @@ class Offloader:
         size = storage.nbytes()
         whole = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
         if not self._moved:
-            self._first = self._count
-        moved = _Moved(self, self._count, whole, self._buffer(size), weakref.ref(storage), tensor)
+            self._begin()
+        leaves = self.keep_on_device is None or self.saved_bytes < self._expected - self._limit(self._expected)
+        moved = _Moved(self, self._count, whole, weakref.ref(storage), tensor)
         self._moved[self._count] = moved
         self._count += 1
         self._largest = max(self._largest, size)
-        self.moved_bytes += size
-        self._copy(moved, to_host=True)
-        self._leaving.append(weakref.ref(moved))
+        self.saved_bytes += size
+        self._enter(moved)
+        if leaves:
+            self._copy_to_host(moved)
         self._make_room()
         return moved
 
+    def _begin(self) -> None:
+        """Expect of the micro-batch that begins what the last one saved."""
+        if self.saved_bytes:
+            self._expected, self.saved_bytes = self.saved_bytes, 0
+        if not self._moved:
+            self._window, self._window_bytes, self._near, self._far = {}, 0, [], []
+
+    def _limit(self, saved_bytes: int) -> int:
+        """Return the most bytes of the window once so many are saved."""
+        if self.keep_on_device is None:
+            return self.in_flight * self._largest
+        return self.keep_on_device if isinstance(self.keep_on_device, int) else int(self.keep_on_device * saved_bytes)
+
+    def _enter(self, moved: _Moved) -> None:
+        self._window[moved.number] = moved.bytes
+        self._window_bytes += moved.bytes
+        insort(self._near, moved.number)
+
+    def _leave_window(self, number: int) -> None:
+        size = self._window.pop(number, 0)
+        self._window_bytes -= size  # a statement of its own: garbage collection may come here in between
+
     def _make_room(self) -> None:
-        """Free the oldest of what is on its way to the host, where it is too much, behind its copy."""
-        leaving = [moved for ref in self._leaving if (moved := ref()) is not None and moved.whole is not None]
-        while len(leaving) > 1 and sum(moved.bytes for moved in leaving) > self.in_flight * self._largest:
-            oldest = leaving.pop(0)
-            self._await_copy(oldest)
-            oldest.whole = None
-        self._leaving = [weakref.ref(moved) for moved in leaving]
+        """Free the oldest of the window on the device, where it exceeds its limit, behind its copy."""
+        while len(self._window) > 1 and self._window_bytes > self._limit(self.saved_bytes):
+            number = self._near[0]
+            moved = self._moved.get(number)
+            if moved is not None and number in self._window:
+                if moved.host is None:
+                    self._copy_to_host(moved)
+                self._await_copy(moved)
+                moved.whole = None
+                insort(self._far, number)
+            self._leave_window(number)
+            del self._near[0]
+
+    def _copy_to_host(self, moved: _Moved) -> None:
+        moved.host = self._buffer(moved.bytes)
+        self.moved_bytes += moved.bytes
+        self._copy(moved, to_host=True)
 
     def _buffer(self, size: int) -> Tensor:
         """Return a host buffer of at least ``size`` bytes: the smallest that is free, or a new one."""
@@ -160,6 +214,10 @@ class Offloader:
         _require_unchanged(moved.probe, moved.version)
         whole = self._bring_back(moved)
         self._await_copy(moved)
+        behind = bisect_left(self._near, moved.number)
+        for number in self._near[behind:]:
+            self._leave_window(number)
+        del self._near[behind:]
         self._prefetch(moved.number)
         return whole.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
@@ -167,24 +225,26 @@ class Offloader:
         if moved.whole is None:
             moved.whole = torch.empty(moved.count, dtype=moved.probe.dtype, device=self.device)
             self._copy(moved, to_host=False)
+            self._enter(moved)
         return moved.whole
 
     def _prefetch(self, number: int) -> None:
         """Bring back what was saved before ``number``, which backward comes to next."""
-        ahead = 0
-        for before in range(number - 1, self._first - 1, -1):
-            moved = self._moved.get(before)
-            if moved is None:
-                continue
-            ahead += moved.bytes
-            if ahead > self.in_flight * self._largest:
-                break
-            self._bring_back(moved)
+        last = bisect_left(self._far, number)
+        while last:
+            before = self._moved.get(self._far[last - 1])
+            if before is not None and before.whole is None:
+                if self._window_bytes + before.bytes > self._limit(self.saved_bytes):
+                    break
+                self._bring_back(before)
+            last -= 1
+            del self._far[last]
 
     # --- copies ---
 
     def _copy(self, moved: _Moved, *, to_host: bool) -> None:
         assert moved.whole is not None
+        assert moved.host is not None
         on_host = moved.host[: moved.bytes].view(moved.whole.dtype)
         target, source = (on_host, moved.whole) if to_host else (moved.whole, on_host)
         if self._stream is None:
@@ -203,17 +263,19 @@ class Offloader:
 
     def _release(self, moved: _Moved) -> None:
         self._await_copy(moved)  # its memory on the device is used again
-        self._free.append(moved.host)
-        self._free.sort(key=lambda buffer: buffer.nbytes)
+        self._leave_window(moved.number)
+        if moved.host is not None:
+            self._free.append(moved.host)
+            self._free.sort(key=lambda buffer: buffer.nbytes)
 
 
 class _Moved:
-    """A storage that was moved; the saved tensors that are views of it keep it.
+    """A storage that is moved, or may be; the saved tensors that are views of it keep it.
 
     Attributes:
         number: in the order of saving.
         whole: all of it on the device, in one dimension; None while it is on the host alone.
-        host: its buffer.
+        host: its buffer; None while it was never copied.
         bytes, count: of it, elements.
         source: the storage that was saved.
         probe: shows later changes of the saved tensor by its version, and holds no bytes.
@@ -226,11 +288,11 @@ class _Moved:
         offloader: Offloader,
         number: int,
         whole: Tensor,
-        host: Tensor,
         source: weakref.ref[UntypedStorage],
         tensor: Tensor,
     ) -> None:
-        self.offloader, self.number, self.host, self.source = offloader, number, host, source
+        self.offloader, self.number, self.source = offloader, number, source
+        self.host: Tensor | None = None
         self.whole: Tensor | None = whole
         self.count, self.bytes = whole.numel(), whole.nbytes
         self.probe = tensor.detach()
@@ -244,7 +306,7 @@ class _Moved:
 
 @dataclass
 class _View:
-    """A saved tensor whose storage was moved."""
+    """A saved tensor whose storage is moved, or may be."""
 
     moved: _Moved
     dtype: torch.dtype

@@ -263,25 +263,29 @@ def saved_gradients(
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
-def offloaded(checkpointed: bool, in_flight: int = 1) -> tuple[nn.Module, Offloader]:
+def offloaded(
+    checkpointed: bool, in_flight: int = 1, keep_on_device: int | float | None = None
+) -> tuple[nn.Module, Offloader]:
     torch.manual_seed(1)
     net = Stack(6, 64, dropout=0.5).to(CUDA)
     if checkpointed:
         checkpoint_blocks(repeated_blocks(net), verify=False)
-    offloader = Offloader(CUDA, 256, in_flight)
+    offloader = Offloader(CUDA, 256, in_flight, keep_on_device)
     offloader.leave(net)
     return net, offloader
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize(("in_flight", "keep_on_device"), [(1, None), (4, None), (1, 3 * 8192), (1, 0.5)])
 @pytest.mark.parametrize("checkpointed", [True, False])
-def test_published_races_of_saved_tensors_on_the_host(checkpointed: bool, in_flight: int, held_back: Any) -> None:
+def test_published_races_of_saved_tensors_on_the_host(
+    checkpointed: bool, in_flight: int, keep_on_device: int | float | None, held_back: Any
+) -> None:
     """As torchtitan 2581: a host buffer is filled while the step before is still reading it.
 
     And as DeepSpeed 8181 and 8186: memory of the device is used again while it is copied from; what comes back is read
     before it is there, or into memory that is in use.
     """
-    net, offloader = offloaded(checkpointed, in_flight)
+    net, offloader = offloaded(checkpointed, in_flight, keep_on_device)
     for scale in (1.0, 2.0, 3.0):  # other numbers in the same buffers
         made = [gradient.clone() for gradient in saved_gradients(net, offloader, checkpointed, scale)]
         plain = saved_gradients(net, None, checkpointed, scale)
@@ -290,8 +294,9 @@ def test_published_races_of_saved_tensors_on_the_host(checkpointed: bool, in_fli
 
 
 @pytest.mark.usefixtures("held_back")
-def test_a_graph_is_dropped_while_its_tensors_are_under_way() -> None:
-    net, offloader = offloaded(checkpointed=False, in_flight=4)
+@pytest.mark.parametrize("keep_on_device", [None, 0.5])
+def test_a_graph_is_dropped_while_its_tensors_are_under_way(keep_on_device: float | None) -> None:
+    net, offloader = offloaded(checkpointed=False, in_flight=4, keep_on_device=keep_on_device)
     for _ in range(3):
         with offloader.saving():
             loss = net(torch.ones(SHAPE, device=CUDA)).sum()

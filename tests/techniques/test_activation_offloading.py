@@ -64,8 +64,10 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
-def offloader_for(net: nn.Module, min_bytes: int = 256, in_flight: int = 1) -> Offloader:
-    offloader = Offloader(next(net.parameters()).device, min_bytes, in_flight)
+def offloader_for(
+    net: nn.Module, min_bytes: int = 256, in_flight: int = 1, keep_on_device: int | float | None = None
+) -> Offloader:
+    offloader = Offloader(next(net.parameters()).device, min_bytes, in_flight, keep_on_device)
     offloader.leave(net)
     return offloader
 
@@ -128,6 +130,61 @@ def test_of_recomputed_blocks_the_inputs_alone_are_moved(device: torch.device) -
     assert offloader.moved_bytes == offloader.host_bytes == BLOCKS * INPUT_BYTES
 
 
+@pytest.mark.parametrize("keep_on_device", [0, 3 * INPUT_BYTES, 3 * INPUT_BYTES + 1, 0.5, 10 * INPUT_BYTES, 1.0])
+def test_under_a_limit_the_first_inputs_are_moved_and_the_last_stay(
+    device: torch.device, keep_on_device: int | float
+) -> None:
+    net, x = stack(device, checkpointed=True), inputs(device)
+    plain = gradients(net, x)
+    offloader = offloader_for(net, keep_on_device=keep_on_device)
+    share = keep_on_device if isinstance(keep_on_device, float) else keep_on_device / (BLOCKS * INPUT_BYTES)
+    staying = max(1, min(BLOCKS, int(share * BLOCKS)))  # the last one, whatever the limit
+    for number in (1, 2, 3):
+        torch.manual_seed(3)
+        net.zero_grad()
+        with inputs_kept_in(offloader.saving):
+            loss = net(x).square().sum()
+        here = [moved.whole is not None for _, moved in sorted(offloader._moved.items())]
+        assert here == [False] * (BLOCKS - staying) + [True] * staying
+        loss.backward()
+        assert equal(plain, [p.grad.cpu() for p in net.parameters()])
+        assert offloader.saved_bytes == BLOCKS * INPUT_BYTES
+        moved = BLOCKS - staying if number == 1 or keep_on_device != 0 else BLOCKS  # 0: the last is expected to leave
+        assert offloader.host_bytes == moved * INPUT_BYTES
+        assert offloader.moved_bytes <= number * moved * INPUT_BYTES
+
+
+def test_what_is_dropped_in_forward_leaves_room(device: torch.device) -> None:
+    x = inputs(device).requires_grad_()
+    offloader = Offloader(device, 256, keep_on_device=2 * INPUT_BYTES)
+    with offloader.saving():
+        loss = (x * 1).exp().sum()
+        for number in range(5):
+            (x * number).exp()
+    assert (offloader.saved_bytes, offloader.moved_bytes) == (6 * INPUT_BYTES, 0)
+    loss.backward()
+
+
+def test_what_leaves_is_copied_when_it_is_saved_from_the_second_micro_batch_on(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = stack(device, checkpointed=True), inputs(device)
+    offloader = offloader_for(net, keep_on_device=4 * INPUT_BYTES)
+    copied: list[tuple[int, int]] = []  # number of the storage, and of the last one saved when it was copied
+    copy = offloader._copy_to_host
+
+    def noted(moved: Any) -> None:
+        copied.append((moved.number, offloader._count - 1))
+        copy(moved)
+
+    monkeypatch.setattr(offloader, "_copy_to_host", noted)
+    gradients(net, x, inputs_kept_in(offloader.saving))
+    assert copied == [(0, 4), (1, 5)]  # at the fifth and the sixth
+    copied.clear()
+    gradients(net, x, inputs_kept_in(offloader.saving))
+    assert copied == [(6, 6), (7, 7)]
+
+
 def test_the_callbacks_move_in_either_home(home: ModuleType, make_trainer: Any) -> None:
     callbacks = [ActivationCheckpointing(), ActivationOffloading(min_offload_bytes=64, allow_cpu=True)]
     make_trainer(home, callbacks=callbacks).fit(regression(home), loader(batches=5, batch_size=4, width=8))
@@ -167,6 +224,8 @@ def test_what_all_costs_is_said(home: ModuleType, make_trainer: Any) -> None:
         ({"mode": "disk"}, "mode='disk'.*'block_inputs', 'all'"),
         ({"min_offload_bytes": 0}, "min_offload_bytes=0"),
         ({"allow_cpu": 1}, "allow_cpu=1"),
+        ({"keep_on_device": 4096}, "keep_on_device=4096.*1 MiB.*from 0 to 1"),
+        ({"keep_on_device": "2GB"}, "keep_on_device='2GB'.*GiB"),
     ],
 )
 def test_wrong_arguments_are_refused_when_constructed(arguments: Any, message: str) -> None:
@@ -183,6 +242,17 @@ def test_a_cpu_is_refused_by_its_remedy(home: ModuleType, make_trainer: Any) -> 
 def test_a_preset_in_which_nothing_is_recomputed_is_refused() -> None:
     with pytest.raises(ConflictError, match=r"mode=block_inputs.*write \+callback=activation_checkpointing.*mode=all"):
         solo.trainer_kwargs("bf16", ["+callback=activation_offloading"])
+
+
+def test_two_limits_in_bytes_are_refused() -> None:
+    budget = "callback.activation_checkpointing.budget"
+    keep = "callback.activation_offloading.keep_on_device"
+    with pytest.raises(ConflictError, match=rf"{keep}=0.5 .*{budget}=6GiB.*write {keep}=null"):
+        solo.trainer_kwargs("offloading", [f"{budget}=6GiB", f"{keep}=0.5"])
+    allowed = solo.trainer_kwargs(
+        "offloading", [f"{budget}=0.5", f"{keep}=2GiB", "callback.activation_offloading.allow_cpu=true"]
+    )
+    assert [one.keep_on_device for one in allowed["callbacks"] if isinstance(one, ActivationOffloading)] == ["2GiB"]
 
 
 def test_a_fit_in_which_no_block_is_recomputed_is_refused(home: ModuleType, make_trainer: Any) -> None:
@@ -245,9 +315,11 @@ def test_a_storage_changed_between_two_uses_is_moved_twice(device: torch.device)
 # Parity
 
 
-@pytest.mark.parametrize("mode", ["block_inputs", "all"])
+@pytest.mark.parametrize(("mode", "keep"), [("block_inputs", None), ("all", None), ("block_inputs", 0.4), ("all", 0.6)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_the_same_weights_with_and_without(home: ModuleType, make_trainer: Any, precision: str, mode: str) -> None:
+def test_the_same_weights_with_and_without(
+    home: ModuleType, make_trainer: Any, precision: str, mode: str, keep: float | None
+) -> None:
     def fitted(*callbacks: Any) -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(0)
         module = regression(home, Stack(dropout=0.5))
@@ -258,7 +330,7 @@ def test_the_same_weights_with_and_without(home: ModuleType, make_trainer: Any, 
         trainer.fit(module, loader())
         return start, [p.detach().cpu().float() for p in module.parameters()]
 
-    offloading = ActivationOffloading(mode, min_offload_bytes=32, allow_cpu=True)
+    offloading = ActivationOffloading(mode, min_offload_bytes=32, keep_on_device=keep, allow_cpu=True)
     start, plain = fitted(ActivationCheckpointing())
     _, moved = fitted(ActivationCheckpointing(), offloading)
     assert offloading.moved_bytes > 0
@@ -297,11 +369,12 @@ class Complicated(nn.Module):
         return Complicated.Cube.apply(h, 3).sum() + spectrum.abs().sum() + h.gather(-1, index).sum()
 
 
-def test_whatever_is_saved_comes_back(device: torch.device) -> None:
+@pytest.mark.parametrize("keep_on_device", [None, 0.5])
+def test_whatever_is_saved_comes_back(device: torch.device, keep_on_device: float | None) -> None:
     torch.manual_seed(1)
     net, x = Complicated().to(device).train(), inputs(device)
     plain = gradients(net, x)
-    offloader = offloader_for(net, min_bytes=1)
+    offloader = offloader_for(net, min_bytes=1, keep_on_device=keep_on_device)
     net.norm.reset_running_stats()
     assert equal(plain, gradients(net, x, offloader.saving()))
     assert offloader.moved_bytes > 0
@@ -323,7 +396,10 @@ def test_a_second_backward_and_a_derivative_of_the_gradient(device: torch.device
     assert offloader.moved_bytes
 
 
-def test_two_forwards_before_their_backwards_and_one_without(device: torch.device) -> None:
+@pytest.mark.parametrize("keep_on_device", [None, 0, 20 * INPUT_BYTES, 0.3])
+def test_two_forwards_before_their_backwards_and_one_without(
+    device: torch.device, keep_on_device: int | float | None
+) -> None:
     net, x = stack(device), inputs(device)
 
     def made(offloader: Offloader | None) -> list[Tensor]:
@@ -335,11 +411,14 @@ def test_two_forwards_before_their_backwards_and_one_without(device: torch.devic
         losses[0].backward()
         return [p.grad.cpu() for p in net.parameters()]
 
-    offloader = offloader_for(net)
+    offloader = offloader_for(net, keep_on_device=keep_on_device)
     plain = made(None)
     assert equal(plain, made(offloader))
     gc.collect()
+    if keep_on_device is not None:  # the next micro-batch moves no less than the first
+        assert equal(plain, made(offloader))
     taken = offloader.host_bytes
+    assert taken > 0
     assert equal(plain, made(offloader))
     assert offloader.host_bytes == taken
 
@@ -381,6 +460,40 @@ def test_bytes_on_the_device_between_forward_and_backward(device: torch.device) 
     assert between(plain, nullcontext()) > BLOCKS * 10 * INPUT_BYTES
 
 
+@pytest.mark.parametrize("keep_on_device", [10 * INPUT_BYTES, 25 * INPUT_BYTES, 0.3, 0.7])
+def test_what_stays_is_within_the_limit_in_batches_of_any_size(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, keep_on_device: int | float
+) -> None:
+    net, x = stack(device), torch.cat([inputs(device)] * 2)
+    offloader = offloader_for(net, keep_on_device=keep_on_device)
+    pack, unpack = offloader._pack, offloader._unpack
+    staying: list[tuple[int, int]] = []
+
+    def look(result: Any) -> Any:
+        here = sum(moved.bytes for moved in offloader._moved.values() if moved.whole is not None)
+        limit = keep_on_device if isinstance(keep_on_device, int) else int(keep_on_device * offloader.saved_bytes)
+        staying.append((here, limit))
+        return result
+
+    monkeypatch.setattr(offloader, "_pack", lambda tensor: look(pack(tensor)))
+    for rows in (ROWS, 2 * ROWS, ROWS // 2, ROWS, 5, 2 * ROWS):
+        part = x[:rows].clone()
+        plain, saved = gradients(net, part), len(staying)
+        offloader.leave(net)
+        assert equal(plain, gradients(net, part, offloader.saving()))
+        largest = 4 * 4 * rows * WIDTH  # relu's output
+        assert len(staying) > saved
+        assert all(here <= max(limit, largest) for here, limit in staying[saved:])
+        here, limit = staying[-1]
+        assert here > limit - largest or here == offloader.saved_bytes  # and no more than needed leaves
+    monkeypatch.setattr(offloader, "_pack", pack)
+    monkeypatch.setattr(offloader, "_unpack", lambda packed: look(unpack(packed)))
+    staying.clear()
+    gradients(net, x, offloader.saving())
+    # a node of the graph has at most three tensors that it reads, as large as relu's output
+    assert all(here <= limit + 3 * 4 * 4 * len(x) * WIDTH for here, limit in staying)
+
+
 def test_in_backward_one_input_comes_back_ahead(device: torch.device) -> None:
     net, x = stack(device, checkpointed=True), inputs(device)
     offloader = offloader_for(net)
@@ -415,25 +528,56 @@ def test_the_peak_of_a_fit_is_lower(home: ModuleType, make_trainer: Any) -> None
     assert saved >= (blocks - 4) * block_input
 
 
+@pytest.mark.cpu_only("the ledger counts page-locked buffers as well")
+def test_a_fit_takes_as_much_more_as_stays(home: ModuleType, make_trainer: Any) -> None:
+    rows, width, blocks = 8192, 8, 12
+    block_input = 4 * rows * width  # 256 KiB
+
+    def counted(keep_on_device: int | float | None) -> tuple[int, int]:
+        torch.manual_seed(0)
+        watch = Held()
+        offloading = ActivationOffloading("block_inputs", 1024, keep_on_device, allow_cpu=True)
+        trainer = make_trainer(home, callbacks=[watch, ActivationCheckpointing(), offloading], max_steps=3)
+        trainer.fit(regression(home, Stack(blocks, width)), loader(batches=3, batch_size=rows, width=width))
+        return watch.peak_bytes, offloading.moved_bytes
+
+    gradient_bytes = sum(p.nbytes for p in Stack(blocks, width).parameters())
+    assert gradient_bytes < block_input / 4
+    least, moved = counted(None)
+    assert moved == 3 * blocks * block_input
+    for keep_on_device, staying in ((4 * block_input, 4), ("1.5MiB", 6), (0.75, 9)):
+        more, moved = counted(keep_on_device)
+        assert moved == 3 * (blocks - staying) * block_input
+        expected = (staying - 1) * block_input  # one is there on its way to the host
+        # the peak is at the start of backward, and later by some gradients where one input stays
+        assert expected - gradient_bytes <= more - least <= expected
+    assert counted(1.0)[1] == 0
+
+
 @pytest.mark.cpu_only(
     "a plan there takes real steps of small micro-batches, in which nothing is large enough to be moved"
 )
 def test_a_plan_counts_the_host_and_what_the_copies_cost() -> None:
-    def planned(*more: str) -> Any:
-        fields = {"precision": "32-true", "callback": {name: {} for name in ("activation_checkpointing", *more)}}
+    def planned(**offloading: Any) -> Any:
+        fields = {"precision": "32-true", "callback": {"activation_checkpointing": {}, **offloading}}
         batch = next(iter(loader(1, 2048, WIDTH)))
         make = lambda: regression(package, Stack(BLOCKS, WIDTH))  # noqa: E731
         planner = Planner(make, batch, {}, device_of("h200"), 64 * GiB, micro_batch=8192)
         return planner.plan("tried", compose(fields))
 
     block_input = 4 * 8192 * WIDTH
-    kept, moved = planned(), planned("activation_offloading")
+    kept, moved = planned(), planned(activation_offloading={})
     assert (kept.host_bytes, moved.host_bytes) == (0, BLOCKS * block_input)
     # the first input is the batch, and two are on the device at once; gradients and rounding take a little
     assert kept.peak_bytes - moved.peak_bytes >= (BLOCKS - 4) * block_input
     assert {span.stream for span in moved.timeline} == {"compute", "to device", "to host"}
     assert not kept.timeline
     assert kept.seconds_per_step < moved.seconds_per_step < 2 * kept.seconds_per_step
+    for keep_on_device in (0.5, "6MiB"):  # three inputs of 2 MiB
+        some = planned(activation_offloading={"keep_on_device": keep_on_device})
+        assert some.host_bytes == (BLOCKS - 3) * block_input
+        assert 1.8 * block_input <= some.peak_bytes - moved.peak_bytes <= 2 * block_input
+        assert kept.seconds_per_step < some.seconds_per_step < moved.seconds_per_step
 
 
 # Trace

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
+from lightning_solo.cards.budget import budget_setting, parse_budget
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.composition import Composition
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError
-from lightning_solo.units import MiB, parse_bytes
 
 NOTHING, ALL_PRODUCTS = "nothing", "products"
 
@@ -22,30 +22,6 @@ def _not_operators(keep: str | Sequence[str]) -> str | None:
         words = keep in (NOTHING, ALL_PRODUCTS)
         return None if words else "write 'nothing', 'products' or a list of operators, as [aten.mm, aten.addmm]"
     return None if keep and all("." in name for name in keep) else "write operators with their library, as [aten.mm]"
-
-
-def parse_budget(budget: int | float | str) -> int | float:
-    """Return bytes as an int, a share as a float.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    if 0 <= budget <= 1:
-        return float(budget)
-    if budget < MiB:
-        raise ValueError("write bytes, of at least 1 MiB, such as 6GiB, or a share from 0 to 1")
-    return int(budget)
-
-
-def _not_budget(budget: int | float | str | None) -> str | None:
-    try:
-        if budget is not None:
-            parse_budget(budget)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 @dataclass(frozen=True)
@@ -59,10 +35,8 @@ class Settings:
         "results not computed again; products: of matrices, convolutions, attention; or operators, as [aten.mm]",
         check=_not_operators,
     )
-    budget: int | float | str | None = setting(
-        None,
-        "recompute as little as it takes: bytes of a step on the device, as 6GiB; or a share of what blocks keep",
-        check=_not_budget,
+    budget: int | float | str | None = budget_setting(
+        "recompute as little as it takes: bytes of a step on the device, as 6GiB; or a share of what blocks keep"
     )
     verify_recomputation: bool = setting(True, "compare each block's first recomputation with its forward")
 

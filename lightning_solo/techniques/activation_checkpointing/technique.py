@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_solo.cards.blocks import AUTO
+from lightning_solo.cards.budget import parse_budget
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.activation_budget import Calls
@@ -17,7 +18,7 @@ from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, h
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.activation_checkpointing.budget import BudgetedBatches
-from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING, parse_budget
+from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:

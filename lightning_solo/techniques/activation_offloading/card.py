@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.budget import budget_setting, parse_budget
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.composition import Composition
 from lightning_solo.cards.phase import Phase
@@ -23,6 +24,9 @@ class Settings:
         allowed=(BLOCK_INPUTS, ALL),
     )
     min_offload_bytes: int = setting(2**20, "smaller tensors stay on the device", at_least=1)
+    keep_on_device: int | float | str | None = budget_setting(
+        "of what is to be moved, the last saved stays: bytes, as 2GiB, or a share; null: what is on its way to the host"
+    )
     allow_cpu: bool = setting(False, "move to a second buffer on the CPU, for tests and for trying: it saves nothing")
 
 
@@ -35,9 +39,30 @@ def _nothing_recomputed(settings: Settings, composition: Composition) -> str | N
     )
 
 
+def _two_budgets(settings: Settings, composition: Composition) -> str | None:
+    budgets = {
+        chosen.option: getattr(chosen.settings, "budget", None)
+        for chosen in composition.techniques
+        if "saved_tensors" in chosen.owned()
+    }
+    in_bytes = [
+        option for option, budget in budgets.items() if budget is not None and isinstance(parse_budget(budget), int)
+    ]
+    if settings.keep_on_device is None or not in_bytes:
+        return None
+    return (
+        f"callback.activation_offloading.keep_on_device={settings.keep_on_device} and {in_bytes[0]}.budget="
+        f"{budgets[in_bytes[0]]} both decide what fits on the device; write"
+        " callback.activation_offloading.keep_on_device=null"
+    )
+
+
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it on the CPU, whose copies stand for those to the host."""
-    return replace(tracing, node={**(tracing.node or {}), "allow_cpu": True})
+    # of small micro-batches, more fits into so many bytes than of large ones
+    keeps_bytes = settings.keep_on_device is not None and isinstance(parse_budget(settings.keep_on_device), int)
+    node = {**(tracing.node or {}), "allow_cpu": True}
+    return replace(tracing, node=node, scales=tracing.scales and not keeps_bytes)
 
 
 CARD = Card(
@@ -48,14 +73,15 @@ CARD = Card(
     saves="with recomputed blocks their inputs: of each block 2 (bf16) or 4 bytes per token and unit of width, all but"
     " those of one or two blocks; with ``mode=all`` nearly all that forward saves",
     costs="as many bytes of page-locked host memory. Each byte crosses the bus once in each direction, beside the"
-    " computation: block inputs are hidden from a few thousand tokens per micro-batch on, everything isn't",
+    " computation: block inputs are hidden from a few thousand tokens per micro-batch on, everything isn't; with"
+    " ``keep_on_device`` only what doesn't fit",
     numerics="bit-exact: the same bytes come back",
     conflicts="changes in place of a saved tensor (refused, as without it); with ``block_inputs`` a model in which no"
     " block is recomputed (refused)",
     reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840;"
     " https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks",
     exact=True,
-    rules=(_nothing_recomputed,),
+    rules=(_nothing_recomputed, _two_budgets),
     requires=(
         Requirement(
             "cuda",

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_solo.cards.budget import parse_budget
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import inputs_kept_in
@@ -26,6 +27,9 @@ class ActivationOffloading(Technique):
         mode: ``block_inputs`` moves the inputs that recomputed blocks keep, and needs a technique that recomputes;
             ``all`` moves everything that forward saves.
         min_offload_bytes: smaller tensors stay on the device: a copy takes some 10 microseconds however small it is.
+        keep_on_device: move only what doesn't fit: of what ``mode`` moves, the tensors saved last stay on the device,
+            which backward needs first. As bytes, ``"2GiB"`` or an int of at least 1 MiB; or as a share, from 0 to 1, of
+            the bytes of a micro-batch. By default those stay that are on their way to the host.
         allow_cpu: on a CPU, move to a second buffer; for tests and for trying.
 
     Raises:
@@ -34,10 +38,17 @@ class ActivationOffloading(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, mode: str = BLOCK_INPUTS, min_offload_bytes: int = 2**20, allow_cpu: bool = False) -> None:
+    def __init__(
+        self,
+        mode: str = BLOCK_INPUTS,
+        min_offload_bytes: int = 2**20,
+        keep_on_device: int | float | str | None = None,
+        allow_cpu: bool = False,
+    ) -> None:
         CARD.check_call(locals())
         self.mode = mode
         self.min_offload_bytes = min_offload_bytes
+        self.keep_on_device = keep_on_device
         self.allow_cpu = allow_cpu
         self._offloader: Offloader | None = None
         self._is_reported = False
@@ -58,7 +69,8 @@ class ActivationOffloading(Technique):
     def transform(self, ctx: Run) -> None:
         if ctx.device.type != "cuda" and not self.allow_cpu:
             raise CapabilityError(CARD.requires[0].remedy)
-        self._offloader = Offloader(ctx.device, self.min_offload_bytes, IN_FLIGHT[self.mode])
+        keep = None if self.keep_on_device is None else parse_budget(self.keep_on_device)
+        self._offloader = Offloader(ctx.device, self.min_offload_bytes, IN_FLIGHT[self.mode], keep)
         self._is_reported = False
         ctx.undo.callback(self._offloader.free_buffers)
 
@@ -74,7 +86,14 @@ class ActivationOffloading(Technique):
             return
         self._is_reported = True
         moved, left = format_bytes(self.moved_bytes), self._offloader.largest_left_bytes
-        if not self.moved_bytes and not left:
+        saved = self._offloader.saved_bytes
+        if not self.moved_bytes and saved:
+            if self.ctx is not None:
+                self.ctx.info(
+                    f"activation offloading: all {format_bytes(saved)} stay on the device, within"
+                    f" keep_on_device={self.keep_on_device}"
+                )
+        elif not self.moved_bytes and not left:
             raise NothingToDoError(
                 "activation offloading moved nothing: mode=block_inputs moves the inputs of recomputed blocks, and no"
                 " block was recomputed: add ActivationCheckpointing(), or write mode=all; where torch.compile has the"
@@ -82,7 +101,7 @@ class ActivationOffloading(Technique):
                 if self.mode == BLOCK_INPUTS
                 else "activation offloading moved nothing: forward saved no tensors but weights; leave it out"
             )
-        if not self.moved_bytes:
+        elif not self.moved_bytes:
             rank_zero_warn(
                 f"activation offloading saves nothing: the largest saved tensor has {left} bytes, and"
                 f" min_offload_bytes={self.min_offload_bytes}; write a smaller one, or leave"
