@@ -31,6 +31,7 @@ from lightning_solo.presets.compose import (
     to_plain,
 )
 from lightning_solo.presets.files import conf_folder, preset_files, user_conf_folder
+from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, composition, from_mapping
 from lightning_solo.presets.signature import parameters
 
@@ -64,6 +65,15 @@ class CheckedConfig:
     optimizer: dict[str, Any]
     trainer: dict[str, Any]
     allow: list[str]
+
+
+def chosen_batch(data: Mapping[str, Any]) -> int | None:
+    """Return the batch size of the embedded text; None for other data, and for the default, which nobody chose."""
+    if data.get("name") != "stdlib_text":
+        return None
+    default = parameters(target_of("data", "stdlib_text", "data.name"))["batch_size"].default
+    batch = data.get("batch_size", default)
+    return None if batch == default else batch
 
 
 def search_path_override(overrides: Sequence[str]) -> list[str]:

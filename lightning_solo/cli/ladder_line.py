@@ -19,6 +19,7 @@ from lightning_solo.cli.command_line import (
     check_command_line,
     check_config,
     check_root,
+    chosen_batch,
     compose_application,
     parse_override,
 )
@@ -142,7 +143,13 @@ def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[
 
 
 def batch_argument(checked: CheckedConfig) -> tuple[str, int] | None:
-    """Return key and value of the argument that sets the loader's batch; None where there is none."""
+    """Return key and value of the argument that sets the loader's batch; None where there is none.
+
+    A custom module may bring its own loader, for which ``data.batch_size`` is refused: that counts where it was chosen.
+    """
+    if "_target_" in checked.model and "batch_size" not in checked.model and "_target_" not in checked.data:
+        batch = chosen_batch(checked.data)
+        return None if batch is None else ("data.batch_size", batch)
     group = "data" if "_target_" in checked.data or "batch_size" not in checked.model else "model"
     batch = getattr(checked, group).get("batch_size")
     return (f"{group}.batch_size", batch) if isinstance(batch, int) else None

@@ -146,7 +146,7 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
         if first.device != CPU:
             left += f"; the device will show {format_bytes(first.reserved_bytes)} as taken"
         again = command(first.preset, overrides, checked, first.micro_batch)
-        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(first.preset)))}\ntrain with it: {again}"
+        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(first.preset)))}\n{again}"
     shortage = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
         f" {format_bytes(first.needed_bytes)}"
@@ -157,7 +157,7 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
     if not smaller.largest_micro_batch:
         return shortage
     again = command(smaller.preset, overrides, checked, smaller.largest_micro_batch)
-    return f"{shortage}\n{smaller.preset} fits with batches of {smaller.largest_micro_batch}; train with it: {again}"
+    return f"{shortage}\n{smaller.preset} fits with batches of {smaller.largest_micro_batch}; {again}"
 
 
 def print_readings(device: Device, readings: Readings, path: Path) -> None:
@@ -180,8 +180,9 @@ def print_readings(device: Device, readings: Readings, path: Path) -> None:
 
 
 def command(preset: str, overrides: Sequence[str], checked: CheckedConfig, micro_batch: int) -> str:
-    """Return the command that trains with a preset and a micro-batch."""
+    """Return, in words, the command that trains with a preset and a micro-batch, which it may leave to the loader."""
     argument = batch_argument(checked)
     if argument is not None and argument[1] != micro_batch:
         overrides = with_batch(overrides, argument[0], micro_batch)
-    return shlex.join(["lightning-solo", "train", *overrides, f"solo={preset}"])
+    loader = "" if argument is not None else f", with a loader of batches of {micro_batch}"
+    return f"train with it{loader}: {shlex.join(['lightning-solo', 'train', *overrides, f'solo={preset}'])}"

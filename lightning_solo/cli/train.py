@@ -29,6 +29,7 @@ from lightning_solo.cli.command_line import (
     CheckedConfig,
     check_command_line,
     check_config,
+    chosen_batch,
     search_path_override,
     split,
 )
@@ -161,7 +162,8 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
     model = make("model", arguments, allow=checked.allow)
     if "_target_" in arguments and checked.data.get("name") == "stdlib_text":
         if brings_data(model):
-            print(f"data: {type(model).__name__}'s own train_dataloader")
+            _refuse_unused_batch(checked, type(model).__name__)
+            print(f"data: {type(model).__name__}'s own train_dataloader, which sets the batch size")
             return model, None
         print(
             f"data: the embedded text, batches of bytes, since {type(model).__name__} has no train_dataloader; for data"
@@ -174,6 +176,16 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
             " data._target_=my_project.MyData"
         )
     return model, data
+
+
+def _refuse_unused_batch(checked: CheckedConfig, module: str) -> None:
+    """Refuse a batch size of the embedded text beside a module with a loader of its own."""
+    batch = chosen_batch(checked.data)
+    if batch is not None:
+        raise PresetError(
+            f"data.batch_size={batch}: {module} brings its own train_dataloader, which sets the batch size; drop it and"
+            f" set the size there, such as by an argument of {module}: +model.batch_size={batch}"
+        )
 
 
 def model_of(checked: CheckedConfig) -> Any:

@@ -247,6 +247,10 @@ def test_the_batch_is_divided_where_it_is_an_argument() -> None:
     assert "data.batch_size=6" in prepared("accumulation", "data.batch_size=6").overrides  # 4 is no part of 6
     eight = "solo.callback.accumulation_schedule.milestones=[[0,8]]"
     assert prepared("accumulation", eight).overrides[-1] == "data.batch_size=2"  # 16 / 8
+    custom = ["model=custom", "model._target_=their_project.Theirs", "allow=[their_project]"]
+    assert not any(
+        "batch_size" in text for text in prepared("accumulation", *custom).overrides
+    )  # its loader may set it
 
 
 def test_what_was_measured_holds_for_the_same_question_only() -> None:

@@ -326,6 +326,17 @@ def test_assumptions_once_each_and_the_command_has_the_micro_batch() -> None:
     said = what_to_write([replace(SAMPLE, micro_batch=4, verdict="tight")], ["data.batch_size=16"], checked)
     assert lines_with(said, "bf16 fits", "4.00 GiB", "tight", "13.00 GiB")
     assert said.endswith(": lightning-solo train data.batch_size=4 solo=bf16")
+    for chosen, again in (
+        ([], []),  # the module may have a loader of its own, for which data.batch_size is refused
+        (["data.batch_size=32"], ["data.batch_size=4"]),
+        (["+model.batch_size=8"], ["+model.batch_size=4"]),
+    ):
+        checked, _, _ = compose(parse([*THEIRS, *chosen, "solo=bf16"]))
+        for verdict in ("fits", "does not fit"):
+            plans = [replace(SAMPLE, micro_batch=4, largest_micro_batch=4, verdict=verdict)]
+            said = what_to_write(plans, [*THEIRS, *chosen], checked)
+            assert said.endswith(": " + shlex.join(["lightning-solo", "train", *THEIRS, *again, "solo=bf16"]))
+            assert ("loader of batches of 4" in said) == (not chosen)
 
 
 # --- what is refused, and how ---

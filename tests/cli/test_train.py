@@ -99,6 +99,11 @@ class MyData(L.LightningDataModule):
         return loader(2)
 
 
+class Loading(Plain):
+    def train_dataloader(self):
+        return loader(2)
+
+
 def loader(batch_size: int = 4):
     return DataLoader(torch.arange(8.0), batch_size=batch_size)
 """
@@ -110,8 +115,8 @@ def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
     (tmp_path / "their_data.py").write_text(DATA)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def checked(data: dict[str, object]) -> CheckedConfig:
-        return CheckedConfig(compose("bf16"), {"_target_": "their_data.Plain"}, data, {}, {}, ["their_data"])
+    def checked(data: dict[str, object], module: str = "Plain") -> CheckedConfig:
+        return CheckedConfig(compose("bf16"), {"_target_": f"their_data.{module}"}, data, {}, {}, ["their_data"])
 
     for name, size in (("MyData", 2), ("loader", 4)):
         assert len(first_batch(checked({"_target_": f"their_data.{name}"}))) == size
@@ -121,6 +126,18 @@ def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
     assert "data=custom" in capsys.readouterr().out
     with pytest.raises(PresetError, match=mentions("Plain", "train_dataloader", "data=custom")):
         build_parts(checked({}))
+
+    embedded = {"name": "stdlib_text", "context": 8}
+    assert (
+        build_parts(checked({**embedded, "batch_size": 16}, "Loading"))[1] is None
+    )  # as `data/stdlib_text.yaml` has it
+    remedies = mentions("data.batch_size=8", "Loading", "train_dataloader", "drop it", "+model.batch_size=8")
+    with pytest.raises(PresetError, match=remedies):
+        build_parts(checked({**embedded, "batch_size": 8}, "Loading"))
+    with pytest.raises(PresetError, match=remedies):  # as a plan asks
+        first_batch(checked({**embedded, "batch_size": 8}, "Loading"))
+    _, text = build_parts(checked({**embedded, "batch_size": 8}))
+    assert text.batch_size == 8
 
 
 def test_the_metrics_of_a_resumed_run_continue_its_file(tmp_path: Path) -> None:
