@@ -251,6 +251,28 @@ def test_what_is_kept_is_planned(make_trainer):
         planned(least - 1)
 
 
+@pytest.mark.cpu_only("planned for a CPU")
+@pytest.mark.parametrize(("share", "kept"), [(0.5, 3), (1, BLOCKS)])
+def test_a_share_is_planned_as_it_trains(make_trainer, share, kept):
+    home = lightning_pytorch
+    data = list(loader(1, 256, WIDTH)) * 5  # from before, counted nowhere
+    watch, technique = Held(), ActivationCheckpointing(budget=share)
+    peaks, _ = fitted(home, make_trainer, technique, data=DataLoader(data, batch_size=None), callbacks=[watch])
+    assert peaks.kept[-1] == kept
+
+    def planned(device: str, budget: float | None) -> Any:
+        overrides = {"precision": "32-true", "callback": {"activation_checkpointing": {"budget": budget}}}
+        planner = Planner(lambda: regression(home, Stack(BLOCKS, WIDTH, 0.1)), data[0], {}, device_of(device), GiB)
+        return planner.plan("tried", compose(overrides))
+
+    plan = planned("cpu", share)
+    assert plan.peak_bytes == watch.peak_bytes
+    assert plan.largest_micro_batch is not None  # the same blocks, whatever the batch
+    gpu, recomputed = planned("rtx-4090", share), planned("rtx-4090", None)
+    assert gpu.peak_bytes > recomputed.peak_bytes
+    assert gpu.flops < recomputed.flops
+
+
 # Refused
 
 

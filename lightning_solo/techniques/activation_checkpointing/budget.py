@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_solo.data.batch_size import fits_into, shapes_of
 from lightning_solo.errors import BudgetError
@@ -98,7 +99,8 @@ class BudgetedBatches:
         if ledger is None:
             return "", ""
         if self._choice is None:
-            return self._choose(ledger, passes)
+            with no_dispatch():  # in a plan, tensors that the choice computes with would have no numbers
+                return self._choose(ledger, passes)
         self._choice.is_checked = True
         peak = ledger.peak_bytes + self._outside
         if peak <= self.budget:
