@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from lightning_solo.errors import SoloError, nearest
 
 INTERRUPTED = 130
+TERMINATED = 143
 COMMANDS = {
     "train": "train a model under a preset (a Hydra application: key=value overrides, -m sweeps)",
     "plan": "what would fit, and where, without training: lightning-solo plan model=byte_gpt_7b --device rtx-4090",

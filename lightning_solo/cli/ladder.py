@@ -92,7 +92,9 @@ def run(arguments: Sequence[str]) -> int:
         done = [row for row in ladder.figures() if row.status != INTERRUPTED_JOB]
         write(folder, options, command, done)
         display.console.print(
-            f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}", soft_wrap=True
+            f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}",
+            soft_wrap=True,
+            markup=False,
         )
         return INTERRUPTED
     written = write(folder, options, command, rows)

@@ -24,7 +24,7 @@ class RunFolder:
         self.config = path / "config.yaml"
 
     def open(self, cfg: DictConfig) -> str | None:
-        """Write configuration and versions, and return the checkpoint to resume from, or None to start.
+        """Return the checkpoint to resume from, or None to start, with configuration and versions written.
 
         Raises:
             PresetError: the folder can't be written.
@@ -32,13 +32,22 @@ class RunFolder:
             ConflictError: the run to resume was configured otherwise; lists every difference.
         """
         checkpoint = self._checkpoint(cfg)
+        if checkpoint is None:
+            self.write(cfg)
+        return checkpoint
+
+    def write(self, cfg: DictConfig) -> None:
+        """Write configuration and versions.
+
+        Raises:
+            PresetError: the folder can't be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")  # unresolved: no secret is written out
             write_json(self.path / VERSIONS, versions())
         except OSError as error:
             raise PresetError(f"root={cfg.root}: {self.path} can't be written: {error.strerror}") from error
-        return checkpoint
 
     def _checkpoint(self, cfg: DictConfig) -> str | None:
         if not (self.last.exists() or self.last.is_symlink()):

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import check_machine, make, trainer_arguments
-from lightning_solo.cli import INTERRUPTED, refuse
+from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.command_line import (
     CheckedConfig,
     check_command_line,
@@ -75,7 +75,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
 
     Raises:
         SoloError: any refusal: of a choice, of this machine, of a run to resume.
-        SystemExit: 130 after Ctrl-C, with the last checkpoint saved.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, with the last checkpoint saved.
     """
     checked = check_config(cfg)
     run_folder = RunFolder(folder)
@@ -91,6 +91,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
     import lightning as L
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     _quieten()
     L.seed_everything(int(cfg.seed), workers=True, verbose=False)
@@ -101,10 +102,11 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit as exit_:
-        if not isinstance(exit_.__context__, KeyboardInterrupt):
+        terminated = isinstance(exit_, SIGTERMException)  # Lightning's, whose status would be 0
+        if not terminated and not isinstance(exit_.__context__, KeyboardInterrupt):
             raise
         _say_interrupted(trainer, run_folder)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(TERMINATED if terminated else INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
@@ -260,12 +262,16 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
         enable_version_counter=False,
     )
 
+    def begun(*_: Any) -> None:
+        run_folder.write(cfg)  # of a resumed run: only now has its checkpoint been read
+
     def save_on_exception(*_: Any) -> None:
         # Before the first batch there is nothing to save; after a refused resume the states are not those of the file.
         best.save_on_exception = True
 
     # ModelCheckpoint saves with each validation; the steps after the last one would be lost
     end = LambdaCallback(
+        on_train_start=begun,
         on_train_batch_end=save_on_exception,
         on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last, weights_only=False),
     )
@@ -273,7 +279,7 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
 
 
 def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)  # names and overrides may have brackets
     saved = run_folder.last
     if not saved.exists():
         console.print(f"interrupted before the first step; nothing to save in {run_folder.path}")
@@ -307,7 +313,7 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     table.add_row(f"peak memory, {where}", f"{(peak or 0) / GiB:.3f} GiB")
     for name, value in figures(trainer).items():
         table.add_row(name, f"{value:,.2f}")
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     for what, path in written(trainer, folder).items():
         console.print(f"{what}: {path}", soft_wrap=True, highlight=False)

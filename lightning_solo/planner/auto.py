@@ -75,7 +75,7 @@ def choose(
     console.print(table(plans, chosen))
     if chosen is None:
         raise none_fits(plans)
-    console.print(why(chosen, plans), soft_wrap=True, highlight=False)
+    console.print(why(chosen, plans), soft_wrap=True, highlight=False, markup=False)
     return chosen.preset, configs[chosen.preset], chosen
 
 

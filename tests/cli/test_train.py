@@ -186,8 +186,12 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     assert "Traceback" not in damaged
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
-    arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", "solo=bf16"]
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
+def test_ctrl_c_saves_and_the_run_goes_on(sent: signal.Signals, status: int, tmp_path: Path) -> None:
+    presets = "solo=[bf16,accumulation]"
+    arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", presets]
     metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
     deadline = time.monotonic() + 500
     with subprocess.Popen(
@@ -204,18 +208,18 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
                 assert process.poll() is None, process.communicate()[0]
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(sent)
             output, _ = process.communicate(timeout=500)
         finally:
             process.kill()
-    assert process.returncode == 130, output
+    assert process.returncode == status, output
     assert "Traceback" not in output
     saved = steps_of(tmp_path / "runs" / "first")
     assert saved > 0
     said = re.search(r"^resume with: lightning-solo train (.*)$", output, re.MULTILINE)
     assert said is not None, output
     again = [text for text in shlex.split(said[1]) if not text.startswith("trainer.max_steps=")]
-    assert {"run=first", "resume=auto", "solo=bf16"} <= set(again)
+    assert {"run=first", "resume=auto", presets} <= set(again)
     train(tmp_path, *again, f"trainer.max_steps={saved + 2}")
     assert steps_of(tmp_path / "runs" / "first") == saved + 2
 
@@ -326,12 +330,13 @@ def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_refused_resume_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     compact = [*QUICK, "run=first", "solo=compact"]
     train(tmp_path, *compact)
-    saved = {path.name: path.read_bytes() for path in (tmp_path / "runs" / "first" / "checkpoints").iterdir()}
-    assert "last.ckpt" in saved
+    folder = tmp_path / "runs" / "first"
+    saved = {path: path.read_bytes() for path in (folder / "config.yaml", *(folder / "checkpoints").iterdir())}
+    assert folder / "checkpoints" / "last.ckpt" in saved
     other = ["solo.strategy.moment_bits=32", "resume=override", "trainer.max_steps=9"]
     refused = train(tmp_path, *[text for text in compact if "max_steps" not in text], *other, code=2)
     assert lines_with(refused, "master_bits", "moment_bits")
-    assert {name: (tmp_path / "runs" / "first" / "checkpoints" / name).read_bytes() for name in saved} == saved
+    assert {path: path.read_bytes() for path in saved} == saved
