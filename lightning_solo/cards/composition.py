@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -96,7 +96,10 @@ class Composition:
                     yield message
 
     def rivalries(self) -> Iterator[str]:
-        """Yield a message for each resource that two techniques own, or that one reads and another frees."""
+        """Yield a message for each pair that can't be combined, by their resources or by a card's rule.
+
+        A rule that refuses a technique alone isn't about others; a run checks what it needs itself.
+        """
         for one, other in combinations(self.techniques, 2):
             for resource in sorted(one.owned() & other.owned()):
                 yield _refusal(one, other, resource, "only one technique of a run can own")
@@ -104,6 +107,11 @@ class Composition:
                 freed = resources(freer.card.frees, freer.settings)
                 for resource in sorted(freed & resources(reader.card.reads, reader.settings)):
                     yield _refusal(reader, freer, resource, "the first reads and the second frees or resets")
+        for chosen in self.techniques:
+            for rule in chosen.card.rules:
+                message = rule(chosen.settings, self)
+                if message and not rule(chosen.settings, replace(self, techniques=(chosen,))):
+                    yield message
 
     def _two_factors(self) -> Iterator[str]:
         factor = self.accumulate_grad_batches

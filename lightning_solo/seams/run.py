@@ -121,8 +121,8 @@ class Run:
         """Have a technique act in this run, at the place that its phase gives it.
 
         Raises:
-            ConflictError: it replaces optimizers or steps, and another one does so too, or an engine; or by its card it
-                owns what another one owns.
+            ConflictError: it replaces optimizers or steps, and another one does so too, or an engine; or by their cards
+                it can't be combined with another one.
         """
         if technique in self.techniques:
             return
@@ -135,7 +135,7 @@ class Run:
         self._with.clear()
 
     def _refuse_rivals(self, technique: Technique) -> None:
-        """Refuse two owners of one resource, however they came here: a preset's lists were checked before."""
+        """Refuse what cards don't combine, however it came here: a preset's lists were checked before."""
         others = [*self.techniques, *([] if self.strategy.brought else [self.strategy])]
         others = [other for other in others if type(other) is not type(technique)]  # which says so itself, if it minds
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import permutations
 from typing import Any
 
 import lightning.pytorch as L
@@ -306,10 +307,16 @@ def test_a_module_without_such_parts_is_refused(make_trainer):
         fitted(make_trainer, TiledMlp(parts=["Gatd"]))
 
 
-def test_recomputed_parts_that_would_keep_a_block_from_being_compiled_are_refused():
+def test_recomputed_parts_that_would_keep_a_block_from_being_compiled_are_refused(make_trainer):
     names = ("activation_checkpointing", "regional_compilation", "tiled_mlp")
-    with pytest.raises(ConflictError, match=mentions(*(f"callback.{name}" for name in names), "~callback.tiled_mlp")):
+    refusal = mentions(*(f"callback.{name}" for name in names), "~callback.tiled_mlp")
+    with pytest.raises(ConflictError, match=refusal):
         compose({"precision": "32-true", "callback": {name: {} for name in names}})
+    for by_hand in permutations(
+        [ActivationCheckpointing(), RegionalCompilation(backend="aot_eager"), TiledMlp(tile_tokens=2)]
+    ):
+        with pytest.raises(ConflictError, match=refusal):
+            fitted(make_trainer, *by_hand)
 
 
 def test_a_batch_of_one_tile_is_warned_of(make_trainer):
