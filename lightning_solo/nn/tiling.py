@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, SoloError
 
 _TILING = "_tiled_forward"  # the attribute in a tiled part's __dict__ that holds its Tiling
 
@@ -108,6 +108,8 @@ def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors:
     if tokens <= tiling.tile_tokens:
         return original(*tensors)
     rows = [tensor.reshape(*[1] * (len(shape) - 1), tokens, tensor.shape[-1]) for tensor in tensors]
+    if not tiling.checked:
+        original = partial(_first_run, part, tiling, original)
     if differentiable and not tiling.checked and not isinstance(rows[0], FakeTensor):
         tiling.checked = True
         _check_rows(part, tiling, original, rows)
@@ -118,6 +120,17 @@ def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors:
         call = _Call(part, tiling, original, parameters)
         output = _Tiled.apply(call, *rows, *parameters)  # type: ignore[no-untyped-call]
     return output.view(*shape, output.shape[-1])
+
+
+def _first_run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Run a part that isn't checked yet; one that takes tensors of a certain shape fails on a tile."""
+    try:
+        return original(*tensors)
+    except (SoloError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise tiling.conflict(part, f"fails on tokens of the shape {shapes} ({error})") from error
 
 
 @dataclass

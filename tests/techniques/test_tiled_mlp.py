@@ -299,6 +299,33 @@ def test_parts_that_take_or_return_other_things_are_refused():
         part(torch.randn(8, 8))
 
 
+class Res(nn.Module):
+    """A residual block of convolutions, (batch, 8, height, width)."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8) if normalised else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.convolution(self.norm(x))
+
+
+@pytest.mark.parametrize("normalised", [False, True])  # torch raises a RuntimeError, and a ValueError
+@pytest.mark.parametrize("differentiable", [True, False])  # as in the sanity check of validation
+def test_parts_of_convolutions_are_refused(normalised, differentiable):
+    part = Res(normalised)
+    tile_parts({"net.res": part}, 16)
+    x = torch.randn(2, 8, 16, 16)
+    with (
+        torch.set_grad_enabled(differentiable),
+        pytest.raises(ConflictError, match=mentions("net.res", "(Res)", "parts: [...]")),
+    ):
+        part(x)
+    restore_parts([part])
+    assert part(x).shape == x.shape
+
+
 def test_a_module_without_such_parts_is_refused(make_trainer):
     net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 1))
     with pytest.raises(NothingToDoError, match=mentions("TransformerEncoderLayer", "parts: [ClassName]")):
