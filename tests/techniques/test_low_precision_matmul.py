@@ -236,6 +236,24 @@ def test_nothing_to_do_is_refused(make_trainer: Make) -> None:
         make_trainer(L, callbacks=[LowPrecisionMatmul("int8", allow_cpu=True)]).fit(module, loader(2, width=40))
 
 
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv1d(32, 32, 1), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.convolution(x.unsqueeze(-1)).squeeze(-1))
+
+
+def test_blocks_without_a_linear_layer_are_refused(make_trainer: Make) -> None:
+    net = nn.Sequential(Convolved(), Convolved(), nn.Linear(32, 1))
+    words = ("nn.Linear", "2 Convolved", "Conv1d", "blocks: [ClassName]")
+    with pytest.raises(NothingToDoError, match=mentions(*words)) as refused:
+        fit(make_trainer, LowPrecisionMatmul("int8", allow_cpu=True), net=net)
+    assert "divide" not in str(refused.value)
+    assert "LayerNorm" not in str(refused.value)
+
+
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
 def test_layers_in_eval_mode_are_refused(make_trainer: Make) -> None:
     with pytest.raises(NothingToDoError, match=mentions("net.blocks.0.up", ".train()", "drop low_precision_matmul")):

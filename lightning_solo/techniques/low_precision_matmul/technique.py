@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import CapabilityError, NothingToDoError
@@ -60,12 +61,18 @@ class LowPrecisionMatmul(Technique):
             NothingToDoError: no block has a linear layer of fitting sizes.
         """
         self._check(ctx.device)
-        layers, left_out = linear_layers(named_blocks(ctx.module, self.blocks))
+        blocks = named_blocks(ctx.module, self.blocks)
+        layers, left_out = linear_layers(blocks)
         named = ", ".join(f"{name} ({sizes})" for name, sizes in left_out.items())
         if not layers:
+            lacks = (
+                f"no linear layer whose sizes divide by {MULTIPLE} is in a block; there are {named}"
+                if named
+                else f"no plain nn.Linear is in a block ({counted(blocks.values())}), whose weights are in"
+                f" {', '.join(_kinds_with_matrices(blocks.values())) or 'none'}"
+            )
             raise NothingToDoError(
-                f"low_precision_matmul: no linear layer whose sizes divide by {MULTIPLE} is in a block"
-                f"{f'; there are {named}' if named else ''}; name other classes, blocks: [ClassName], or leave it out"
+                f"low_precision_matmul: {lacks}; name other classes, blocks: [ClassName], or leave it out"
             )
         self._layers = dict(layers)
         multiply_in_low_precision(layers.values(), product(self.format, ctx.device))
@@ -103,3 +110,10 @@ class LowPrecisionMatmul(Technique):
         """Leave the module as it was; a second call does nothing."""
         restore_layers(self._layers.values())
         self._layers = {}
+
+
+def _kinds_with_matrices(blocks: Iterable[nn.Module]) -> list[str]:
+    """Return the classes of the layers in blocks that have weights of at least two dimensions."""
+    parts = (part for block in blocks for part in block.modules())
+    kinds = {type(part).__name__: None for part in parts if any(p.ndim > 1 for p in part.parameters(recurse=False))}
+    return list(kinds)
