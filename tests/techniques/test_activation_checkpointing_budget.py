@@ -287,6 +287,31 @@ def test_less_than_recomputing_all_takes_is_refused_with_the_least(home, make_tr
     assert (error.value.needed, error.value.available) == (least, least - 1)
 
 
+@pytest.mark.parametrize("factor", [2, 3])
+def test_less_than_a_whole_window_takes_is_refused_in_the_first(make_trainer, factor):
+    home, arguments = lightning_pytorch, {"accumulate_grad_batches": factor, "data": loader(4 * factor, 256, WIDTH)}
+    gc.collect()
+    peaks = fitted(home, make_trainer, ActivationCheckpointing(), **arguments)[0]
+    window = peaks.bytes[factor : 2 * factor]
+    assert window[0] < max(window)  # the first micro-batch has no gradients from before
+    gc.collect()
+    technique = ActivationCheckpointing(budget=(window[0] + max(window)) // 2)
+    with pytest.raises(BudgetError, match=mentions("callback.activation_checkpointing.budget=")) as error:
+        fitted(home, make_trainer, technique, **arguments)
+    assert error.value.needed == max(window)
+
+
+def test_a_later_batch_that_takes_more_is_warned_of_once(make_trainer, recwarn):
+    home, data = lightning_pytorch, batches(64, 64, 64, 512, 512, 512)
+    least = fitted(home, make_trainer, ActivationCheckpointing(), data=batches(64, 64, 64))[0].largest
+    peaks, _ = fitted(home, make_trainer, ActivationCheckpointing(budget=2**21), data=data)
+    assert least < 2**21
+    assert peaks.kept == [0, 0, BLOCKS, 0, 0, 0]
+    messages = [str(warning.message) for warning in recwarn if "budget" in str(warning.message)]
+    assert len(messages) == 1
+    assert f"budget={peaks.largest} or more" in messages[0]
+
+
 def test_a_step_that_takes_more_than_the_counted_one_is_warned_of(home, make_trainer):
     module = regression(home, Stack(BLOCKS, WIDTH))
     step = module.training_step

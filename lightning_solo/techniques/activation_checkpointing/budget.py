@@ -60,6 +60,7 @@ class BudgetedBatches:
         self._outside = 0  # bytes on the device that no ledger sees
         self._on = ExitStack()
         self._last_count = -1
+        self._refuses = True
 
     def begin(
         self, batch: Any, kind: Any, module: nn.Module, optimizers: Iterable[object], device: torch.device, steady: bool
@@ -88,24 +89,33 @@ class BudgetedBatches:
         self._ledger = None
         self.calls.start()
 
-    def end(self) -> tuple[str, str]:
+    def end(self, ends_window: bool) -> tuple[str, str]:
         """End a batch, and return what to log and what to warn of; empty for nothing.
 
+        Args:
+            ends_window: whether it was the last of as many micro-batches as are accumulated.
+
         Raises:
-            BudgetError: the budget is below what a step takes with every block recomputed.
+            BudgetError: the budget is below what a step takes with every block recomputed, as batches up to the end of
+                the first whole window show; later ones only warn.
         """
         ledger, passes = self._ledger, self.calls.passes
         self.stop()
-        if ledger is None:
-            return "", ""
-        if self._choice is None:
+        messages = "", ""
+        if ledger is not None and self._choice is None:
             with no_dispatch():  # in a plan, tensors that the choice computes with would have no numbers
-                return self._choose(ledger, passes)
-        self._choice.is_checked = True
-        peak = ledger.peak_bytes + self._outside
+                messages = self._choose(ledger, passes)
+        elif ledger is not None and self._choice is not None:
+            self._choice.is_checked = True
+            messages = "", self._check(ledger.peak_bytes + self._outside)
+        if ends_window and self._choices:
+            self._refuses = False
+        return messages
+
+    def _check(self, peak: int) -> str:
         if peak <= self.budget:
-            return "", ""
-        return "", (
+            return ""
+        return (
             f"activation checkpointing: a step took {format_bytes(peak)}, above budget={self._named}, as it did more"
             " than the one that was counted; write a smaller callback.activation_checkpointing.budget"
         )
@@ -128,16 +138,17 @@ class BudgetedBatches:
             kept = counts.share(self.budget)
         else:
             kept = counts.within(self.budget)
-        choices.append(Choice(shapes, kept))
         least = counts.peak()
-        if isinstance(self.budget, int) and least > self.budget:
+        is_too_small = isinstance(self.budget, int) and least > self.budget
+        choices.append(Choice(shapes, kept, is_checked=is_too_small))
+        if is_too_small:
             message = (
                 f"activation checkpointing: budget={self._named}, and with every block recomputed a step takes"
                 f" {format_bytes(least)}; write callback.activation_checkpointing.budget={least} or more, take a"
                 " smaller batch, or add callback=activation_offloading, which moves inputs of blocks to the host"
             )
-            if len(self._choices) == len(choices) == 1:
-                raise BudgetError(message, needed=least, available=self.budget)
+            if self._refuses:
+                raise BudgetError(message, needed=least, available=int(self.budget))
             return "", message
         if len(kept) == self._last_count:
             return "", ""

@@ -149,7 +149,7 @@ class ActivationCheckpointing(Technique):
                 "again in backward; name the classes of those that do, blocks: [ClassName]"
             )
         if self._batches is not None and self.ctx is not None:
-            line, warning = self._batches.end()
+            line, warning = self._batches.end((batch_idx + 1) % self.ctx.window.factor == 0)
             if line:
                 self.ctx.info(line)
             if warning:
