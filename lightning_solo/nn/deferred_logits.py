@@ -364,8 +364,12 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     logits, labels, options = call.arguments["input"], call.arguments["target"], call.arguments
-    plain = all(options[name] is None for name in ("weight", "size_average", "reduce"))
-    if not plain or not isinstance(labels, Tensor) or labels.is_floating_point() or logits.dim() < 2:
+    if not isinstance(labels, Tensor) or logits.dim() < 2:
+        return NotImplemented
+    reasons = [f"{name}=" for name in ("weight", "size_average", "reduce") if options[name] is not None]
+    reasons += ["labels that are probabilities"] * labels.is_floating_point()
+    if reasons:
+        logits._compute(f"cross_entropy with {' and '.join(reasons)}")
         return NotImplemented
     if labels.shape != logits._hidden.shape[:-1] or options["reduction"] not in ("mean", "sum", "none"):
         return NotImplemented  # torch names the mistake

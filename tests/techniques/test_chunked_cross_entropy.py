@@ -286,8 +286,18 @@ def test_a_head_that_is_not_linear_is_refused(home: ModuleType, make_trainer: Ma
         (lambda module, batch: module.net(batch).square().mean(), "square"),
         (lambda module, batch: F.nll_loss(module.net(batch).log_softmax(-1).mT, batch), "log_softmax"),
         (lambda module, batch: chunked_loss_by_hand(module.net, batch), "nothing"),
+        (
+            lambda module, batch: F.cross_entropy(module.net(batch).transpose(1, 2), batch, weight=torch.ones(WORDS)),
+            r"cross_entropy with weight=\)",
+        ),
+        (
+            lambda module, batch: F.cross_entropy(
+                module.net(batch).flatten(0, 1), F.one_hot(batch, WORDS).flatten(0, 1).float()
+            ),
+            "cross_entropy with labels that are probabilities",
+        ),
     ],
-    ids=["no loss", "another loss", "log-probabilities", "by hand"],
+    ids=["no loss", "another loss", "log-probabilities", "by hand", "class weights", "probabilities"],
 )
 def test_a_module_without_such_a_loss_is_refused(
     home: ModuleType, make_trainer: Make, step: Callable[..., Any], went: str

@@ -67,10 +67,11 @@ def check_use(uses: dict[str, Use]) -> None:
     computed = ", ".join(dict.fromkeys(name for use in uses.values() for name in use.computed_for))
     if not any(use.losses for use in uses.values()):
         raise NothingToDoError(
-            f"chunked cross-entropy: in the first batch no torch.nn.functional.cross_entropy was called with logits of"
-            f" {', '.join(uses)} (they went to: {computed or 'nothing'}); write head: with the layer whose output goes"
-            " there, call lightning_solo.nn.chunked_cross_entropy(hidden, weight, labels) in training_step, or leave"
-            " this technique out"
+            "chunked cross-entropy: in the first batch no torch.nn.functional.cross_entropy of logits of"
+            f" {', '.join(uses)} could be computed in chunks (they went to: {computed or 'nothing'}); write head: with"
+            " the layer whose output goes to one without weight=, call"
+            " lightning_solo.nn.chunked_cross_entropy(hidden, weight, labels) in training_step, or leave this technique"
+            " out"
         )
     if computed:
         rank_zero_warn(
