@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.units import MiB, parse_bytes
 
+_NUMBER = re.compile(r"\d+|\d*\.\d+")
+
 
 def parse_budget(budget: int | float | str) -> int | float:
     """Return bytes as an int, a share as a float.
 
-    >>> parse_budget("6GiB"), parse_budget(2**21), parse_budget(1)
-    (6442450944, 2097152, 1.0)
+    >>> parse_budget("6GiB"), parse_budget("6442450944"), parse_budget("0.5")
+    (6442450944, 6442450944, 0.5)
 
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    if 0 <= budget <= 1:
-        return float(budget)
-    if budget < MiB:
-        raise ValueError("write bytes, of at least 1 MiB, such as 6GiB, or a share from 0 to 1")
-    return int(budget)
+    try:
+        if isinstance(budget, str) and not _NUMBER.fullmatch(budget):
+            return parse_bytes(budget)
+        number = float(budget)
+        if 0 <= number <= 1:
+            return number
+        if number >= MiB:
+            return int(budget)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError("write bytes, at least 1 MiB, such as 6GiB or 6442450944, or a share from 0 to 1, such as 0.5")
 
 
 def budget_setting(text: str) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
+from lightning_solo.cards.budget import parse_budget
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.planner.device import device as device_of
@@ -345,10 +346,23 @@ def test_results_inside_blocks_and_whole_blocks_are_not_chosen_both():
         ActivationCheckpointing(keep="products", budget=0.5)
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, 2, "6", "6GB", "much", float("nan"), True, [1]])
-def test_what_is_no_budget_is_refused(budget):
+@pytest.mark.parametrize("budget", [-1, 1.5, 2, "6", "6GB", "50%", "1.5", "much"])
+def test_what_is_no_budget_is_refused_with_the_forms_of_one(budget):
+    with pytest.raises(PresetError, match=mentions(f"budget={budget!r}", "6GiB", "6442450944", "0.5")):
+        ActivationCheckpointing(budget=budget)
+
+
+@pytest.mark.parametrize("budget", [True, [1], float("nan")])
+def test_what_is_no_number_is_refused(budget):
     with pytest.raises(PresetError, match=mentions("budget=")):
         ActivationCheckpointing(budget=budget)
+
+
+@pytest.mark.parametrize(("text", "budget"), [("0.5", 0.5), ("1", 1.0), ("12061416", 12061416), ("12MiB", 12 * 2**20)])
+def test_a_text_may_be_any_form_of_a_budget(text, budget):
+    assert ActivationCheckpointing(budget=text).budget == text
+    parsed = parse_budget(text)
+    assert (type(parsed), parsed) == (type(budget), budget)
 
 
 # Trace
