@@ -30,6 +30,7 @@ NAMES = {"wait_event", "wait_stream", "record_stream", "record_event", "synchron
 NOT_STREAMS = {"_process", "process", "done"}  # other processes that are waited for
 TESTS = [
     ["tests/simcuda/test_orderings.py"],
+    ["tests/techniques/test_activation_offloading.py", "-k", "not pytorch_lightning"],
     ["tests/simcuda/test_presets.py", "tests/optim", "tests/techniques/test_compact.py", "-k", "not pytorch_lightning"],
 ]
 """In this order: those that are made for it first."""
