@@ -25,9 +25,9 @@ from tests.modules import classification, loader, regression
 
 pytestmark = pytest.mark.any_device
 
-ON_CPU = {"compile": [pytest.mark.cpu_only("no Triton compiles for the simulated device")]}
+MARKS = {"compile": [pytest.mark.long, pytest.mark.cpu_only("no Triton compiles for the simulated device")]}
 CPU_PRESETS = tuple(
-    pytest.param(name, marks=ON_CPU.get(name, []))
+    pytest.param(name, marks=MARKS.get(name, []))
     for name in solo.list_presets()
     if name != "auto" and composition(compose(name)).needs_cuda() is None
 )
