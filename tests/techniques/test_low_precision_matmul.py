@@ -102,6 +102,7 @@ def test_a_frozen_weight_takes_no_product(frozen: bool, products: int) -> None:
     assert sum(cost.flops for cost in tracer.costs) == products * 2 * 64 * 32 * 48
 
 
+@pytest.mark.any_device
 @pytest.mark.every_change
 def test_a_trainer_replaces_the_products_of_the_blocks(
     home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture
