@@ -50,8 +50,12 @@ LONG, TILED = ("long_context", "compact"), (CHUNKS, "+callback=tiled_mlp", "call
 CASES: dict[str, tuple[str, Sequence[str], Sequence[str], int]] = {  # shape, presets, overrides, tokens that fit
     "3b, plain bf16-mixed": ("3b", ("bf16",), (), 4 * KiB),
     "3b, long_context": ("3b", ("long_context",), (CHUNKS,), 64 * KiB),
-    "8b, long_context, compact, tiled_mlp": ("8b", LONG, TILED, 200 * KiB),
-    "8b, the same, states on the host": ("8b", LONG, (*TILED, "strategy.state_budget=0"), 256 * KiB),
+    "8b, long_context, compact, tiled_mlp, states on the host": (
+        "8b",
+        LONG,
+        (*TILED, "strategy.state_budget=0"),
+        256 * KiB,
+    ),
 }
 
 
