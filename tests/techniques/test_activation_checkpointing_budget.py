@@ -302,6 +302,7 @@ def test_less_than_a_whole_window_takes_is_refused_in_the_first(make_trainer, fa
     assert error.value.needed == max(window)
 
 
+@pytest.mark.cpu_only("with the bytes of a GPU's operators a block can be kept")
 def test_a_later_batch_that_takes_more_is_warned_of_once(make_trainer, recwarn):
     home, data = lightning_pytorch, batches(64, 64, 64, 512, 512, 512)
     least = fitted(home, make_trainer, ActivationCheckpointing(), data=batches(64, 64, 64))[0].largest
