@@ -13,13 +13,14 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from this_machine import machine, versions
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_solo.attributes import replaced
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn import sliding_window_attention
 from lightning_solo.nn.attention_kernels import enabled_kernel
@@ -56,7 +57,7 @@ def step(kernel: str, window: bool, tiled: bool, tokens: int) -> dict[str, int]:
     with ExitStack() as stack:
         stack.enter_context(enabled_kernel(kernel))
         if window:
-            stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _windowed_once()))
+            stack.enter_context(replaced(F, "scaled_dot_product_attention", _windowed_once()))
         blocks(x).sum().backward()  # tiles are compared here
         blocks.zero_grad()
         with Ledger(blocks, ()) as ledger:
@@ -71,10 +72,10 @@ def step(kernel: str, window: bool, tiled: bool, tokens: int) -> dict[str, int]:
 
 def _windowed_once() -> Any:
     """Return `windowed`, whose own calls go to torch's function."""
-    original = torch.nn.functional.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        with patch("torch.nn.functional.scaled_dot_product_attention", original):
+        with replaced(F, "scaled_dot_product_attention", original):
             return windowed(*args)
 
     return call

@@ -26,7 +26,10 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sub-command named first on the command line and exit: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run the sub-command named first on the command line and exit.
+
+    Exits with 0 (done), 1 (failed), 2 (refused), 130 or 143 (interrupted or terminated).
+    """
     rest = list(sys.argv[1:] if arguments is None else arguments)
     name = rest.pop(0) if rest else "--help"
     if name in ("-h", "--help", "help"):

@@ -119,8 +119,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         if result is NotImplemented:
             with _numbers_of_few(func, args, kwargs) if self.fake else nullcontext():
                 result = func(*args, **kwargs)
-        if self.fake and func in _COUNTS:
-            result = counted(func, args, kwargs, result)
+        if self.fake and func in _RANGES:
+            result = _range_with_numbers(func, args, kwargs, result)
         if self.fake and func in NORMS and result[1].dtype in HALF and (self.cuda or _mixed(args)):
             # torch's rule for fake tensors has the statistics in 16 bits; the kernels keep them in fp32
             result = (result[0], result[1].float(), result[2].float(), *result[3:])
@@ -170,10 +170,10 @@ def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             tensor.constant = number
 
 
-_COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
-def counted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def _range_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Return a range with its numbers, unless they are many: models compare positions before they build a mask."""
     if not isinstance(result, FakeTensor) or result.is_floating_point() or result.numel() > KNOWN:
         return result

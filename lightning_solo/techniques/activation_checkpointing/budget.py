@@ -145,7 +145,8 @@ class BudgetedBatches:
             message = (
                 f"activation checkpointing: budget={self._named}, and with every block recomputed a step takes"
                 f" {format_bytes(least)}; write callback.activation_checkpointing.budget={least} or more, take a"
-                " smaller batch, or add callback=activation_offloading, which moves inputs of blocks to the host"
+                " smaller batch, or, on a GPU, add callback=activation_offloading, which moves inputs of blocks to the"
+                " host"
             )
             if self._refuses:
                 raise BudgetError(message, needed=least, available=int(self.budget))
