@@ -20,6 +20,8 @@ from pathlib import Path
 VERSIONS = "versions.json"
 """File of a run: the `versions` at its start."""
 PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed")
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""File systems whose files take the host's memory."""
 
 
 @functools.cache
@@ -94,6 +96,18 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the type of the file system that holds a path; empty where the system does not report it."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return ""
+    points = [(Path(point.replace("\\040", " ")), kind) for _, point, kind, *_ in lines]
+    holding = [(len(point.parts), kind) for point, kind in points if path.is_relative_to(point)]
+    # Of two mounts on the same point the later one is seen.
+    return max(reversed(holding), key=lambda pair: pair[0])[1] if holding else ""
 
 
 def tool_path() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_left, insort
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_solo.errors import ConflictError
 from lightning_solo.memory import host_slabs
+from lightning_solo.nn.saved_tensors import Left, Moved, View, require_unchanged
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other classes hold their numbers in tensors of their own
 _REMEDY = "take smaller micro-batches or shorter sequences"
@@ -73,8 +72,8 @@ class Offloader:
         self.moved_bytes = self.host_bytes = self.largest_left_bytes = 0
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._weights: set[int] = set()
-        self._moved: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()  # by number
-        self._of_storage: weakref.WeakValueDictionary[int, _Moved] = weakref.WeakValueDictionary()
+        self._moved: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()  # by number
+        self._of_storage: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
         self._window: dict[int, int] = {}  # number -> bytes, of storages on the device that backward hasn't come to
         self._window_bytes = 0
         self._near: list[int] = []  # sorted numbers of the window, and of storages freed since
@@ -102,16 +101,16 @@ class Offloader:
 
     # --- to the host ---
 
-    def _pack(self, tensor: Tensor) -> _Left | _View:
+    def _pack(self, tensor: Tensor) -> Left | View:
         if not self._is_moved(tensor):
             # a result that is its own saved tensor would keep its graph alive
-            return _Left(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return Left(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         moved = self._of_storage.get(storage._cdata)
         # an address is used again: compare the storage too
         if moved is None or moved.source() is not storage or moved.version != tensor._version:
             moved = self._of_storage[storage._cdata] = self._move(tensor, storage)
-        return _View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _is_moved(self, tensor: Tensor) -> bool:
         if (
@@ -130,13 +129,13 @@ class Offloader:
             self.largest_left_bytes = max(self.largest_left_bytes, size)
         return size >= self.min_bytes
 
-    def _move(self, tensor: Tensor, storage: UntypedStorage) -> _Moved:
+    def _move(self, tensor: Tensor, storage: UntypedStorage) -> Moved:
         size = storage.nbytes()
         whole = tensor.detach().as_strided((size // tensor.itemsize,), (1,), 0)
         if not self._moved:
             self._begin()
         leaves = self.keep_on_device is None or self.saved_bytes < self._expected - self._limit(self._expected)
-        moved = _Moved(self, self._count, whole, weakref.ref(storage), tensor)
+        moved = Moved(self, self._count, whole, weakref.ref(storage), tensor)
         self._moved[self._count] = moved
         self._count += 1
         self._largest = max(self._largest, size)
@@ -160,7 +159,7 @@ class Offloader:
             return self.in_flight * self._largest
         return self.keep_on_device if isinstance(self.keep_on_device, int) else int(self.keep_on_device * saved_bytes)
 
-    def _enter(self, moved: _Moved) -> None:
+    def _enter(self, moved: Moved) -> None:
         self._window[moved.number] = moved.bytes
         self._window_bytes += moved.bytes
         insort(self._near, moved.number)
@@ -175,7 +174,7 @@ class Offloader:
             number = self._near[0]
             moved = self._moved.get(number)
             if moved is not None and number in self._window:
-                if moved.host is None:
+                if moved.stored is None:
                     self._copy_to_host(moved)
                 self._await_copy(moved)
                 moved.whole = None
@@ -183,10 +182,10 @@ class Offloader:
             self._leave_window(number)
             del self._near[0]
 
-    def _copy_to_host(self, moved: _Moved) -> None:
-        moved.host = self._buffer(moved.bytes)
+    def _copy_to_host(self, moved: Moved) -> None:
+        moved.stored = self._buffer(moved.bytes)
         self.moved_bytes += moved.bytes
-        self._copy(moved, to_host=True)
+        self._copy(moved, moved.stored, to_host=True)
 
     def _buffer(self, size: int) -> Tensor:
         """Return a host buffer of at least ``size`` bytes: the smallest that is free, or a new one."""
@@ -206,12 +205,12 @@ class Offloader:
 
     # --- back ---
 
-    def _unpack(self, packed: _Left | _View) -> Tensor:
-        if isinstance(packed, _Left):
-            _require_unchanged(packed.tensor, packed.version)
+    def _unpack(self, packed: Left | View) -> Tensor:
+        if isinstance(packed, Left):
+            require_unchanged(packed.tensor, packed.version)
             return packed.tensor
         moved = packed.moved
-        _require_unchanged(moved.probe, moved.version)
+        require_unchanged(moved.probe, moved.version)
         whole = self._bring_back(moved)
         self._await_copy(moved)
         behind = bisect_left(self._near, moved.number)
@@ -221,12 +220,19 @@ class Offloader:
         self._prefetch(moved.number)
         return whole.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
-    def _bring_back(self, moved: _Moved) -> Tensor:
+    def _bring_back(self, moved: Moved) -> Tensor:
         if moved.whole is None:
-            moved.whole = torch.empty(moved.count, dtype=moved.probe.dtype, device=self.device)
-            self._copy(moved, to_host=False)
+            self._copy_back(moved)
             self._enter(moved)
+        assert moved.whole is not None
         return moved.whole
+
+    def _copy_back(self, moved: Moved) -> None:
+        self._fill(moved, moved.stored)
+
+    def _fill(self, moved: Moved, memory: Tensor) -> None:
+        moved.whole = torch.empty(moved.count, dtype=moved.probe.dtype, device=self.device)
+        self._copy(moved, memory, to_host=False)
 
     def _prefetch(self, number: int) -> None:
         """Bring back what was saved before ``number``, which backward comes to next."""
@@ -242,10 +248,10 @@ class Offloader:
 
     # --- copies ---
 
-    def _copy(self, moved: _Moved, *, to_host: bool) -> None:
+    def _copy(self, moved: Moved, memory: Tensor, *, to_host: bool) -> None:
+        """Copy a storage between the device and memory of the host."""
         assert moved.whole is not None
-        assert moved.host is not None
-        on_host = moved.host[: moved.bytes].view(moved.whole.dtype)
+        on_host = memory[: moved.bytes].view(moved.whole.dtype)
         target, source = (on_host, moved.whole) if to_host else (moved.whole, on_host)
         if self._stream is None:
             target.copy_(source)
@@ -256,82 +262,18 @@ class Offloader:
             target.copy_(source, non_blocking=True)
             moved.copied = self._stream.record_event()
 
-    def _await_copy(self, moved: _Moved) -> None:
+    def _await_copy(self, moved: Moved) -> None:
         """Have the current stream wait until the last copy of a storage is done."""
         if moved.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(moved.copied)
 
-    def _release(self, moved: _Moved) -> None:
+    def _release(self, moved: Moved) -> None:
         self._await_copy(moved)  # its memory on the device is used again
         self._leave_window(moved.number)
-        if moved.host is not None:
-            self._free.append(moved.host)
-            self._free.sort(key=lambda buffer: buffer.nbytes)
+        if moved.stored is not None:
+            self._give_back(moved)
 
-
-class _Moved:
-    """A storage that is moved, or may be; the saved tensors that are views of it keep it.
-
-    Attributes:
-        number: in the order of saving.
-        whole: all of it on the device, in one dimension; None while it is on the host alone.
-        host: its buffer; None while it was never copied.
-        bytes, count: of it, elements.
-        source: the storage that was saved.
-        probe: shows later changes of the saved tensor by its version, and holds no bytes.
-        version: of the tensor when it was saved.
-        copied: the event behind its last copy.
-    """
-
-    def __init__(
-        self,
-        offloader: Offloader,
-        number: int,
-        whole: Tensor,
-        source: weakref.ref[UntypedStorage],
-        tensor: Tensor,
-    ) -> None:
-        self.offloader, self.number, self.source = offloader, number, source
-        self.host: Tensor | None = None
-        self.whole: Tensor | None = whole
-        self.count, self.bytes = whole.numel(), whole.nbytes
-        self.probe = tensor.detach()
-        self.probe.data = tensor.new_empty(0)
-        self.version = tensor._version
-        self.copied: Any = None
-
-    def __del__(self) -> None:
-        self.offloader._release(self)
-
-
-@dataclass
-class _View:
-    """A saved tensor whose storage is moved, or may be."""
-
-    moved: _Moved
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass
-class _Left:
-    """A saved tensor that stays where it is."""
-
-    tensor: Tensor
-    version: int
-
-
-def _require_unchanged(tensor: Tensor, version: int) -> None:
-    """Check what torch doesn't check in such a context.
-
-    Raises:
-        ConflictError: a saved tensor was changed in place since.
-    """
-    if tensor._version != version:
-        raise ConflictError(
-            f"a tensor saved for backward was changed in place afterwards, from version {version} to"
-            f" {tensor._version}: its gradients would be wrong. Write x = x + y instead of x += y, relu(x) instead of"
-            " relu_(x)"
-        )
+    def _give_back(self, moved: Moved) -> None:
+        """Have what held the copy of a storage used for others."""
+        self._free.append(moved.stored)
+        self._free.sort(key=lambda buffer: buffer.nbytes)

@@ -159,9 +159,9 @@ def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
         with tracer.on_host():
             return allocate(self, size)
 
-    def copy_aside(self: Offloader, moved: Any, *, to_host: bool) -> None:
+    def copy_aside(self: Offloader, moved: Any, memory: Tensor, *, to_host: bool) -> None:
         if not tracer.fake:
-            copy(self, moved, to_host=to_host)
+            copy(self, moved, memory, to_host=to_host)
         tracer.copy(TO_HOST if to_host else TO_DEVICE, moved.bytes, _slot(moved))
 
     def await_copy(self: Offloader, moved: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import BudgetError, CapabilityError
+from lightning_solo.machine import IN_MEMORY, file_system
 from lightning_solo.memory.sizes import sizes_of
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.checkpoint import Group
@@ -21,7 +22,6 @@ from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
 # On top of what is counted: batches, Python and the libraries (examples/results/zero_offload_cpu.json and
 # zero_host_cpu.json: what was predicted beside what was measured).
 MARGIN = 0.05
-RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 # fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and releases: measured for
 # torch's on the host (examples/results/zero_host_cpu.json); the others as AdamW.
@@ -118,26 +118,14 @@ def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) ->
         raise CapabilityError(f"nvme_path={str(folder)!r}: {existing} is a file; {remedy}")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CapabilityError(f"nvme_path={str(folder)!r}: {existing} is read-only for this user; {remedy}")
-    kind = _file_system(existing.resolve(), mounts)
-    if kind in RAM_FILE_SYSTEMS:
+    kind = file_system(existing.resolve(), mounts)
+    if kind in IN_MEMORY:
         raise CapabilityError(
             f"nvme_path={str(folder)!r} is {kind}: files there take the host's memory, which is what they should"
             f" save; {remedy}"
         )
     system = os.statvfs(existing)
     return system.f_bavail * system.f_frsize
-
-
-def _file_system(path: Path, mounts: Path) -> str:
-    """Return the type of the file system that holds a path; empty where the system does not report it."""
-    try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return ""
-    points = [(Path(point.replace("\\040", " ")), kind) for _, point, kind, *_ in lines]
-    holding = [(len(point.parts), kind) for point, kind in points if path.is_relative_to(point)]
-    # Of two mounts on the same point the later one is seen.
-    return max(reversed(holding), key=lambda pair: pair[0])[1] if holding else ""
 
 
 def _refuse(what: str, peak: int, parts: Mapping[str, int], available: int, note: str) -> None:

@@ -22,6 +22,7 @@ from lightning_solo.ladder.measurement import Clock
 from lightning_solo.memory import host_slabs
 from lightning_solo.memory.host_slabs import host_tensors
 from lightning_solo.nn.blocks import repeated_blocks
+from lightning_solo.nn.disk_offloading import DiskOffloader
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import checkpoint_blocks, inputs_kept_in
 from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, state_placement
@@ -291,6 +292,23 @@ def test_published_races_of_saved_tensors_on_the_host(
         plain = saved_gradients(net, None, checkpointed, scale)
         assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
     assert offloader.moved_bytes > offloader.host_bytes > 0
+
+
+@pytest.mark.parametrize("keep_on_device", [None, 3 * 8192])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_buffers_between_device_and_disk(
+    checkpointed: bool, keep_on_device: int | None, held_back: Any, tmp_path: Path
+) -> None:
+    """A buffer is written to the disk before it is filled, or filled from the disk while it is copied from."""
+    net, _ = offloaded(checkpointed)
+    offloader = DiskOffloader(CUDA, tmp_path, 256, keep_on_device=keep_on_device)
+    offloader.leave(net)
+    for scale in (1.0, 2.0, 3.0):  # other numbers in the same buffers
+        made = [gradient.clone() for gradient in saved_gradients(net, offloader, checkpointed, scale)]
+        plain = saved_gradients(net, None, checkpointed, scale)
+        assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
+    assert offloader.moved_bytes > offloader.host_bytes > 0
+    offloader.free_buffers()
 
 
 @pytest.mark.usefixtures("held_back")

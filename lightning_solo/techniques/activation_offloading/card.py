@@ -10,8 +10,9 @@ from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.composition import Composition
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import ConflictError
 
-BLOCK_INPUTS, ALL = "block_inputs", "all"
+BLOCK_INPUTS, ALL, DISK = "block_inputs", "all", "disk"
 
 
 @dataclass(frozen=True)
@@ -20,21 +21,30 @@ class Settings:
 
     mode: str = setting(
         BLOCK_INPUTS,
-        "block_inputs: what recomputed blocks keep; all: everything that is saved, at the price of the bus",
-        allowed=(BLOCK_INPUTS, ALL),
+        "block_inputs: what recomputed blocks keep; all: all that is saved, at the price of the bus; disk:"
+        " block_inputs, to a local SSD",
+        allowed=(BLOCK_INPUTS, ALL, DISK),
     )
     min_offload_bytes: int = setting(2**20, "smaller tensors stay on the device", at_least=1)
     keep_on_device: int | float | str | None = budget_setting(
         "of what is to be moved, the last saved stays: bytes, as 2GiB, or a share; null: what is on its way to the host"
     )
+    folder: str | None = setting(None, "on a local SSD, for mode=disk; null: the system's for temporary files")
     allow_cpu: bool = setting(False, "move to a second buffer on the CPU, for tests and for trying: it saves nothing")
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.mode != DISK:
+            raise ConflictError(
+                f"activation_offloading: folder={self.folder!r} is for mode=disk, and mode={self.mode}; write"
+                " mode=disk, or folder=null"
+            )
 
 
 def _nothing_recomputed(settings: Settings, composition: Composition) -> str | None:
     if settings.mode == ALL or any("saved_tensors" in chosen.owned() for chosen in composition.techniques):
         return None
     return (
-        "callback.activation_offloading.mode=block_inputs moves the inputs of recomputed blocks, and no block is"
+        f"callback.activation_offloading.mode={settings.mode} moves the inputs of recomputed blocks, and no block is"
         " recomputed; write +callback=activation_checkpointing, or callback.activation_offloading.mode=all"
     )
 
@@ -61,8 +71,9 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it on the CPU, whose copies stand for those to the host."""
     # of small micro-batches, more fits into so many bytes than of large ones
     keeps_bytes = settings.keep_on_device is not None and isinstance(parse_budget(settings.keep_on_device), int)
-    node = {**(tracing.node or {}), "allow_cpu": True}
-    return replace(tracing, node=node, scales=tracing.scales and not keeps_bytes)
+    node = {**(tracing.node or {}), "allow_cpu": True, "folder": None}
+    keeps_up = (*tracing.assumptions, *(["the disk keeps up with offloaded activations"] * (settings.mode == DISK)))
+    return replace(tracing, node=node, scales=tracing.scales and not keeps_bytes, assumptions=keeps_up)
 
 
 CARD = Card(
@@ -72,12 +83,13 @@ CARD = Card(
     settings=Settings,
     saves="with recomputed blocks their inputs: of each block 2 (bf16) or 4 bytes per token and unit of width, all but"
     " those of one or two blocks; with ``mode=all`` nearly all that forward saves",
-    costs="as many bytes of page-locked host memory. Each byte crosses the bus once in each direction, beside the"
+    costs="as many bytes of page-locked host memory; with ``mode=disk`` of a local disk, and four block inputs on the"
+    " host. Each byte crosses the bus once in each direction, beside the"
     " computation: block inputs are hidden from a few thousand tokens per micro-batch on, everything isn't; with"
     " ``keep_on_device`` only what doesn't fit",
     numerics="bit-exact: the same bytes come back",
-    conflicts="changes in place of a saved tensor (refused, as without it); with ``block_inputs`` a model in which no"
-    " block is recomputed (refused)",
+    conflicts="changes in place of a saved tensor (refused, as without it); with ``block_inputs`` and ``disk`` a"
+    " model in which no block is recomputed (refused)",
     reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840;"
     " https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks",
     exact=True,

@@ -1,22 +1,26 @@
-"""Activation offloading: keep what forward saves for backward in host memory until backward comes to it."""
+"""Activation offloading: keep what forward saves for backward in host memory, or on disk, until backward needs it."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_solo.cards.budget import parse_budget
 from lightning_solo.errors import CapabilityError, NothingToDoError
+from lightning_solo.machine import IN_MEMORY, file_system
+from lightning_solo.nn.disk_offloading import DiskOffloader
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import inputs_kept_in
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPUTS, CARD
+from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPUTS, CARD, DISK
 from lightning_solo.units import format_bytes
 
-IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4}
+IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4, DISK: 1}
 """Of the largest tensor: inputs of blocks are saved at equal distances, everything comes in bursts."""
 
 
@@ -25,15 +29,19 @@ class ActivationOffloading(Technique):
 
     Args:
         mode: ``block_inputs`` moves the inputs that recomputed blocks keep, and needs a technique that recomputes;
-            ``all`` moves everything that forward saves.
+            ``all`` moves everything that forward saves; ``disk`` moves the inputs to a local disk, through four buffers
+            on the host.
         min_offload_bytes: smaller tensors stay on the device: a copy takes some 10 microseconds however small it is.
         keep_on_device: move only what doesn't fit: of what ``mode`` moves, the tensors saved last stay on the device,
             which backward needs first. As bytes, ``"2GiB"`` or an int of at least 1 MiB; or as a share, from 0 to 1, of
             the bytes of a micro-batch. By default those stay that are on their way to the host.
+        folder: of ``mode="disk"``: a folder on a local SSD, by default the system's for temporary files. The file has
+            no name there; it is gone after the fit, and if the process is killed.
         allow_cpu: on a CPU, move to a second buffer; for tests and for trying.
 
     Raises:
         PresetError: an argument is ill-formed.
+        ConflictError: ``folder`` without ``mode="disk"``.
     """
 
     phase = CARD.phase
@@ -43,12 +51,14 @@ class ActivationOffloading(Technique):
         mode: str = BLOCK_INPUTS,
         min_offload_bytes: int = 2**20,
         keep_on_device: int | float | str | None = None,
+        folder: str | None = None,
         allow_cpu: bool = False,
     ) -> None:
         CARD.check_call(locals())
         self.mode = mode
         self.min_offload_bytes = min_offload_bytes
         self.keep_on_device = keep_on_device
+        self.folder = folder
         self.allow_cpu = allow_cpu
         self._offloader: Offloader | None = None
         self._is_reported = False
@@ -66,13 +76,40 @@ class ActivationOffloading(Technique):
         """Bytes of host memory that are taken now; 0 outside a fit."""
         return 0 if self._offloader is None else self._offloader.host_bytes
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file that ``mode="disk"`` has now; 0 outside a fit."""
+        return self._offloader.disk_bytes if isinstance(self._offloader, DiskOffloader) else 0
+
     def transform(self, ctx: Run) -> None:
         if ctx.device.type != "cuda" and not self.allow_cpu:
             raise CapabilityError(CARD.requires[0].remedy)
         keep = None if self.keep_on_device is None else parse_budget(self.keep_on_device)
-        self._offloader = Offloader(ctx.device, self.min_offload_bytes, IN_FLIGHT[self.mode], keep)
+        options = self.min_offload_bytes, IN_FLIGHT[self.mode], keep
+        if self.mode == DISK:
+            self._offloader = DiskOffloader(ctx.device, self._disk_folder(), *options)
+        else:
+            self._offloader = Offloader(ctx.device, *options)
         self._is_reported = False
         ctx.undo.callback(self._offloader.free_buffers)
+
+    def _disk_folder(self) -> Path:
+        """Return the folder of the file.
+
+        Raises:
+            CapabilityError: there is none of this name, or it is in memory.
+        """
+        remedy = "write callback.activation_offloading.folder=<a folder on a local SSD>"
+        folder = Path(self.folder or tempfile.gettempdir()).expanduser()
+        if not folder.is_dir():
+            raise CapabilityError(f"activation offloading: folder={str(folder)!r}: no such folder; {remedy}")
+        kind = file_system(folder.resolve())
+        if kind in IN_MEMORY and not self.allow_cpu:
+            raise CapabilityError(
+                f"activation offloading: folder={str(folder)!r} is {kind}: a file there takes the host's memory, which"
+                f" mode=disk should save; {remedy}, or mode=block_inputs"
+            )
+        return folder
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._offloader is not None  # transform comes first
@@ -95,10 +132,10 @@ class ActivationOffloading(Technique):
                 )
         elif not self.moved_bytes and not left:
             raise NothingToDoError(
-                "activation offloading moved nothing: mode=block_inputs moves the inputs of recomputed blocks, and no"
+                f"activation offloading moved nothing: mode={self.mode} moves the inputs of recomputed blocks, and no"
                 " block was recomputed: add ActivationCheckpointing(), or write mode=all; where torch.compile has the"
                 " whole module, compile its blocks by RegionalCompilation() instead"
-                if self.mode == BLOCK_INPUTS
+                if self.mode != ALL
                 else "activation offloading moved nothing: forward saved no tensors but weights; leave it out"
             )
         elif not self.moved_bytes:
@@ -114,4 +151,7 @@ class ActivationOffloading(Technique):
                 " mode=block_inputs moves far less"
             )
         elif self.ctx is not None:
-            self.ctx.info(f"activation offloading: {moved} of block inputs are kept on the host in each micro-batch")
+            place = "the host"
+            if self.mode == DISK:
+                place = f"a disk, through {format_bytes(self.host_bytes)} of host memory,"
+            self.ctx.info(f"activation offloading: {moved} of block inputs are kept on {place} in each micro-batch")

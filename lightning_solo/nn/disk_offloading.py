@@ -1,0 +1,163 @@
+"""Tensors that autograd saves for backward, kept on a disk in between, through a few buffers of host memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_solo.nn.offloading import Offloader
+from lightning_solo.nn.saved_tensors import Moved
+from lightning_solo.nn.scratch_file import ScratchFile, whole_pages
+
+STAGING_BUFFERS = 4
+"""Of the largest storage. In forward one is filled while another is written; in backward three are read ahead."""
+
+
+class DiskOffloader(Offloader):
+    """Copies what autograd saves to a file on a local disk: an `Offloader` whose host memory doesn't grow with it.
+
+    A storage goes through one of ``STAGING_BUFFERS`` buffers of host memory. A thread writes it while forward
+    continues, and reads it ahead of backward; forward waits where the disk falls behind by as many buffers.
+
+    Args:
+        device, min_bytes, in_flight, keep_on_device: as `Offloader`.
+        folder: in which the file is made; it has no name there, and is gone when the process ends.
+        worker: as `ScratchFile`.
+
+    Raises:
+        BudgetError: in forward or backward: the disk, or the host, has too little room.
+        CapabilityError: likewise: the disk couldn't be written or read.
+
+    >>> import tempfile
+    >>> offloader = DiskOffloader(torch.device("cpu"), tempfile.gettempdir(), min_bytes=4096)
+    >>> x = torch.ones(1024, requires_grad=True)
+    >>> with offloader.saving():
+    ...     loss = x.exp().exp().sum()
+    >>> loss.backward()
+    >>> offloader.disk_bytes, offloader.host_bytes
+    (8192, 8192)
+    >>> offloader.free_buffers()
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        folder: str | Path,
+        min_bytes: int = 2**20,
+        in_flight: int = 1,
+        keep_on_device: int | float | None = None,
+        worker: Executor | None = None,
+    ) -> None:
+        super().__init__(device, min_bytes, in_flight, keep_on_device)
+        self._file = ScratchFile(folder, worker)
+        self._buffers = 0
+        self._idle: deque[_Buffer] = deque()  # that which was used first is the first
+        self._reading: dict[int, _Buffer] = {}  # number of a storage -> where it is read to, ahead of its use
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file."""
+        return self._file.bytes
+
+    def free_buffers(self) -> None:
+        """Remove the file and free the buffers; what a graph still has on the disk is lost."""
+        self._file.close()
+        self._idle.clear()
+        self._reading.clear()
+        self.host_bytes = self._buffers = 0
+
+    def _copy_to_host(self, moved: Moved) -> None:
+        offset = self._file.take(moved.bytes)
+        try:
+            buffer = self._staging(moved.bytes)
+            self._copy(moved, buffer.memory, to_host=True)
+            buffer.copied = moved.copied
+            buffer.transfer = self._file.write(offset, buffer.pages(moved.bytes), buffer.copied)
+        except BaseException:
+            self._file.give_back(offset)
+            raise
+        self._idle.rotate(-1)
+        moved.stored = _Place(offset, buffer.transfer)
+        self.moved_bytes += moved.bytes
+
+    def _copy_back(self, moved: Moved) -> None:
+        self._file.require_open()
+        buffer = self._reading.pop(moved.number, None) or self._read(moved)
+        assert buffer.transfer is not None
+        try:
+            self._read_ahead(moved.number)
+            self._file.wait(moved.stored.written)
+            self._file.wait(buffer.transfer)
+            self._fill(moved, buffer.memory)
+            buffer.copied = moved.copied
+        finally:
+            self._idle.append(buffer)
+
+    def _read_ahead(self, number: int) -> None:
+        """Have what was saved before ``number`` read, as far as there are buffers."""
+        for index in reversed(range(bisect_left(self._far, number))):
+            if not self._idle:
+                return
+            before = self._moved.get(self._far[index])
+            if before is not None and before.whole is None and before.number not in self._reading:
+                self._reading[before.number] = self._read(before)
+
+    def _read(self, moved: Moved) -> _Buffer:
+        buffer = self._staging(moved.bytes)
+        buffer.transfer = self._file.read(moved.stored.offset, buffer.pages(moved.bytes), buffer.copied)
+        return self._idle.popleft()
+
+    def _staging(self, size: int) -> _Buffer:
+        """Return the first idle buffer, of at least so many bytes, once its last transfer is done."""
+        if self._buffers < min(STAGING_BUFFERS, len(self._file.taken)):
+            self._buffers += 1
+            self._idle.appendleft(_Buffer())
+        elif not self._idle:  # all are read ahead: the one that is needed last
+            self._idle.append(self._reading.popitem()[1])
+        buffer = self._idle[0]
+        if buffer.transfer is not None:
+            self._file.wait(buffer.transfer)
+        if buffer.memory.nbytes < size:
+            self.host_bytes -= buffer.memory.nbytes
+            buffer.memory = _Buffer().memory  # freed before there is another one
+            buffer.memory = self._new_buffer(whole_pages(size))
+            self.host_bytes += buffer.memory.nbytes
+        return buffer
+
+    def _give_back(self, moved: Moved) -> None:
+        buffer = self._reading.pop(moved.number, None)
+        if buffer is not None:
+            self._idle.append(buffer)
+        self._file.give_back(moved.stored.offset)
+
+
+class _Place(NamedTuple):
+    """A place in the file, and the writing to it."""
+
+    offset: int
+    written: Future[None]
+
+
+class _Buffer:
+    """A buffer of host memory between device and disk.
+
+    Attributes:
+        memory: empty until it is first used.
+        transfer: the last one between it and the disk.
+        copied: the event behind the last copy between it and the device.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.transfer: Future[None] | None = None
+        self.copied: Any = None
+
+    def pages(self, size: int) -> Tensor:
+        """Return the whole pages of it that hold so many bytes."""
+        return self.memory[: whole_pages(size)]
