@@ -37,7 +37,8 @@ test-all: test
 	$(SIMULATED) -m "gpu or simcuda or any_device" tests
 	$(MAKE) kernels
 
-# Triton beside the CPU build of torch, which would compile for it: an environment of its own, over that of the tests.
+# Triton beside the CPU build of torch, which would compile for it: an environment of its own, over that of the tests;
+# and Liger's kernels, which are written in it.
 # 3.9.0, since the interpreters of 3.7 and before round a fused product and sum twice.
 KERNELS ?= .venv-kernels
 PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
@@ -45,7 +46,7 @@ $(KERNELS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m venv $(KERNELS)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PURELIB)")')" \
 	  > $$($(KERNELS)/bin/python -c "$(PURELIB)")/tests.pth
-	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
+	$(KERNELS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0 liger-kernel==0.8.5
 	touch $@
 
 # The Triton kernels without a GPU: run by the interpreter against torch's operators, and compiled for five architectures,

@@ -51,6 +51,7 @@ LATE = {
     "peft",
     "bitsandbytes",
     "flashoptim",
+    "liger_kernel",
     "transformers",
     "tensorboard",
     "altair",

@@ -1,0 +1,85 @@
+"""The card of `fused_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+AUTO = "auto"
+KERNELS = ("rms_norm", "layer_norm", "swiglu", "geglu")
+
+
+def _complaint(kernels: str | Sequence[str]) -> str | None:
+    names = [kernels] if isinstance(kernels, str) else kernels
+    if kernels == AUTO or (names and all(name in KERNELS for name in names)):
+        return None
+    return f"write 'auto', or names of {', '.join(KERNELS)}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of FusedKernels."""
+
+    kernels: str | Sequence[str] = setting(
+        AUTO, f"auto: all that the model has a use for; or names of {', '.join(KERNELS)}", check=_complaint
+    )
+    allow_cpu: bool = setting(False, "run torch's operators in their place on a CPU, for tests and for trying")
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan it with operators that keep for backward what the kernels keep."""
+    assumption = (
+        "fused_kernels: planned with torch's operators, which keep for backward what the kernels keep; the kernels"
+        " take less time, and no memory for results between operators"
+    )
+    node = {**(tracing.node or {}), "allow_cpu": True}
+    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
+
+
+def _fused_by_a_compiler(settings: Settings, composition: Composition) -> str | None:
+    for chosen in composition.techniques:
+        if chosen.card.phase is Phase.COMPILE:
+            return (
+                f"callback.fused_kernels does nothing in what {chosen.choice} compiles: the compiler fuses these"
+                f" operators itself, with their neighbours too; write ~callback.fused_kernels, or {chosen.removal}"
+            )
+    return None
+
+
+CARD = Card(
+    name="fused_kernels",
+    target="lightning_solo.techniques.fused_kernels.technique:FusedKernels",
+    phase=Phase.REWRITE,
+    settings=Settings,
+    saves="what Hugging Face's RMSNorm keeps between its operators, in bf16 4 of 6 bytes per number, and the result of"
+    " a gated feed-forward part's activation; and time: one pass over memory for each of them, not one per operator",
+    costs="compiling each kernel in the first step, some seconds",
+    numerics="sums in another order and fewer roundings: the differences are those of the precision's rounding; each"
+    " kind of layer is compared with its kernel before the fit, outputs and gradients",
+    conflicts="compiled blocks, whose operators the compiler fuses itself; a second backward of one graph",
+    reference="Hsu et al. 2024 (Liger Kernel), arXiv 2410.10989",
+    reads=frozenset({"weights"}),
+    rules=(_fused_by_a_compiler,),
+    requires=(
+        Requirement(
+            "package",
+            "callback.fused_kernels runs Liger's kernels; install it, or remove callback.fused_kernels",
+            "liger-kernel>=0.8,<0.9",  # functions below its public ones are called (nn/liger.py)
+            when=lambda settings: not settings.allow_cpu,
+        ),
+        Requirement(
+            "cuda",
+            "callback.fused_kernels runs Triton kernels; remove it, or to try it on a CPU write"
+            " callback.fused_kernels.allow_cpu=true",
+            when=lambda settings: not settings.allow_cpu,
+        ),
+    ),
+    on_cpu={"allow_cpu": True},
+    planned="lightning_solo.techniques.fused_kernels.card:planned",
+)

@@ -1,0 +1,115 @@
+"""Fused kernels: Liger's in place of a model's normalisations and gated feed-forward parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_solo.errors import CapabilityError, NothingToDoError
+from lightning_solo.machine import is_installed
+from lightning_solo.nn import liger
+from lightning_solo.nn.blocks import counted
+from lightning_solo.nn.fused_kernels import Computation, fusable_layers, fuse_layers, restore_layers
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.fused_kernels.card import AUTO, CARD, KERNELS
+
+
+class FusedKernels(Technique):
+    """Runs normalisations and gated feed-forward parts by Liger's kernels, for the length of a fit, validation too.
+
+    Layers are recognised by what they compute, in any package (`lightning_solo.nn.fused_kernels`). Types, weights and
+    checkpoints stay as they are.
+
+    Args:
+        kernels: ``auto``, or names of ``rms_norm``, ``layer_norm``, ``swiglu`` and ``geglu``.
+        allow_cpu: run torch's operators in their place on a CPU, which keep for backward what the kernels keep; for
+            tests and for trying.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, kernels: str | Sequence[str] = AUTO, allow_cpu: bool = False) -> None:
+        CARD.check_call(locals())
+        self.kernels: str | list[str] = kernels if isinstance(kernels, str) else list(kernels)
+        self.allow_cpu = allow_cpu
+        self._layers: dict[str, nn.Module] = {}
+        self._computations: dict[str, Computation] = {}
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """Qualified name -> kernel of the layers that are replaced now; empty outside a fit."""
+        return {name: self._computations[name].kernel for name in self._layers}
+
+    def transform(self, ctx: Run) -> None:
+        """Replace the layers' forward.
+
+        Raises:
+            CapabilityError: there is no CUDA device, or no Liger.
+            NothingToDoError: the model has no layer for a kernel that is asked for.
+        """
+        back_end = self._back_end(ctx.device)
+        names = KERNELS if self.kernels == AUTO else [self.kernels] if isinstance(self.kernels, str) else self.kernels
+        computations, left_out = fusable_layers(ctx.module, names, back_end, ctx.device)
+        ctx.undo.callback(self.undo)
+        check_found(computations, left_out, [] if self.kernels == AUTO else names)
+        self._computations = computations
+        self._layers = {name: ctx.module.get_submodule(name) for name in computations}
+        fuse_layers(self._layers, computations, back_end)
+        kinds = dict.fromkeys(computation.kernel for computation in computations.values())
+        parts = [
+            f"{counted(self._layers[name] for name in computations if computations[name].kernel == kind)} by {kind}"
+            for kind in kinds
+        ]
+        rank_zero_info(f"fused kernels: {'; '.join(parts)}{f'; left out: {_listed(left_out)}' if left_out else ''}")
+
+    def _back_end(self, device: torch.device) -> str:
+        if self.allow_cpu and not liger.runs_on(device):
+            return "operators"
+        package, cuda = CARD.requires
+        if not is_installed("liger_kernel"):
+            raise CapabilityError(
+                f'liger-kernel is not installed: {package.words(self)}; write: pip install "{package.name}"'
+            )
+        if not liger.runs_on(device):
+            raise CapabilityError(f"the run is on {device}: {cuda.words(self)}")
+        return "liger"
+
+    def undo(self) -> None:
+        """Leave the module as it was; a second call does nothing."""
+        restore_layers(self._layers.values())
+        self._layers, self._computations = {}, {}
+
+
+def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, str], wanted: Sequence[str]) -> None:
+    """Refuse kernels for which there is no layer.
+
+    Raises:
+        NothingToDoError: names them, and the layers that are nearly such.
+    """
+    found = {computation.kernel for computation in computations.values()}
+    missing = [name for name in wanted if name not in found]
+    if missing or not computations:
+        near = f"these only look so: {_listed(left_out)}" if left_out else "no layer looks so"
+        raise NothingToDoError(
+            f"fused_kernels: no layer computes {' or '.join(missing or KERNELS)}; {near}; write kernels: auto, or"
+            " leave callback.fused_kernels out"
+        )
+
+
+def _listed(reasons: Mapping[str, Any]) -> str:
+    """Return name and reason of layers, those of one reason together."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(same)} ({reason})" for reason, same in names.items())
