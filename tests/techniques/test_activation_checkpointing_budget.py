@@ -23,8 +23,10 @@ from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB
+from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Held, Stack, loader, regression
 
@@ -225,6 +227,44 @@ def test_beside_a_memory_logger_that_counts_too(make_trainer):
     peaks, _ = fitted(home, make_trainer, technique, callbacks=[MemoryLogger()])
     assert peaks.kept[-1] == 3
     assert peaks.largest <= technique.budget
+
+
+@pytest.mark.cpu_only("the ledger counts page-locked buffers as well")
+@pytest.mark.parametrize("mode", ["block_inputs", long("disk", id="disk")])
+def test_inputs_that_are_offloaded_make_room_for_less_than_recomputing_all_takes(make_trainer, mode):
+    home = lightning_pytorch
+    arguments = {"precision": "32-true", "data": loader(5, 1024, WIDTH)}
+    least, most = bounds(home, make_trainer, **dict(arguments))
+    _, plain = fitted(home, make_trainer, **dict(arguments))
+
+    def offloaded(budget: int | None) -> tuple[Peaks, list[Tensor], int]:
+        offloading = ActivationOffloading(mode, min_offload_bytes=1024, allow_cpu=True)
+        technique = ActivationCheckpointing(budget=budget)
+        peaks, weights = fitted(home, make_trainer, technique, callbacks=[offloading], **dict(arguments))
+        return peaks, weights, offloading.moved_bytes
+
+    block_input = 4 * 1024 * WIDTH
+    with pytest.raises(BudgetError):
+        fitted(home, make_trainer, ActivationCheckpointing(budget=least - 1), **dict(arguments))
+    alone, _, moved = offloaded(None)
+    assert moved == 5 * BLOCKS * block_input
+    assert least - alone.largest > block_input  # at the peak one is in use, one comes back, and one is the batch
+    counts = []
+    with pytest.raises(BudgetError) as error:
+        offloaded(alone.largest - 1)
+    assert error.value.needed == alone.largest
+    assert "activation_offloading" not in str(error.value)  # it is there
+    for number in range(3):
+        budget = alone.largest + (most - alone.largest) * number // 2
+        peaks, weights, moved = offloaded(budget)
+        assert peaks.largest <= budget
+        assert equal(weights, plain)
+        kept = peaks.kept[-1]
+        assert moved == (5 * BLOCKS - 3 * kept) * block_input  # a kept block's input stays, from the third step on
+        counts.append(kept)
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] >= BLOCKS - 1
 
 
 @pytest.mark.cpu_only("planned for a CPU")

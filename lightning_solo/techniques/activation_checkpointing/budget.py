@@ -144,10 +144,13 @@ class BudgetedBatches:
         if is_too_small:
             message = (
                 f"activation checkpointing: budget={self._named}, and with every block recomputed a step takes"
-                f" {format_bytes(least)}; write callback.activation_checkpointing.budget={least} or more, take a"
-                " smaller batch, or, on a GPU, add callback=activation_offloading, which moves inputs of blocks to the"
-                " host"
+                f" {format_bytes(least)}; write callback.activation_checkpointing.budget={least} or more, or take a"
+                " smaller batch"
             )
+            if not counts.margin:  # nothing is moved yet
+                message += (
+                    ", or, on a GPU, add callback=activation_offloading, which moves inputs of blocks to the host"
+                )
             if self._refuses:
                 raise BudgetError(message, needed=least, available=int(self.budget))
             return "", message
