@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_solo.errors import GradientError
+from lightning_solo.errors import CapabilityError, GradientError
+from lightning_solo.nn import liger
 
 _ROWS = 8192
 """Rows of the weight whose gradient is added at once, where the sum is more exact than the product."""
@@ -50,6 +51,7 @@ class Loss:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     pointwise: Pointwise = AS_COMPUTED
+    backend: str = "torch"
 
 
 def chunked_cross_entropy(
@@ -63,6 +65,7 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
+    backend: str = "torch",
 ) -> Tensor:
     """Return the mean cross-entropy of ``hidden @ weight.T + bias``, without ever having all logits, in fp32.
 
@@ -80,8 +83,10 @@ def chunked_cross_entropy(
         label_smoothing: as ``torch.nn.functional.cross_entropy``'s.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
         z_loss: factor of the square of the logits' ``logsumexp``, which is added (PaLM, arXiv 2204.02311).
+        backend: ``torch``, or ``liger`` for its fused kernel from a chunk's logits to losses and gradients, on a GPU.
 
     Raises:
+        CapabilityError: Liger is asked for, and isn't installed or can't run on this device.
         ValueError: shapes that don't belong together, or an argument out of its range.
         IndexError: a label outside the vocabulary.
 
@@ -96,8 +101,12 @@ def chunked_cross_entropy(
         raise ValueError(f"chunk_tokens={chunk_tokens}: write at least 1")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing}: write a number from 0 to 1")
+    if backend not in ("torch", "liger"):
+        raise ValueError(f"backend={backend!r}: write 'torch' or 'liger'")
+    if backend == "liger" and (lacks := liger.missing(hidden.device)):
+        raise CapabilityError(f"backend='liger': {lacks}; write backend='torch'")
     pointwise = Pointwise() if softcap is None else Pointwise(1 / softcap, True, softcap)
-    loss = Loss(chunk_tokens, ignore_index, label_smoothing, z_loss, pointwise)
+    loss = Loss(chunk_tokens, ignore_index, label_smoothing, z_loss, pointwise, backend)
     return linear_cross_entropy(hidden, weight, bias, labels, loss, product_dtype(hidden))
 
 
@@ -245,7 +254,7 @@ def _walk(
             at: Any = slice(start, end) if all_count else rows[start:end]
             chunk = hidden[at].to(dtype)
             losses[at], x = _losses(
-                _logits(chunk, low_weight, low_bias, loss.pointwise), labels[at].long(), loss, any(needed)
+                _logits(chunk, low_weight, low_bias, _before(loss)), labels[at].long(), loss, any(needed)
             )
             if x is None:
                 continue
@@ -276,8 +285,37 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Poin
     return logits
 
 
+def _is_ligers(loss: Loss) -> bool:
+    """Return whether Liger's kernel computes such a loss: a cap that is scaled otherwise than it caps, it does not."""
+    pointwise = loss.pointwise
+    return loss.backend == "liger" and (not pointwise.capped or math.isclose(pointwise.inner * pointwise.outer, 1))
+
+
+def _before(loss: Loss) -> Pointwise:
+    """Return what is applied to a chunk's logits before its losses: Liger's kernel caps them itself."""
+    return AS_COMPUTED if _is_ligers(loss) and loss.pointwise.capped else loss.pointwise
+
+
+def _losses_by_liger(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tuple[Tensor, Tensor | None]:
+    """As `_losses`, by Liger's kernel."""
+    softcap = loss.pointwise.outer if loss.pointwise.capped else None
+    losses = liger.token_losses(
+        x,
+        labels,
+        label_smoothing=loss.label_smoothing,
+        softcap=softcap,
+        z_loss=loss.z_loss,
+        gradients=differentiable,
+    )
+    if differentiable and softcap is None and loss.pointwise.inner != 1:
+        x.mul_(loss.pointwise.inner)
+    return losses, x if differentiable else None
+
+
 def _losses(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tuple[Tensor, Tensor | None]:
     """Return the losses of a chunk, and their gradient by the product; ``x``, the logits, is overwritten by it."""
+    if _is_ligers(loss):
+        return _losses_by_liger(x, labels, loss, differentiable)
     labels, smoothing, pointwise = labels.unsqueeze(1), loss.label_smoothing, loss.pointwise
     slope = None
     if differentiable and pointwise.capped:  # of outer * tanh(inner * x): inner * outer * (1 - tanh ** 2)

@@ -39,11 +39,13 @@ class Use:
 
     Attributes:
         chunk_tokens: tokens whose logits exist at a time.
+        backend: of a chunk's losses, ``torch`` or ``liger``.
         losses: how many losses were computed in chunks.
         computed_for: names of functions for which logits were computed whole.
     """
 
     chunk_tokens: int
+    backend: str = "torch"
     losses: int = 0
     computed_for: dict[str, None] = field(default_factory=dict)
 
@@ -89,9 +91,9 @@ def _of_vocabulary_size(parts: Iterable[nn.Module]) -> list[nn.Module]:
     return matching[-1:]
 
 
-def defer_logits(head: nn.Linear, chunk_tokens: int) -> Use:
+def defer_logits(head: nn.Linear, chunk_tokens: int, backend: str = "torch") -> Use:
     """Have a head return `DeferredLogits` until `restore_head`; return what is recorded of their use."""
-    use = Use(chunk_tokens)
+    use = Use(chunk_tokens, backend)
     vars(head)[_USE] = use
     head.forward = MethodType(forward, head)  # type: ignore[method-assign]
     return use
@@ -376,7 +378,9 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
     layer = logits._layer
     layer.check()
     pointwise, smoothing = logits._pointwise, options["label_smoothing"]
-    loss = Loss(layer.use.chunk_tokens, options["ignore_index"], smoothing, pointwise=pointwise)
+    loss = Loss(
+        layer.use.chunk_tokens, options["ignore_index"], smoothing, pointwise=pointwise, backend=layer.use.backend
+    )
     with torch.set_grad_enabled(logits._differentiable and torch.is_grad_enabled()):
         result = linear_cross_entropy(
             logits._hidden, layer.weight, layer.bias, labels, loss, layer.dtype, options["reduction"]

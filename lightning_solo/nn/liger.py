@@ -84,6 +84,25 @@ def gated_backward(
     return of_gate, of_up
 
 
+def token_losses(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float, softcap: float | None, z_loss: float, gradients: bool
+) -> Tensor:
+    """Return the losses of tokens, (tokens,) of (tokens, vocabulary); logits become the gradients, where wanted."""
+    logits = logits.detach().requires_grad_(gradients)  # by which Liger knows whether they are wanted
+    never = -1  # labels that don't count have no row here
+    losses: Tensor = _ops().cross_entropy_forward(
+        logits, labels, None, never, z_loss, label_smoothing, "none", softcap, False
+    )[0]
+    return losses
+
+
+def missing(device: torch.device) -> str | None:
+    """Return in words what its kernels lack on a device, or None."""
+    if not is_installed("liger_kernel"):
+        return 'liger-kernel is not installed (pip install "liger-kernel>=0.8,<0.9")'
+    return None if runs_on(device) else f"its Triton kernels need a CUDA device, not {device}"
+
+
 def runs_on(device: torch.device) -> bool:
     """Return whether its kernels run on a device: on CUDA's, and on any under Triton's interpreter."""
     return device.type == "cuda" or _is_interpreted()

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn import fused_operators, liger
+from lightning_solo.nn.cross_entropy import Loss, Pointwise, chunked_cross_entropy, linear_cross_entropy
 from lightning_solo.nn.fused_kernels import KERNELS, fusable_layers, fuse_layers
+from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_solo.techniques.fused_kernels.technique import FusedKernels
 
 if not is_installed("liger_kernel") or os.environ.get("TRITON_INTERPRET") != "1":
@@ -172,3 +174,70 @@ def test_a_fit_of_a_plain_module_ends_where_it_would_and_is_undone(launches: lis
     assert not any("forward" in vars(part) for part in module.modules())
     assert not torch.equal(module.net[0].weight, Plain().net[0].weight)
     torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
+
+
+# --- the loss ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"softcap": 3.0}, {"z_loss": 1e-2}, {"softcap": 3.0, "z_loss": 1e-2}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_the_loss_and_its_gradients_are_those_of_torch(
+    options: dict[str, float], is_biased: bool, launches: list[str]
+) -> None:
+    torch.manual_seed(0)
+    ids, table, bias = torch.randint(37, (2, 7)), torch.randn(37, 12), torch.randn(37) if is_biased else None
+    labels = ids.roll(-1, 1)
+    labels[0, :3] = -100
+    results = []
+    for backend in ("liger", "torch"):
+        weight = table.clone().requires_grad_()  # the head's, and the embedding's
+        loss_bias = None if bias is None else bias.clone().requires_grad_()
+        hidden = F.embedding(ids, weight).tanh()
+        loss = chunked_cross_entropy(hidden, weight, labels, bias=loss_bias, chunk_tokens=4, backend=backend, **options)
+        (loss * 0.25).backward()  # as of one of four micro-batches, or a scaled loss
+        results.append([loss.detach(), weight.grad, *([] if loss_bias is None else [loss_bias.grad])])
+        assert launches.count("cross_entropy_forward") == 3  # of 11 tokens that count
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_a_llama_trains_by_ligers_loss_as_by_torchs(launches: list[str]) -> None:
+    class Language(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = llama()
+
+        def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+            return self.net(input_ids=tokens, labels=tokens).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    weights = []
+    for backend in ("liger", "torch"):
+        module = Language()
+        tokens = torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(1))
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        technique = ChunkedCrossEntropy(chunk_tokens=4, backend=backend)
+        trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[technique], **options)
+        batches: Any = torch.utils.data.DataLoader(tokens, batch_size=2)
+        trainer.fit(module, batches)
+        weights.append(module.state_dict())
+    assert launches.count("cross_entropy_forward") == 2 * 3  # 10 tokens a batch that have a next one
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("pointwise", [Pointwise(0.5), Pointwise(0.2, True, 3.0)], ids=str)
+def test_scaled_logits_have_the_losses_of_torch(pointwise: Pointwise) -> None:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(5, 12), torch.randn(37, 12), torch.randint(37, (5,))
+    results = []
+    for backend in ("liger", "torch"):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = Loss(chunk_tokens=2, pointwise=pointwise, backend=backend)
+        linear_cross_entropy(*leaves, None, labels, loss, torch.float32).backward()
+        results.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_solo.errors import GradientError
+from lightning_solo.errors import CapabilityError, GradientError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.nn import chunked_cross_entropy
+from lightning_solo.nn import chunked_cross_entropy, liger
 from tests.messages import mentions
 
 TOKENS, WIDTH, WORDS = 90, 16, 257
@@ -260,3 +260,15 @@ def test_what_is_not_allowed_is_named(options: dict[str, Any], named: str) -> No
     hidden, weight, _, labels = case()
     with pytest.raises(ValueError, match=named):
         chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **options})
+
+
+def test_liger_is_refused_where_it_is_missing_or_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
+    monkeypatch.setattr(liger, "is_installed", lambda name: False)
+    with pytest.raises(CapabilityError, match=mentions("liger-kernel", "backend='torch'")):
+        chunked_cross_entropy(*arguments, backend="liger")
+    monkeypatch.setattr(liger, "is_installed", lambda name: name == "liger_kernel")
+    with pytest.raises(CapabilityError, match=mentions("CUDA", "cpu", "backend='torch'")):
+        chunked_cross_entropy(*arguments, backend="liger")
+    with pytest.raises(ValueError, match="liger"):
+        chunked_cross_entropy(*arguments, backend="triton")

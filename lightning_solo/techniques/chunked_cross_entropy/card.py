@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_solo.cards.arguments import setting
-from lightning_solo.cards.card import Card, Rung
+from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
 
 
 def _not_empty(head: str) -> str | None:
@@ -21,6 +22,22 @@ class Settings:
         "auto", "auto: the output layer of a language model; or its name, as net.head", check=_not_empty
     )
     chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", at_least=1)
+    backend: str = setting(
+        "torch", "of a chunk's losses: torch's operators, or Liger's fused kernel", allowed=("torch", "liger")
+    )
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan it with torch's operators."""
+    if settings.backend == "torch":
+        return tracing
+    assumption = "chunked_cross_entropy: backend=liger is planned as torch; it takes no more bytes, and less time"
+    node = {**(tracing.node or {}), "backend": "torch"}
+    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
+
+
+def _by_liger(settings: Settings) -> bool:
+    return settings.backend == "liger"
 
 
 CARD = Card(
@@ -38,5 +55,19 @@ CARD = Card(
     reference="Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024 (Liger), arXiv 2410.10989",
     owns=frozenset({"logits"}),
     reads=frozenset({"weights"}),
+    requires=(
+        Requirement(
+            "package",
+            "callback.chunked_cross_entropy.backend=liger runs Liger's kernel; write backend: torch, or install it",
+            "liger-kernel>=0.8,<0.9",
+            when=_by_liger,
+        ),
+        Requirement(
+            "cuda",
+            "callback.chunked_cross_entropy.backend=liger runs a Triton kernel; write backend: torch",
+            when=_by_liger,
+        ),
+    ),
     rung=Rung("chunked loss", order=35),
+    planned="lightning_solo.techniques.chunked_cross_entropy.card:planned",
 )

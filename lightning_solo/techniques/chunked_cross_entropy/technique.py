@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_solo.errors import NothingToDoError
+from lightning_solo.errors import CapabilityError, NothingToDoError
+from lightning_solo.nn import liger
 from lightning_solo.nn.deferred_logits import AUTO, Use, defer_logits, output_heads, restore_head
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -22,6 +23,7 @@ class ChunkedCrossEntropy(Technique):
     Args:
         head: ``auto`` for the output layer of a language model, or the name of the linear layer, such as ``net.head``.
         chunk_tokens: Tokens whose logits exist at a time.
+        backend: ``torch``, or ``liger`` for its fused kernel from a chunk's logits to losses and gradients, on a GPU.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -29,10 +31,11 @@ class ChunkedCrossEntropy(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, head: str = AUTO, chunk_tokens: int = 1024) -> None:
+    def __init__(self, head: str = AUTO, chunk_tokens: int = 1024, backend: str = "torch") -> None:
         CARD.check_call(locals())
         self.head = head
         self.chunk_tokens = chunk_tokens
+        self.backend = backend
         self._uses: dict[str, Use] = {}
 
     def __repr__(self) -> str:
@@ -44,11 +47,13 @@ class ChunkedCrossEntropy(Technique):
         return tuple(self._uses)
 
     def transform(self, ctx: Run) -> None:
+        if self.backend == "liger" and (lacks := liger.missing(ctx.device)):
+            raise CapabilityError(f"chunked_cross_entropy.backend=liger: {lacks}; write backend: torch")
         heads = output_heads(ctx.module, self.head)
         ctx.undo.callback(self._uses.clear)
         for name, head in heads.items():
             ctx.undo.callback(restore_head, head)
-            self._uses[name] = defer_logits(head, self.chunk_tokens)
+            self._uses[name] = defer_logits(head, self.chunk_tokens, self.backend)
         self._checked = False
         ctx.info(f"chunked cross-entropy: the loss of {', '.join(heads)} is computed by {self.chunk_tokens} tokens")
 
