@@ -157,6 +157,7 @@ def every(config: SoloConfig) -> None:
     """Let every preset through, as a machine on which all of them run."""
 
 
+@pytest.mark.long
 def test_presets_by_what_their_model_states_need() -> None:
     module = torch.nn.Linear(1000, 999, bias=False)
     # 999,000 elements: 5.06 bytes for compact, 8 for bf16_true and 16 for the others, and 5 % of margin; zero_offload

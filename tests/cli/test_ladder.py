@@ -124,6 +124,7 @@ def rows(folder: Path) -> dict[str, Any]:
 # --- a real ladder ---
 
 
+@pytest.mark.long
 def test_killed_in_its_second_rung_it_goes_on_with_that(folder: Path, rows: dict[str, Any]) -> None:
     begun = {name: times for name, times in starts(folder).items() if name in RUNGS}
     assert begun == {**dict.fromkeys(RUNGS, 1), "bf16": 2}

@@ -105,6 +105,7 @@ def called(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 # --- the command ---
 
 
+@pytest.mark.long
 def test_a_module_of_somebody_elses_without_torch_in_the_command(tmp_path: Path) -> None:
     (tmp_path / "their_project.py").write_text(PROJECT)
     asked = [

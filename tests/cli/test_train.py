@@ -186,6 +186,7 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
     assert "Traceback" not in damaged
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
 )
@@ -224,6 +225,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(sent: signal.Signals, status: int, tmp
     assert steps_of(tmp_path / "runs" / "first") == saved + 2
 
 
+@pytest.mark.long
 def test_a_sweep(tmp_path: Path) -> None:
     small = ["experiment=quick", "model.heads=2", "model.depth=2", "trainer.max_steps=2"]
     output = train(tmp_path, *small, "-m", "run=sweep", "solo=baseline,bf16", "model.width=32,64")
@@ -295,6 +297,7 @@ class MyModule(L.LightningModule):
 """
 
 
+@pytest.mark.long
 def test_a_module_of_ones_own_from_the_folder_one_stands_in(tmp_path: Path) -> None:
     (tmp_path / "my_module_here.py").write_text(MINE)
     (tmp_path / "conf" / "solo").mkdir(parents=True)

@@ -103,6 +103,7 @@ print(json.dumps({
     assert 8 * 2000 * 16 <= shown["saved"] <= 8 * 2000 * 16 + 1024  # two states in fp32, and a step count
 
 
+@pytest.mark.long
 def test_the_command_line_and_a_hydra_application_know_it(installed: Path, tmp_path: Path) -> None:
     command = "import sys; from lightning_solo.cli import main; sys.exit(main({arguments!r}))"
     assert "fine_tuning" in run(command.format(arguments=["presets"]), installed, cwd=tmp_path)

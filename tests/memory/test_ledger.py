@@ -234,6 +234,7 @@ def test_beside_autocast_and_saved_tensor_hooks_it_counts_as_the_profiler_does(h
     assert packed[0] > 0 or hooks != "packed"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_workspace")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_beside_lightning_it_counts_as_the_profiler_does(precision: str, home: Any, make_trainer: Any):

@@ -249,6 +249,7 @@ def text(size: int = 32) -> torch.Tensor:
     return torch.randint(256, (size, 65), dtype=torch.uint8)
 
 
+@pytest.mark.long
 def test_a_smaller_budget_chooses_another_and_a_fit_runs_with_it(make_trainer: Any, capsys: Any) -> None:
     module, batch = byte_gpt(), text()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

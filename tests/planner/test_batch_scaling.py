@@ -58,7 +58,7 @@ def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", [long("32-true"), "bf16-mixed", long("bf16-true")])
 @pytest.mark.parametrize("name", [long("byte_gpt"), long("attending"), "convolutional"])
 def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str, checkpointing: bool) -> None:
     both = of_two(name, precision, checkpointing=checkpointing)
@@ -213,7 +213,7 @@ def contrastive() -> Contrastive:
     return Contrastive(torch.nn.Linear(16, 8))
 
 
-@pytest.mark.parametrize("size", [1, long(2), long(3), 64])
+@pytest.mark.parametrize("size", [1, *map(long, (2, 3, 64))])
 def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size: int) -> None:
     batch = vectors(size)
     plan = Planner(contrastive, batch, {}, device("cpu"), GiB).plan("baseline", compose("baseline"))
@@ -224,6 +224,7 @@ def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size
     assert any("linear" in text for text in plan.assumptions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, *map(long, (2, 3, 4, 9))])
 def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
     planner = Planner(byte_gpt, text(size), {}, device("cpu"), 4 * MiB)
@@ -243,6 +244,7 @@ def largest_of_byte_gpt() -> int:
     return size
 
 
+@pytest.mark.long
 def test_a_third_trace_is_on_the_line_or_not() -> None:
     for make, batch, expected in ((byte_gpt, text, True), (contrastive, vectors, False)):
         low, high, third = (capture(make, batch(size), {}) for size in (2, 9, 3))

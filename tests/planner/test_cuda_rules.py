@@ -256,6 +256,7 @@ def wide(**arguments: Any) -> Callable[[], Classifier]:
     return lambda: Classifier(layers(), lambda parameters: torch.optim.AdamW(parameters, **arguments))
 
 
+@pytest.mark.long
 def test_all_at_once_takes_a_copy_of_the_weights() -> None:
     peaks = {}
     for name, arguments in {"unset": {}, "all": {"foreach": True}, "each": {"foreach": False}}.items():

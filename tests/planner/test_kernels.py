@@ -75,12 +75,13 @@ def traces_on_a_cpu(
     return fake, real
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "optimizer"),
     [
-        pytest.param([], "AdamW", marks=pytest.mark.long),
-        pytest.param(["strategy.moment_bits=32"], "AdamW", marks=pytest.mark.long),
-        pytest.param(["strategy.master_bits=16-stochastic"], "AdamW", marks=pytest.mark.long),
+        ([], "AdamW"),
+        (["strategy.moment_bits=32"], "AdamW"),
+        (["strategy.master_bits=16-stochastic"], "AdamW"),
         ([], "SGD"),
     ],
     ids=["default", "fp32_moments", "stochastic", "other_optimizer"],

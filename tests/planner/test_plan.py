@@ -95,6 +95,7 @@ def byte_gpt() -> ByteGPT:
 BATCH = torch.zeros(4, 65, dtype=torch.uint8)
 
 
+@pytest.mark.long
 def test_a_plan_compares_with_the_host_memory_that_is_given() -> None:
     found = plan(byte_gpt, BATCH, presets=["zero_offload", "bf16"], device="rtx-4090", host_memory="1KiB")
     assert isinstance(found, list)

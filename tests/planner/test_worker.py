@@ -236,6 +236,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("as_cell", [False, long(True)], ids=["script", "cell"])
 def test_from_a_script_without_a_guard_and_no_process_is_left(tmp_path: Path, as_cell: bool) -> None:
     script = SCRIPT.format(body="pass")
@@ -250,6 +251,7 @@ def test_from_a_script_without_a_guard_and_no_process_is_left(tmp_path: Path, as
     assert_gone(int(worker))
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

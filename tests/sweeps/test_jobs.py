@@ -168,6 +168,7 @@ def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
     assert row.returned == pytest.approx(2.718281828 * 10**6, rel=1e-3)
 
 
+@pytest.mark.long
 def test_imports_of_torch_and_lightning_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are imported with all cores, threads of numpy's included."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

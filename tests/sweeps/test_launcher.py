@@ -132,6 +132,7 @@ def test_tries_are_counted_over_commands(tmp_path: Path) -> None:
         assert starts(tmp_path) == {1: tries}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "by"), [("hang", "SIGTERM"), long("deaf", "SIGKILL")])
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path, kind: str, by: str) -> None:
     sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=4", "hydra.launcher.grace_s=0.5", code=1)

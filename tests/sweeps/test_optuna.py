@@ -228,6 +228,7 @@ def test_failing_trials_are_marked_and_named_at_the_end_only(tmp_path: Path) -> 
 # --- the same command goes on ---
 
 
+@pytest.mark.long
 def test_the_same_command_adds_what_is_missing_and_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     for trials_so_far in (2, 2, 12):
         search(tmp_path / "bits", *SPACE, f"hydra.sweeper.n_trials={trials_so_far}")
@@ -306,6 +307,7 @@ def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, coun
     assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) -> None:
     script = TRAIN.replace("    time.sleep(cfg.sleep)\n", "    while not os.path.exists('go'): time.sleep(0.02)\n")
     (tmp_path / "train.py").write_text(script)
@@ -325,6 +327,7 @@ def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) 
 # --- refused ---
 
 
+@pytest.mark.long
 def test_another_search_in_the_same_folder_is_refused_with_every_difference(tmp_path: Path) -> None:
     search(tmp_path, "hydra.sweep.dir=multirun/mine", "x=interval(0,3)", "width=2", "hydra.sweeper.n_trials=1")
     other = ("x=interval(0,4)", "kind=choice(fine,nan)", "hydra.sweep.dir=multirun/mine", "hydra.sweeper.n_trials=2")

@@ -59,6 +59,7 @@ class MyModule(L.LightningModule):
 ACCURACY = ["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maximize"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("more", "metric"), [([], "val_loss"), long(ACCURACY, "val_accuracy")])
 def test_a_module_of_ones_own_is_searched_for_what_it_calls_its_validation_loss(
     tmp_path: Path, more: list[str], metric: str

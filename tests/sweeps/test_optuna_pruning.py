@@ -97,6 +97,7 @@ def by_the_rule(levels: list[float], after: int) -> list[TrialState]:
     return states
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("home", ["lightning", "pytorch_lightning"])
 def test_what_is_above_the_median_ends_after_its_first_epoch(tmp_path: Path, home: str) -> None:
     done = search(

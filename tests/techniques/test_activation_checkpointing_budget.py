@@ -121,8 +121,9 @@ def test_with_every_second_block_the_others_are_always_kept(make_trainer):
 # Parity and memory
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize(
+    ("factor", "precision"), [(3, "32-true"), (1, "bf16-mixed"), long(1, "32-true"), long(3, "bf16-mixed")]
+)
 def test_no_step_is_above_the_budget_and_no_bit_changes(home, make_trainer, precision, factor):
     arguments = {"precision": precision, "accumulate_grad_batches": factor, "data": loader(12, 256, WIDTH)}
     least, most = bounds(home, make_trainer, **dict(arguments))
@@ -267,6 +268,7 @@ def test_inputs_that_are_offloaded_make_room_for_less_than_recomputing_all_takes
     assert counts[-1] >= BLOCKS - 1
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("planned for a CPU")
 def test_what_is_kept_is_planned(make_trainer):
     home = lightning_pytorch
@@ -293,7 +295,7 @@ def test_what_is_kept_is_planned(make_trainer):
 
 
 @pytest.mark.cpu_only("planned for a CPU")
-@pytest.mark.parametrize(("share", "kept"), [(0.5, 3), (1, BLOCKS)])
+@pytest.mark.parametrize(("share", "kept"), [(0.5, 3), long(1, BLOCKS)])
 def test_a_share_is_planned_as_it_trains(make_trainer, share, kept):
     home = lightning_pytorch
     data = list(loader(1, 256, WIDTH)) * 5  # from before, counted nowhere

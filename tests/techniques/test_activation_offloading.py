@@ -528,6 +528,7 @@ def test_the_peak_of_a_fit_is_lower(home: ModuleType, make_trainer: Any) -> None
     assert saved >= (blocks - 4) * block_input
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("the ledger counts page-locked buffers as well")
 def test_a_fit_takes_as_much_more_as_stays(home: ModuleType, make_trainer: Any) -> None:
     rows, width, blocks = 8192, 8, 12
@@ -554,6 +555,7 @@ def test_a_fit_takes_as_much_more_as_stays(home: ModuleType, make_trainer: Any) 
     assert counted(1.0)[1] == 0
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only(
     "a plan there takes real steps of small micro-batches, in which nothing is large enough to be moved"
 )

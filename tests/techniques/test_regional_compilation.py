@@ -253,6 +253,7 @@ def test_compiling_in_every_batch_is_warned_of_once(make_trainer):
     assert len([each for each in warnings if "TORCH_LOGS" in str(each.message)]) == 1
 
 
+@pytest.mark.long
 def test_other_sizes_are_compiled_once_for_all(make_trainer):
     callback = RegionalCompilation(backend="aot_eager")
     batches = [(torch.randn(size, 8), torch.randn(size, 1)) for size in (4, 5, 6, 7, 9, 11)]
