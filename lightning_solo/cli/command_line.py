@@ -30,7 +30,7 @@ from lightning_solo.presets.compose import (
     refuse_twice,
     to_plain,
 )
-from lightning_solo.presets.files import conf_folder, preset_files, user_conf_folder
+from lightning_solo.presets.files import check_choice, conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, composition, from_mapping
 from lightning_solo.presets.signature import parameters
@@ -228,6 +228,8 @@ def _check_job(overrides: Sequence[str]) -> None:
         override = parse_override(text)
         if override.key_or_group in GROUPS and not override.is_delete():
             _check_choice(override.key_or_group, override.value())
+        if override.key_or_group in ("solo/callback", "solo/strategy") and not override.is_delete():
+            check_choice(override.key_or_group.removeprefix("solo/"), override.value())
         if override.key_or_group == "run":
             check_run_name(override.value())
     try:

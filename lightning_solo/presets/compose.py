@@ -294,9 +294,12 @@ def _explain(name: str, groups: Sequence[str], values: Sequence[Override], allow
         else:
             known = _place(candidate, path, override.value())
             from_mapping(candidate, allow)
+            text = str(override.input_line)
             if known and override.is_add():
-                text = str(override.input_line)
                 raise PresetError(f"{text!r}: the preset has that already; write {text.lstrip('+')}")
+            if not known and not override.is_add():
+                chosen = ", ".join(base["callback"]) or "none"
+                raise PresetError(f"{text!r}: the preset's callbacks are {chosen}; write + in front to add this one")
 
 
 def _refuse_missing(node: Any, path: Sequence[str]) -> None:
