@@ -23,9 +23,11 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import own_cards
 from lightning_solo.ladder.display import HEADINGS, cells, details, noise_in_words
 from lightning_solo.ladder.figures import Figures
+from lightning_solo.planner.device import CAPABILITIES, device
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import describe
 from lightning_solo.sweeps.outcome import FINISHED
+from lightning_solo.techniques.low_precision_matmul.card import FORMATS, formats_of
 from lightning_solo.units import MiB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -346,10 +348,19 @@ def low_precision_table(result: dict[str, Any]) -> str:
     model = result["model"]
     explained = (
         f"A byte GPT of width {model['width']} and {model['depth']} blocks under `bf16-mixed`, {result['steps']} steps,"
-        f" {len(result['seeds'])} seeds; loss on held-out text, computed in fp32. Not exact; float8 is emulated."
+        f" {len(result['seeds'])} seeds; loss on held-out text, computed in fp32. Not exact; all but int8 is emulated."
     )
     heads = ["products in", "held-out loss, mean", "gap to bf16, mean", "over the seeds"]
     return table(heads, rows) + note(result, result["command"], explained)
+
+
+def formats() -> str:
+    """Return which formats of low precision each device that can be planned for multiplies in."""
+    rows = []
+    for name, capability in CAPABILITIES.items():
+        able = formats_of(capability, device(name).label)
+        rows.append([f"`{name}`", ".".join(map(str, capability)), *("yes" if kind in able else "" for kind in FORMATS)])
+    return table(["device", "compute capability", *(f"`{kind}`" for kind in FORMATS)], rows)
 
 
 def whole_ladder_table(result: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Measures what products in low precision do to the loss: a byte GPT against `bf16`, the same seeds, on a CPU.
 
-float8 is emulated there: factors are rounded to 8 bits as on a GPU, and multiplied in bf16. int8 is multiplied in
-integers, as on a GPU.
+All but int8 is emulated there: factors are rounded as on a GPU, and multiplied in bf16; fp16_accumulate rounds its sums
+to fp16 as well. int8 is multiplied in integers, as on a GPU.
 
     python examples/measure_low_precision.py --write examples/results/low_precision_cpu.json
 """
@@ -16,7 +16,15 @@ from typing import Any
 
 from this_machine import machine, versions
 
-FORMATS = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "int8")
+FORMATS = (
+    "float8_tensorwise",
+    "float8_rowwise",
+    "float8_rowwise_with_gw_hp",
+    "mxfp8",
+    "nvfp4",
+    "int8",
+    "fp16_accumulate",
+)
 SEEDS, STEPS = (1, 2, 3), 150
 MODEL: dict[str, Any] = {"width": 64, "depth": 2, "heads": 2, "context": 64}
 

@@ -1,4 +1,4 @@
-"""Multiply the matrices of linear layers in 8 bits, forward and backward; weights and gradients keep their type."""
+"""Multiply the matrices of linear layers in low precision; weights and gradients keep their type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_solo.nn import rounded_products as rounded
 
 MULTIPLE, LEAST = 16, 32
 """Sizes of a product are multiples of 16, as tensor cores need, and at least 32: ``torch._int_mm`` needs 17 rows."""
@@ -23,11 +25,13 @@ class Product:
         function: an autograd function.
         options: its arguments after the input and the weight.
         transposed: whether it takes the weight as (in, out).
+        multiple: sizes must divide by it.
     """
 
     function: Any
     options: tuple[Any, ...]
-    transposed: bool
+    transposed: bool = False
+    multiple: int = MULTIPLE
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return (rows, out) of (rows, in) and (out, in), in the type of the rows."""
@@ -35,50 +39,29 @@ class Product:
         return product
 
 
-class Int8Product(torch.autograd.Function):
-    """(rows, in) x (out, in) -> (rows, out) in int8, with a scale per row of each factor; so are both gradients.
-
-    torchao's own, `Int8MixedPrecisionTrainingLinear`, breaks the graphs of ``torch.compile``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return int8_product(rows, weight).to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        rows, weight = ctx.saved_tensors
-        for_rows, for_weight = ctx.needs_input_grad  # a frozen weight has none
-        of_rows = int8_product(gradient, weight.t()).to(rows.dtype) if for_rows else None
-        return of_rows, int8_product(gradient.t(), rows.t()).to(weight.dtype) if for_weight else None
-
-
-def int8_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n), each row rounded to 127 steps of its largest."""
-    (a, a_scale), (b, b_scale) = _int8_rows(left), _int8_rows(right)
-    return torch._int_mm(a, b.t()) * a_scale * b_scale.t()
-
-
-def _int8_rows(factor: Tensor) -> tuple[Tensor, Tensor]:
-    scale = factor.abs().amax(1, keepdim=True).float().clamp_min(1e-30) / 127
-    return (factor / scale).round().to(torch.int8).contiguous(), scale
-
-
 def product(kind: str, device: torch.device) -> Product:
     """Return the product of a kind on a device.
 
     Args:
-        kind: ``float8_`` and a recipe of torchao: ``tensorwise``, ``rowwise``, ``rowwise_with_gw_hp``; or ``int8``.
-        device: on a CPU float8 is emulated: factors are rounded to 8 bits, and multiplied in their own type.
+        kind: ``float8_`` and a recipe of torchao: ``tensorwise``, ``rowwise``, ``rowwise_with_gw_hp``; or ``mxfp8``,
+            ``nvfp4``, ``int8``, ``fp16_accumulate``.
+        device: on a CPU all but int8 are emulated: factors are rounded as on a GPU, and multiplied in bf16 or fp32.
     """
+    emulate = device.type == "cpu"
     if kind == "int8":
-        return Product(Int8Product, (), transposed=False)
+        return Product(rounded.RoundedProduct, (rounded.int8_product,) * 3)
+    if kind == "fp16_accumulate":
+        return Product(rounded.RoundedProduct, (rounded.fp16_product,) * 3)
+    if kind == "mxfp8":
+        mxfp8 = rounded.mxfp8_product if emulate else rounded.mxfp8_product_on_device
+        return Product(rounded.RoundedProduct, (mxfp8,) * 3, multiple=rounded.MX_BLOCK)
+    if kind == "nvfp4":
+        nvfp4 = rounded.NVFP4 if emulate else rounded.NVFP4_ON_DEVICE
+        return Product(rounded.RoundedProduct, nvfp4, multiple=2 * rounded.NVFP4_BLOCK)  # rows of 16 bytes
     from torchao.float8 import float8_linear
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen
     from torchao.float8.config import Float8LinearConfig
 
-    emulate = device.type == "cpu"
     if not emulate:
         _patch_inductor_min_max_codegen()  # as torchao's own conversion does: Triton miscompiles without
     config = replace(Float8LinearConfig.from_recipe_name(kind.removeprefix("float8_")), emulate=emulate)
@@ -86,8 +69,10 @@ def product(kind: str, device: torch.device) -> Product:
     return Product(float8_linear.matmul_with_hp_or_float8_args, (layer.linear_mm_config, config), transposed=True)
 
 
-def linear_layers(blocks: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return name -> layer of the linear layers in blocks, and name -> reason of those that can't multiply in 8 bits.
+def linear_layers(
+    blocks: Mapping[str, nn.Module], multiple: int = MULTIPLE
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return name -> layer of the linear layers in blocks, and name -> sizes of those that don't divide by a multiple.
 
     Subclasses with a forward of their own are in neither.
     """
@@ -98,7 +83,7 @@ def linear_layers(blocks: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Linear]
             name = f"{block_name}.{below}" if below else block_name
             if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
                 continue
-            if any(size % MULTIPLE or size < LEAST for size in (layer.in_features, layer.out_features)):
+            if any(size % multiple or size < LEAST for size in (layer.in_features, layer.out_features)):
                 reasons[name] = f"{layer.in_features} x {layer.out_features}"
             elif "forward" not in vars(layer):
                 layers[name] = layer
@@ -137,7 +122,7 @@ def forward(layer: nn.Linear, input: Tensor) -> Tensor:
         input = input.to(torch.get_autocast_dtype(device))
     rows = input.reshape(-1, layer.in_features)
     with torch.autocast(device, enabled=False):
-        missing = max(-len(rows) % MULTIPLE, LEAST - len(rows))
+        missing = max(-len(rows) % multiply.multiple, LEAST - len(rows))
         # rows of zeros change neither a scale nor a gradient
         padded = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         output = multiply(padded, layer.weight)[: len(rows)]

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.nn import rounded_products as rounded_products  # registers its operator, one of PRODUCTS
 from lightning_solo.nn.activation_budget import Call, Calls
 
 _WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
@@ -39,6 +40,8 @@ PRODUCTS = (
     "aten.baddbmm",
     "aten._int_mm",
     "aten._scaled_mm",
+    "aten._scaled_mm_v2",
+    "lightning_solo.fp16_accumulated",
     "aten.convolution",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",

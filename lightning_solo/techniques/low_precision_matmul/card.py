@@ -11,22 +11,39 @@ from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 
-FORMATS = {
-    "float8_tensorwise": (8, 9),
-    "float8_rowwise": (8, 9),
-    "float8_rowwise_with_gw_hp": (8, 9),
-    "int8": (8, 0),
-}
-"""Format -> the least compute capability of CUDA devices that multiply in it."""
 
+@dataclass(frozen=True)
+class Format:
+    """What a CUDA device needs to multiply in a format.
 
-def formats_of(capability: tuple[int, int]) -> list[str]:
-    """Return the formats in which devices of a compute capability multiply.
-
-    >>> formats_of((8, 6)), len(formats_of((9, 0)))
-    (['int8'], 4)
+    Attributes:
+        capability: the least compute capability.
+        geforce: whether only GeForce cards gain by it.
     """
-    return [name for name, least in FORMATS.items() if capability >= least]
+
+    capability: tuple[int, int]
+    geforce: bool = False
+
+
+FORMATS = {
+    "float8_tensorwise": Format((8, 9)),
+    "float8_rowwise": Format((8, 9)),
+    "float8_rowwise_with_gw_hp": Format((8, 9)),
+    "mxfp8": Format((10, 0)),
+    "nvfp4": Format((10, 0)),
+    "int8": Format((8, 0)),
+    "fp16_accumulate": Format((7, 5), geforce=True),  # other cards sum in fp32 as fast
+}
+
+
+def formats_of(capability: tuple[int, int], label: str) -> list[str]:
+    """Return the formats in which a device multiplies, by its compute capability and the name that its driver gives.
+
+    >>> formats_of((8, 0), "NVIDIA A100-SXM4-40GB"), formats_of((8, 6), "NVIDIA GeForce RTX 3090")
+    (['int8'], ['int8', 'fp16_accumulate'])
+    """
+    able = {name: each for name, each in FORMATS.items() if capability >= each.capability}
+    return [name for name, each in able.items() if "GeForce" in label or not each.geforce]
 
 
 @dataclass(frozen=True)
@@ -35,18 +52,21 @@ class Settings:
 
     format: str = setting(
         "float8_tensorwise",
-        "of products: float8 with a scale per tensor (fastest) or row; with_gw_hp: weights' gradients as before; int8",
+        "of products: float8 with a scale per tensor (fastest) or row; with_gw_hp: weights' gradients as before; mxfp8;"
+        " nvfp4; int8; fp16_accumulate: sums in fp16",
         allowed=tuple(FORMATS),
     )
     blocks: str | Sequence[str] = blocks_setting()
-    allow_cpu: bool = setting(False, "run on the CPU, where float8 is emulated, for tests and for trying: it is slow")
+    allow_cpu: bool = setting(
+        False, "run on the CPU, where all but int8 is emulated, for tests and for trying: it is slow"
+    )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it on the CPU, with products in the speed of bf16."""
     assumption = (
-        f"low_precision_matmul: products in {settings.format} are planned with the speed of those in bf16, and"
-        " float8's factors with the bytes of its emulation; a GPU that has them takes less of both"
+        f"low_precision_matmul: products in {settings.format} are planned with the speed of those in bf16 or"
+        " fp16, and their factors with the bytes of their emulation; a GPU that has them takes less of both"
     )
     node = {**(tracing.node or {}), "allow_cpu": True}
     return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
@@ -57,21 +77,25 @@ CARD = Card(
     target="lightning_solo.techniques.low_precision_matmul.technique:LowPrecisionMatmul",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="time: devices multiply 8-bit numbers up to twice as fast as bf16; and under `bf16-mixed` the copies of the"
-    " layers' weights in bf16, 2 bytes per parameter",
+    saves="time: devices multiply 8-bit numbers up to twice as fast as bf16, 4-bit numbers up to four times, GeForce"
+    " cards twice with sums in fp16; and under `bf16-mixed` the copies of the layers' weights in bf16, 2 bytes per"
+    " parameter",
     costs="finding scales and rounding, in each product: passes over memory that only a compiler fuses (preset"
     " compile); without it, or with narrow layers, a step may take longer",
-    numerics="not exact: factors are rounded to 3 bits of mantissa (float8; 2 for gradients with tensorwise), or to 127"
-    " steps (int8), about 4 % and 1 % of a product; its sums, weights and optimizer keep their type",
-    conflicts="none; layers whose sizes don't divide by 16 are left out and named, the output head and embeddings too",
+    numerics="not exact: factors are rounded to 3 bits of mantissa (float8, mxfp8; 2 for gradients with tensorwise), 1"
+    " bit (nvfp4), 127 steps (int8) or 10 bits (fp16_accumulate, its sums too); weights and optimizer keep their type",
+    conflicts="none; layers whose sizes don't divide by 16 (mxfp8, nvfp4: 32) are left out and named, the output head"
+    " and embeddings too",
     reference="Micikevicius et al. 2022, FP8, https://arxiv.org/abs/2209.05433; Xi et al. 2024, Jetfire,"
-    " https://arxiv.org/abs/2403.12422; torchao, https://docs.pytorch.org/ao/stable/workflows/training.html",
+    " https://arxiv.org/abs/2403.12422; OCP, Microscaling Formats (MX) 1.0; Mishra et al. 2025, MXFP8,"
+    " https://arxiv.org/abs/2506.08027; NVIDIA et al. 2025, NVFP4, https://arxiv.org/abs/2509.25149; torchao,"
+    " https://docs.pytorch.org/ao/stable/workflows/training.html",
     requires=(
         Requirement(
             "package",
             "callback.low_precision_matmul.format={format} multiplies by torchao; write format: int8, or install it",
             "torchao>=0.18,<0.19",  # private names of 0.18 are used (nn/low_precision.py)
-            when=lambda settings: settings.format != "int8",
+            when=lambda settings: settings.format.startswith("float8"),
         ),
         Requirement(
             "cuda",

@@ -1,4 +1,4 @@
-"""Products in low precision: the linear layers of the model's blocks multiply in float8 or int8."""
+"""Products in low precision: the linear layers of the model's blocks multiply in 8 or 4 bits, or sum in fp16."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch import nn
 from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.nn.blocks import counted, named_blocks
-from lightning_solo.nn.low_precision import MULTIPLE, linear_layers, multiply_in_low_precision, product, restore_layers
+from lightning_solo.nn.low_precision import linear_layers, multiply_in_low_precision, product, restore_layers
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, formats_of
 
 
 class LowPrecisionMatmul(Technique):
-    """Multiplies in 8 bits in the linear layers of the model's blocks, forward and backward, for the length of a fit.
+    """Multiplies in low precision in the linear layers of the model's blocks, for the length of a fit.
 
     Weights, gradients, optimizer and checkpoints are as without; so are validation, the output head and all that isn't
     in a block.
 
     Args:
-        format: ``float8_tensorwise``, ``float8_rowwise``, ``float8_rowwise_with_gw_hp`` or ``int8``.
+        format: ``float8_tensorwise``, ``float8_rowwise``, ``float8_rowwise_with_gw_hp``, ``mxfp8``, ``nvfp4``,
+            ``int8`` or ``fp16_accumulate``.
         blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
             of what is to be one block, such as ``[GPT2Block]``.
-        allow_cpu: run on a CPU, where float8 is emulated; for tests and for trying.
+        allow_cpu: run on a CPU, where all but int8 is emulated; for tests and for trying.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -50,7 +51,7 @@ class LowPrecisionMatmul(Technique):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Qualified names of the layers that multiply in 8 bits now; empty outside a fit."""
+        """Qualified names of the layers that multiply in low precision now; empty outside a fit."""
         return tuple(self._layers)
 
     def transform(self, ctx: Run) -> None:
@@ -62,11 +63,12 @@ class LowPrecisionMatmul(Technique):
         """
         self._check(ctx.device)
         blocks = named_blocks(ctx.module, self.blocks)
-        layers, left_out = linear_layers(blocks)
+        multiply = product(self.format, ctx.device)
+        layers, left_out = linear_layers(blocks, multiply.multiple)
         named = ", ".join(f"{name} ({sizes})" for name, sizes in left_out.items())
         if not layers:
             lacks = (
-                f"no linear layer whose sizes divide by {MULTIPLE} is in a block; there are {named}"
+                f"no linear layer whose sizes divide by {multiply.multiple} is in a block; there are {named}"
                 if named
                 else f"no plain nn.Linear is in a block ({counted(blocks.values())}), whose weights are in"
                 f" {', '.join(_kinds_with_matrices(blocks.values())) or 'none'}"
@@ -75,11 +77,11 @@ class LowPrecisionMatmul(Technique):
                 f"low_precision_matmul: {lacks}; name other classes, blocks: [ClassName], or leave it out"
             )
         self._layers = dict(layers)
-        multiply_in_low_precision(layers.values(), product(self.format, ctx.device))
+        multiply_in_low_precision(layers.values(), multiply)
         ctx.undo.callback(self.undo)
         rank_zero_info(
             f"low precision: {counted(layers.values())} multiply in {self.format}"
-            f"{f'; left out, as sizes must divide by {MULTIPLE}: {named}' if named else ''}"
+            f"{f'; left out, as sizes must divide by {multiply.multiple}: {named}' if named else ''}"
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -96,15 +98,20 @@ class LowPrecisionMatmul(Technique):
             if not self.allow_cpu:
                 raise CapabilityError(CARD.requires[1].words(self))
             return
-        capability = torch.cuda.get_device_capability(device)
-        if self.format not in (able := formats_of(capability)):
-            major, minor = FORMATS[self.format]
-            remedy = f"write format: {' or '.join(able)}, or " if able else ""
-            raise CapabilityError(
-                f"low_precision_matmul.format={self.format}: {torch.cuda.get_device_name(device)} has compute"
-                f" capability {capability[0]}.{capability[1]}, and {self.format} needs {major}.{minor}; {remedy}remove"
-                " callback.low_precision_matmul"
-            )
+        capability, label = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if self.format in (able := formats_of(capability, label)):
+            return
+        least = FORMATS[self.format].capability
+        reason = (
+            f"{label} has compute capability {'.'.join(map(str, capability))}, and {self.format} needs"
+            f" {'.'.join(map(str, least))}"
+            if capability < least
+            else f"{label} sums products of fp16 in fp32 as fast as in fp16; only GeForce cards gain by {self.format}"
+        )
+        remedy = f"write format: {' or '.join(able)}, or " if able else ""
+        raise CapabilityError(
+            f"low_precision_matmul.format={self.format}: {reason}; {remedy}remove callback.low_precision_matmul"
+        )
 
     def undo(self) -> None:
         """Leave the module as it was; a second call does nothing."""

@@ -1,0 +1,290 @@
+"""Products of matrices whose factors are rounded: int8, MXFP8, NVFP4, and fp16 with sums in fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""(m, k) x (n, k) -> (m, n): ``left @ right.T``."""
+E2M1_MAX, E4M3_MAX = 6.0, 448.0
+MX_BLOCK, NVFP4_BLOCK = 32, 16  # numbers along the sum that share a scale
+_SUM_OF_FP16 = 32768.0  # half of the largest number of fp16: a sum may reach it
+_MMA = 16  # numbers that a tensor core adds up before it rounds the sum to fp16
+_SMALLEST = 1e-30  # stands for the largest number of a factor of zeros
+
+
+class RoundedProduct(torch.autograd.Function):
+    """(rows, in) x (out, in) -> (rows, out), and both its gradients, each by a product of its own.
+
+    Args:
+        output, of_rows, of_weight: multiply for the output, the rows' gradient and the weight's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, output: Multiply, of_rows: Multiply, of_weight: Multiply
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.backward_products = of_rows, of_weight
+        return output(rows, weight).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        of_rows, of_weight = ctx.backward_products
+        for_rows, for_weight, *_ = ctx.needs_input_grad  # a frozen weight has none
+        rows_gradient = of_rows(gradient, weight.t()).to(rows.dtype) if for_rows else None
+        weight_gradient = of_weight(gradient.t(), rows.t()).to(weight.dtype) if for_weight else None
+        return rows_gradient, weight_gradient, None, None, None
+
+
+# --- int8 ---
+
+
+def int8_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n), each row rounded to 127 steps of its largest."""
+    (a, a_scale), (b, b_scale) = _int8_rows(left), _int8_rows(right)
+    return torch._int_mm(a, b.t()) * a_scale * b_scale.t()
+
+
+def _int8_rows(factor: Tensor) -> tuple[Tensor, Tensor]:
+    scale = factor.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST) / 127
+    return (factor / scale).round().to(torch.int8).contiguous(), scale
+
+
+# --- MXFP8 ---
+
+
+def mxfp8_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), both factors rounded by `to_mxfp8`.
+
+    Emulated, the rounded factors, which are exact in bf16, are multiplied in the type of the left one.
+    """
+    a, a_scale = to_mxfp8(left)
+    b, b_scale = to_mxfp8(right)
+    kind = _emulated_type(left)
+    return _unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()
+
+
+def mxfp8_product_on_device(left: Tensor, right: Tensor) -> Tensor:
+    """Return `mxfp8_product` in bf16, by a device's arithmetic."""
+    a, a_scale = to_mxfp8(left)
+    b, b_scale = to_mxfp8(right)
+    recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    factors = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    scales = [in_tiles(_e8m0(scale)) for scale in (a_scale, b_scale)]
+    return F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
+
+
+def to_mxfp8(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of float8_e4m3fn and the scales, in fp32, (m, k) and (m, k / 32), whose product is near.
+
+    Each block of 32 in a row is divided by the least power of two that leaves its largest number within 448: rounding
+    the power down, as section 6.3 of the OCP specification of MX formats has it, cuts the largest numbers off
+    (Mishra et al. 2025, arXiv 2506.08027, section 3). A block that holds an inf or a nan is nan.
+    """
+    blocks = _blocks(factor, MX_BLOCK)
+    scale = _power_of_two_from(blocks.abs().amax(2) / E4M3_MAX)
+    numbers = (blocks / scale.unsqueeze(2)).to(torch.float8_e4m3fn).float()
+    return numbers.flatten(1), scale
+
+
+def _power_of_two_from(bound: Tensor) -> Tensor:
+    """Return the least power of two in fp32 that isn't below a number of at least 0; inf for inf and nan."""
+    bits = bound.contiguous().view(torch.int32).long()
+    exponent = (bits + 0x7FFFFF) >> 23  # one more, unless the 23 bits of the mantissa are 0
+    return (exponent.clamp(1, 255) << 23).int().view(torch.float32)
+
+
+def _e8m0(scale: Tensor) -> Tensor:
+    """Return the exponents of powers of two as float8_e8m0fnu, in which what is inf in fp32 is nan."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+# --- NVFP4 ---
+
+
+def nvfp4_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), both factors rounded to the nearest by `to_nvfp4`."""
+    return _nvfp4(left, right, stochastic=False, on_device=False)
+
+
+def nvfp4_gradient(gradient: Tensor, right: Tensor) -> Tensor:
+    """Return `nvfp4_product`, the gradient rounded stochastically."""
+    return _nvfp4(gradient, right, stochastic=True, on_device=False)
+
+
+def nvfp4_weight_gradient(gradient: Tensor, right: Tensor) -> Tensor:
+    """Return `nvfp4_gradient` of both factors after one Hadamard transform, which leaves their product alone."""
+    return nvfp4_gradient(*hadamard(gradient, right))
+
+
+def nvfp4_product_on_device(left: Tensor, right: Tensor) -> Tensor:
+    """Return `nvfp4_product` in bf16, by a device's arithmetic."""
+    return _nvfp4(left, right, stochastic=False, on_device=True)
+
+
+def nvfp4_gradient_on_device(gradient: Tensor, right: Tensor) -> Tensor:
+    """Return `nvfp4_gradient` in bf16, by a device's arithmetic."""
+    return _nvfp4(gradient, right, stochastic=True, on_device=True)
+
+
+def nvfp4_weight_gradient_on_device(gradient: Tensor, right: Tensor) -> Tensor:
+    """Return `nvfp4_weight_gradient` in bf16, by a device's arithmetic."""
+    return nvfp4_gradient_on_device(*hadamard(gradient, right))
+
+
+NVFP4 = nvfp4_product, nvfp4_gradient, nvfp4_weight_gradient
+NVFP4_ON_DEVICE = nvfp4_product_on_device, nvfp4_gradient_on_device, nvfp4_weight_gradient_on_device
+
+
+def _nvfp4(left: Tensor, right: Tensor, *, stochastic: bool, on_device: bool) -> Tensor:
+    a, a_scale, a_global = to_nvfp4(left, stochastic)
+    b, b_scale, b_global = to_nvfp4(right)
+    if not on_device:
+        kind = _emulated_type(left)
+        product = _unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()
+        return product * (a_global * b_global)
+    recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    swizzle = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    scales = [[in_tiles(s.to(torch.float8_e4m3fn)), g] for s, g in ((a_scale, a_global), (b_scale, b_global))]
+    factors = packed_e2m1(a), packed_e2m1(b).t()
+    return F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
+
+
+def to_nvfp4(factor: Tensor, stochastic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return numbers of e2m1, scales of blocks and the scale of all, whose product is near a factor; all in fp32.
+
+    Each block of 16 in a row has a scale in float8_e4m3fn, and all of them one in fp32 (NVIDIA et al. 2025, arXiv
+    2509.25149, appendix B). A factor that holds an inf or a nan has it in its scales.
+
+    Args:
+        factor: (m, k).
+        stochastic: round to one of both neighbours, so that the mean is the number itself; else to the nearest.
+    """
+    blocks = _blocks(factor, NVFP4_BLOCK)
+    largest = blocks.abs().amax(2)
+    scale_of_all = largest.amax().clamp_min(_SMALLEST) / (E2M1_MAX * E4M3_MAX)
+    scale = (largest / E2M1_MAX / scale_of_all).clamp(torch.finfo(torch.float8_e4m3fn).tiny, E4M3_MAX)
+    scale = scale.to(torch.float8_e4m3fn).float()
+    scaled = blocks / (scale * scale_of_all).unsqueeze(2)
+    return _to_e2m1(scaled, stochastic).flatten(1), scale, scale_of_all
+
+
+def _to_e2m1(numbers: Tensor, stochastic: bool) -> Tensor:
+    """Return the numbers of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 near numbers; those beyond 6 are cut off."""
+    size = numbers.abs().clamp_max(E2M1_MAX)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    steps = size / step
+    steps = (steps + torch.rand_like(steps)).floor() if stochastic else steps.round()
+    return torch.copysign(steps * step, numbers)
+
+
+def packed_e2m1(numbers: Tensor) -> Tensor:
+    """Return numbers of e2m1, (m, k), two in a byte, the first in its low half: (m, k / 2)."""
+    size = numbers.abs()
+    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).to(torch.uint8)
+    code = code | (torch.signbit(numbers).to(torch.uint8) << 3)
+    first, second = code.reshape(len(code), -1, 2).unbind(2)
+    return (first | (second << 4)).view(torch.float4_e2m1fn_x2)
+
+
+# drawn once for all: compiled code may draw numbers of a backward twice, and then turn both factors differently
+_SIGNS = (1, -1, -1, 1, 1, 1, -1, -1, 1, -1, 1, 1, -1, 1, -1, -1)
+_HADAMARD = [[_SIGNS[i] * (-1) ** (i & j).bit_count() / 4 for j in range(NVFP4_BLOCK)] for i in range(NVFP4_BLOCK)]
+
+
+def hadamard(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both factors, (m, k) and (n, k), with each block of 16 turned by one orthogonal matrix.
+
+    An outlier is spread over its block: signs, times the Hadamard matrix of 16 over 4. ``left @ right.T`` stays as it
+    is.
+    """
+    turn = torch.tensor(_HADAMARD, device=left.device)
+    a, b = ((_blocks(factor, NVFP4_BLOCK) @ turn).flatten(1) for factor in (left, right))
+    return a.to(left.dtype), b.to(left.dtype)
+
+
+# --- both block formats ---
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Return scales of blocks, (m, blocks), in the order in which tensor cores read them: tiles of 128 x 4.
+
+    Filled up with zeros; in a tile, row ``r`` is in line ``r % 32`` (cuBLAS, "1D block scaling factors layout").
+    """
+    rows, columns = scales.shape
+    data = F.pad(scales.contiguous().view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    tiles = data.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(scales.dtype)
+
+
+def _blocks(factor: Tensor, size: int) -> Tensor:
+    return factor.float().reshape(len(factor), -1, size)
+
+
+def _unscaled(numbers: Tensor, scales: Tensor) -> Tensor:
+    return (numbers.reshape(*scales.shape, -1) * scales.unsqueeze(2)).flatten(1)
+
+
+def _emulated_type(left: Tensor) -> torch.dtype:
+    """Return bf16 where the product is in it, else fp32: fp16 has not the range."""
+    return torch.bfloat16 if left.dtype is torch.bfloat16 else torch.float32
+
+
+# --- fp16 with sums in fp16 ---
+
+
+def fp16_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n), with factors and sums in fp16.
+
+    Each row is divided by a power of two, so that no sum of k products can leave fp16's range. Sums of many numbers of
+    one sign lose what is below 1/2048 of the sum so far.
+    """
+    bound = (_SUM_OF_FP16 / left.shape[1]) ** 0.5  # k products of at most bound ** 2
+    (a, a_scale), (b, b_scale) = _fp16_rows(left, bound), _fp16_rows(right, bound)
+    summed: Tensor = fp16_accumulated(a, b.t())
+    return summed.float() * a_scale * b_scale.t()
+
+
+def _fp16_rows(factor: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    scale = _power_of_two_from(factor.abs().amax(1, keepdim=True).float() / bound)
+    return (factor / scale).half(), scale
+
+
+@torch.library.custom_op("lightning_solo::fp16_accumulated", mutates_args=())  # opaque: compiled code keeps the switch
+def fp16_accumulated(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` of matrices in fp16, summed in fp16.
+
+    On a CPU as tensor cores do it: 16 products are added exactly, or nearly, and the sum so far is rounded to fp16.
+    """
+    if left.is_cuda:
+        switches = torch.backends.cuda.matmul
+        before = switches.allow_fp16_accumulation
+        switches.allow_fp16_accumulation = True
+        try:
+            return left @ right
+        finally:
+            switches.allow_fp16_accumulation = before
+    total = left.new_zeros(left.shape[0], right.shape[1])
+    for start in range(0, left.shape[1], _MMA):
+        part = slice(start, start + _MMA)
+        total = (total.float() + left[:, part].float() @ right[part].float()).half()
+    return total
+
+
+@fp16_accumulated.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])
+
+
+@register_flop_formula(torch.ops.lightning_solo.fp16_accumulated)
+def _flops(left: Any, right: Any, out_shape: Any = None, **_: Any) -> int:
+    """Count the operations of a product, of its factors' shapes."""
+    return 2 * int(left[0]) * int(left[1]) * int(right[1])
