@@ -21,6 +21,7 @@ LEVELS = {
     "attributes": 0,
     "errors": 0,
     "machine": 0,
+    "out_of_memory": 0.1,
     "processes": 0,
     "units": 0,
     "cards": 0.8,

@@ -59,9 +59,12 @@ class Composition:
     @property
     def accumulates(self) -> bool:
         """Whether several micro-batches may make an optimizer step."""
-        return self.accumulate_grad_batches not in (None, 1) or any(
-            "accumulation_factor" in chosen.owned() for chosen in self.techniques
-        )
+        return self.accumulate_grad_batches not in (None, 1) or bool(self.accumulating)
+
+    @property
+    def accumulating(self) -> tuple[Chosen, ...]:
+        """The techniques by which several micro-batches make an optimizer step."""
+        return tuple(chosen for chosen in self.techniques if chosen.owned() & {"accumulation_factor", "micro_batches"})
 
     @property
     def first_factor(self) -> int:

@@ -29,6 +29,8 @@ class Tracing:
         node: of the technique whose turn it is: what is attached in its stead; None: nothing.
         states: how model states are counted where they aren't traced.
         steps: optimizer steps that are traced; an optimizer has its states from the second on.
+        splits: whether a batch is run in several micro-batches, as large as fit.
+        at_most: examples in one of them; None for what fits.
         scales: whether micro-batches of any size do the same, so that those of two sizes tell of all.
         assumptions: where the trace differs from the run, in words.
     """
@@ -38,5 +40,7 @@ class Tracing:
     node: Mapping[str, Any] | None = None
     states: EngineStates | None = None
     steps: int = 2
+    splits: bool = False
+    at_most: int | None = None
     scales: bool = True
     assumptions: tuple[str, ...] = ()

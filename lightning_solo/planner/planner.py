@@ -14,7 +14,7 @@ from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
-from lightning_solo.planner.rules import WINDOW, Arrangement, arrange
+from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, Span, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
@@ -57,7 +57,13 @@ class Planner:
             PlanError: the module can't be traced.
         """
         arranged = arrange(config, self.trainer, self.allow)
-        scalable = self._trace(arranged)
+        assert self.micro_batch is not None
+        size = min(self.micro_batch, arranged.at_most or self.micro_batch)
+        scalable = self._trace(arranged, size)
+        if arranged.splits and size == self.micro_batch:
+            undivided = arrange(config, self.trainer, self.allow, undivided=True)
+            if not undivided.splits and self._fits_at((whole := self._trace(undivided, size)).at(size)):
+                arranged, scalable = undivided, whole
         device_assumptions = assumed(self.device, arranged.precision)
         assumptions = [*scalable.trace.assumptions, *arranged.assumptions, *device_assumptions]
 
@@ -66,18 +72,22 @@ class Planner:
             if arranged.states is None:
                 return trace
             return _with_buffers(
-                trace, *arranged.states.buffers(trace.sizes, arranged.precision, arranged.accumulation)
+                trace,
+                *arranged.states.buffers(trace.sizes, arranged.precision, max(arranged.accumulation, arranged.window)),
             )
 
-        assert self.micro_batch is not None
-        planned = at(self.micro_batch)
+        largest = None if scalable.affine is None else self._largest(at)
+        if arranged.splits:
+            size = min(size, largest or size)
+            arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
+        planned = at(size)
         peak, breakdown = self._peak(planned)
         needed = self._needed(planned)
         seconds, flops, moved, timeline = self._cost(planned, arranged)
         return Plan(
             preset=name,
             device=self.device.name,
-            micro_batch=self.micro_batch,
+            micro_batch=size,
             peak_bytes=peak,
             breakdown=breakdown,
             phases=_phase_peaks(planned),
@@ -89,7 +99,7 @@ class Planner:
             seconds_per_step=seconds,
             flops=flops,
             bytes_moved=moved,
-            largest_micro_batch=None if scalable.affine is None else self._largest(at),
+            largest_micro_batch=largest,
             assumptions=tuple(dict.fromkeys(assumptions)),
             traced=scalable.how,
             accumulation=arranged.accumulation,
@@ -150,13 +160,12 @@ class Planner:
         starts = [costs for _, costs, _ in trace.phases]
         phases = [trace.phases[bisect_right(starts, index) - 1][2] for index in range(first, last)]
         costs = trace.costs[first:last]
-        # the traced window has two micro-batches at most
-        windows = arranged.accumulation / min(arranged.accumulation, WINDOW)
+        windows = arranged.accumulation / arranged.window
         in_batches = [cost for cost, phase in zip(costs, phases, strict=True) if phase != "optimizer_step"]
         in_step = [cost for cost, phase in zip(costs, phases, strict=True) if phase == "optimizer_step"]
         if arranged.states is None:
             seconds = step_seconds(costs, self.device)
-            if windows > 1:
+            if windows != 1:
                 seconds += (windows - 1) * step_seconds(in_batches, self.device)
         else:
             moved, update = arranged.states.seconds(
@@ -168,9 +177,9 @@ class Planner:
         overlaps = any(cost.stream != COMPUTE for cost in costs)
         return seconds, flops, bytes_, condensed(step_schedule(costs, self.device, phases)) if overlaps else []
 
-    def _trace(self, arranged: Arrangement) -> ScalableTrace:
+    def _trace(self, arranged: Arrangement, micro_batch: int) -> ScalableTrace:
         arguments = arranged.arguments()
-        key = repr(arguments)
+        key = repr((arguments, micro_batch))
         if key not in self._traces:
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
@@ -180,9 +189,8 @@ class Planner:
                 arguments, steps = arranged.arguments(), arranged.steps
                 return capture(self.make, batch, arguments, fake=fake, cuda=cuda, attention=attention, steps=steps)
 
-            assert self.micro_batch is not None
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
-            self._traces[key] = scalable_trace(one, self.make, self.micro_batch, weight_bytes, pair, arranged.scales)
+            self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales)
         return self._traces[key]
 
 

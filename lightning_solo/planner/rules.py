@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from lightning_solo.build import make
+from lightning_solo.cards.card import resources
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PlanError
 from lightning_solo.presets.schema import SoloConfig, composition
@@ -28,9 +29,22 @@ class Arrangement(Tracing):
 
     arguments: Callable[[], dict[str, Any]] = dict
 
+    @property
+    def window(self) -> int:
+        """Micro-batches in the traced window, which hold what those of a whole one do."""
+        return WINDOW if self.splits else min(self.accumulation, WINDOW)
 
-def arrange(config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str] = ()) -> Arrangement:
+
+def arrange(
+    config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str] = (), *, undivided: bool = False
+) -> Arrangement:
     """Return how a checked preset is traced, beside the user's own arguments of the Trainer.
+
+    Args:
+        config: the preset.
+        trainer: the user's own arguments.
+        allow: prefixes of ``_target_`` that the user trusts.
+        undivided: for a batch that fits as a whole, where batches may be split.
 
     Raises:
         PlanError: a strategy of the user's own, or a technique that can't be planned with its settings.
@@ -50,6 +64,9 @@ def arrange(config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str]
             tracing = _planned(planned[option].card.planned, planned[option].settings, tracing)
         if tracing.node is not None:
             attached[option] = tracing.node
+    released = any("gradients" in resources(chosen.card.frees, chosen.settings) for chosen in planned.values())
+    if undivided and not released:  # released ones are summed up all the same: the batch may have to be split
+        tracing = replace(tracing, splits=False)
     if tracing.precision == "16-mixed":
         assumption = "16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped"
         tracing = replace(tracing, precision="bf16-mixed", assumptions=(*tracing.assumptions, assumption))
@@ -63,7 +80,7 @@ def arrange(config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str]
             **{key: value for key, value in trainer.items() if key in KEPT},
             **strategy,
             "precision": tracing.precision,
-            "accumulate_grad_batches": min(tracing.accumulation, WINDOW),
+            "accumulate_grad_batches": WINDOW if tracing.splits else min(tracing.accumulation, WINDOW),
             "callbacks": list(objects.values()),
         }
 

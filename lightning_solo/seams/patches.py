@@ -114,28 +114,52 @@ def batches_through(strategy: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def micro_batches(trainer: Any, around: Around) -> Any:
-    """Put a function around each micro-batch of automatic optimization: forward, zeroing and backward."""
+    """Put a function around each micro-batch of automatic optimization: forward, zeroing and backward.
+
+    Gradients are zeroed in the first call of a window that comes as far, whichever batch it is for.
+    """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     stock = loop._make_closure
+    owed: list[Callable[[], None]] = []
 
     def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = stock(kwargs, optimizer, batch_idx)
-        calls: list[Any] = []
+        own_zero = closure._zero_grad_fn  # not the closure: in a circle of references the batch would outlive the step
+
+        def zero() -> None:
+            while owed:
+                owed.pop()()
 
         def proceed(batch: Any = None, weight: float = 1.0) -> Any:
             arguments = kwargs if batch is None else type(kwargs)({**kwargs, "batch": batch})
             micro_batch = stock(arguments, optimizer, batch_idx)
-            if calls:
-                micro_batch._zero_grad_fn = None
+            micro_batch._zero_grad_fn = zero if owed else None
             if weight != 1 and micro_batch._backward_fn is not None:
                 micro_batch._backward_fn = partial(_weighted, micro_batch._backward_fn, weight)
-            calls.append(micro_batch)
             return micro_batch.closure()
 
-        closure.closure = lambda *args, **kwargs: around(proceed)()
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if own_zero is not None:
+                owed[:] = [own_zero]
+            return around(proceed)()
+
+        closure.closure = run
         return closure
 
     return replaced(loop, "_make_closure", make_closure)
+
+
+def empty_result(trainer: Any) -> Any:
+    """Return Lightning's result of a micro-batch that has no loss."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(None)
+
+
+def logged_through(trainer: Any, log: Callable[..., None]) -> Any:
+    """Have each ``self.log`` of a training batch call a function in the place of Lightning's, which this yields.
+
+    Its arguments are the name of the hook, the name of the value, the value, and options of ``self.log``.
+    """
+    return replaced(trainer.fit_loop.epoch_loop._results, "log", log)
 
 
 def zeroing_first(trainer: Any) -> Any:

@@ -29,6 +29,8 @@ class Window:
         varies: whether the factor may change along the run.
         gradients_stay: whether parameters hold their gradients when the optimizer's step comes. Where they don't, a
             short window can only be set right by its losses' weight.
+        repeats: whether a micro-batch whose forward or backward has failed can be run again: gradients are only kept
+            until the step, and zeroing them is all that it takes.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -38,6 +40,7 @@ class Window:
         self.weight = 1.0
         self.varies = False
         self.gradients_stay = True
+        self.repeats = True
 
     @property
     def factor(self) -> int:

@@ -60,6 +60,10 @@ class Technique(Callback):
         """
         return proceed()
 
+    def rewind(self, ctx: Run) -> Callable[[], None]:
+        """Return what puts this technique back to where it is now; called before micro-batches that may run again."""
+        return lambda: None
+
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``, under manual optimization too; ``proceed(*args, **kwargs)`` does so."""
         return proceed(*args, **kwargs)

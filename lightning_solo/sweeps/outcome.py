@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.out_of_memory import DEVICE_MEMORY, HOST_MEMORY
+
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
 STATUSES = {
@@ -21,15 +23,6 @@ STATUSES = {
     INTERRUPTED: "Ctrl-C; the same command runs it again",
 }
 OWN_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SIGTRAP")
-DEVICE_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "HIP out of memory",
-)
-HOST_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
 def outcome(

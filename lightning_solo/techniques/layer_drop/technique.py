@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class LayerDrop(Technique):
         self._named.clear()
         ctx.undo.callback(self.undo)
         rank_zero_info(f"layer drop: {self.count} of {counted(blocks.values())} are skipped in each micro-batch")
+
+    def rewind(self, ctx: Run) -> Callable[[], None]:
+        assert self._drop is not None  # transform comes first
+        return partial(setattr, self._drop, "draws", self._drop.draws)
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._drop is not None  # transform comes first

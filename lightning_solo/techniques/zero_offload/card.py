@@ -61,7 +61,7 @@ def _double_precision(settings: Settings, composition: Composition) -> str | Non
 def _zenflow_and_accumulation(settings: Settings, composition: Composition) -> str | None:
     if "zenflow" not in settings.zero_section or not composition.accumulates:
         return None
-    schedules = [chosen.removal for chosen in composition.techniques if "accumulation_factor" in chosen.owned()]
+    schedules = [chosen.removal for chosen in composition.accumulating]
     return (
         "strategy.config.zero_optimization.zenflow and gradient accumulation: ZenFlow accumulates by itself, over"
         f" update_interval steps; drop accumulate_grad_batches{''.join(f' or {text}' for text in schedules)}, or write"
@@ -103,7 +103,9 @@ CARD = Card(
     reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity,"
     " https://arxiv.org/abs/2104.07857",
     owns=frozenset({"optimizer_states", "gradients", "weights"}),
-    frees=lambda settings: frozenset({"gradients", "weights"} if settings.stage == 3 else {"gradients"}),
+    frees=lambda settings: (
+        frozenset({"gradients", "repeated_backward"}) | ({"weights"} if settings.stage == 3 else frozenset())
+    ),
     rules=(_double_precision, _zenflow_and_accumulation, _zenflow_and_its_directory),
     requires=(
         Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),

@@ -1,0 +1,224 @@
+"""A batch in parts along its batch dimension, whatever its tensors are nested in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from lightning_solo.errors import ConflictError
+
+BatchDim = int | Mapping[str, int | None]
+"""The batch dimension of all tensors, or by their paths, such as ``{"x": 1, "graph.mask": None}``; None: shared."""
+
+
+def mapped_leaves(thing: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Return the same nesting with ``function(path, leaf)`` in the place of each leaf.
+
+    It looks into mappings (a tokenizer's ``BatchEncoding`` among them), lists, tuples, named tuples and dataclasses.
+    Leaves are tensors, lists without any tensor such as file names, and all that is none of those.
+    """
+
+    def at(name: object, value: Any) -> Any:
+        return mapped_leaves(value, function, f"{path}.{name}" if path else str(name))
+
+    if isinstance(thing, torch.Tensor):
+        return function(path, thing)
+    if isinstance(thing, Mapping):
+        return _mapping_like(thing, {key: at(key, value) for key, value in thing.items()})
+    if isinstance(thing, list | tuple):
+        if not _has_tensors(thing):
+            return function(path, thing)
+        parts = [at(index, value) for index, value in enumerate(thing)]
+        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        like = copy.copy(thing)
+        for field in dataclasses.fields(thing):
+            object.__setattr__(like, field.name, at(field.name, getattr(thing, field.name)))
+        return like
+    return function(path, thing)
+
+
+def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(mapping) is dict:
+        return items
+    try:
+        like: Any = copy.copy(mapping)
+        for key, value in items.items():
+            like[key] = value
+        return like
+    except TypeError:  # one that can't be written
+        return items
+
+
+def _has_tensors(thing: Any) -> bool:
+    if isinstance(thing, torch.Tensor):
+        return True
+    if isinstance(thing, Mapping):
+        return any(map(_has_tensors, thing.values()))
+    if isinstance(thing, list | tuple):
+        return any(map(_has_tensors, thing))
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return any(_has_tensors(getattr(thing, field.name)) for field in dataclasses.fields(thing))
+    return hasattr(thing, "__dict__") and not callable(thing) and any(map(_has_tensors, vars(thing).values()))
+
+
+def _dim_of(path: str, batch_dim: BatchDim) -> int | None:
+    return batch_dim.get(path, 0) if isinstance(batch_dim, Mapping) else batch_dim
+
+
+def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
+    """Return the samples in a batch: the length of its tensors along the batch dimension.
+
+    Tensors without dimensions, and those whose batch dimension is None, are shared by all samples.
+
+    >>> samples_of({"x": torch.zeros(4, 3), "labels": torch.zeros(4), "temperature": torch.tensor(2.0)})
+    4
+
+    Raises:
+        ConflictError: no tensor has a batch dimension, their lengths differ, or there is an object whose tensors are
+            out of sight; names them, and what to write.
+    """
+    lengths: dict[int, list[str]] = {}
+
+    def see(path: str, leaf: Any) -> None:
+        dim, shape = _dim_of(path, batch_dim), _shape(leaf)
+        if dim is None or shape == ():
+            return
+        if shape is None:
+            if not isinstance(leaf, list | tuple) and _has_tensors(leaf):
+                raise ConflictError(
+                    f"micro_batching can't split a {type(leaf).__name__}{f' at {path}' if path else ''}: write"
+                    " split=a function of (batch, size) that returns a list of (part, its samples)"
+                )
+            return
+        if not -len(shape) <= dim < len(shape):
+            raise ConflictError(
+                f"micro_batching: batch_dim={dim}, and {path or 'the batch'} has the shape {shape}; {_remedy(path)}"
+            )
+        lengths.setdefault(shape[dim], []).append(f"{path or 'the batch'} {shape}")
+
+    mapped_leaves(batch, see)
+    if not lengths:
+        raise ConflictError(
+            f"micro_batching can't split a {type(batch).__name__}: it has no tensor with a batch dimension; write"
+            " split=a function of (batch, size) that returns a list of (part, its samples)"
+        )
+    if len(lengths) > 1:
+        named = "; ".join(f"{length}: {', '.join(paths)}" for length, paths in lengths.items())
+        rarest = min(lengths.values(), key=len)[0].partition(" ")[0]
+        raise ConflictError(f"micro_batching: the batch dimension has several lengths, {named}; {_remedy(rarest)}")
+    return next(iter(lengths))
+
+
+def _remedy(path: str) -> str:
+    return (
+        f"write batch_dim={{{path or 'x'}: 1}} for another dimension, batch_dim={{{path or 'x'}: null}} for what all"
+        " samples share, or split=a function of (batch, size)"
+    )
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    shape = getattr(leaf, "shape", None)  # of tensors, and of NumPy's arrays
+    return tuple(shape) if isinstance(shape, tuple) else None
+
+
+def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim = 0) -> Any:
+    """Return the samples from ``first`` to ``last`` of a batch of so many: views, in the same nesting.
+
+    >>> part_of([torch.arange(4), ["a", "b", "c", "d"], "train"], 1, 3, samples=4)
+    [tensor([1, 2]), ['b', 'c'], 'train']
+    """
+
+    def cut(path: str, leaf: Any) -> Any:
+        dim, shape = _dim_of(path, batch_dim), _shape(leaf)
+        if dim is None or shape == ():
+            return leaf
+        if shape is not None:
+            return leaf[(*(slice(None),) * (dim % len(shape)), slice(first, last))]
+        return leaf[first:last] if isinstance(leaf, list | tuple) and len(leaf) == samples else leaf
+
+    return mapped_leaves(batch, cut)
+
+
+def even_ranges(samples: int, most: int) -> list[tuple[int, int]]:
+    """Return as few ranges as have at most ``most`` samples each; their lengths differ by one at most.
+
+    >>> even_ranges(10, 4), even_ranges(8, 8)
+    ([(0, 4), (4, 7), (7, 10)], [(0, 8)])
+    """
+    count = -(-samples // most)
+    length, longer = divmod(samples, count)
+    ends = [index * length + min(index, longer) for index in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def split_evenly(batch: Any, most: int, batch_dim: BatchDim = 0) -> list[tuple[Any, int]]:
+    """Return a batch in parts of at most ``most`` samples, each with its number of samples.
+
+    Raises:
+        ConflictError: as `samples_of`.
+    """
+    samples = samples_of(batch, batch_dim)
+    if samples <= most:
+        return [(batch, samples)]
+    return [
+        (part_of(batch, first, last, samples, batch_dim), last - first) for first, last in even_ranges(samples, most)
+    ]
+
+
+def labels_of(batch: Any) -> torch.Tensor | None:
+    """Return what is called ``labels`` in a batch, else the last item of a list or tuple if those are integers."""
+    named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    if isinstance(batch, Sequence) and len(batch) > 1:
+        last = batch[-1]
+        if isinstance(last, torch.Tensor) and not last.is_floating_point() and last.dtype is not torch.bool:
+            return last
+        return labels_of(last) if isinstance(last, Mapping) else None
+    return None
+
+
+IGNORED = -100
+"""The label that losses leave out, in torch and in transformers."""
+BY = ("samples", "tokens", "shifted_tokens")
+
+
+def weight_of(batch: Any, samples: int, by: str) -> float:
+    """Return by what a part of a batch counts in the mean over the batch.
+
+    Args:
+        batch: the part.
+        samples: in it.
+        by: ``"samples"``; ``"tokens"``, labels other than -100; ``"shifted_tokens"``, those of them that a model
+            predicts which shifts labels by itself, all but each row's first; or a key, whose values are summed up.
+
+    >>> weight_of({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}, 2, "tokens")
+    3.0
+
+    Raises:
+        ConflictError: the batch has no labels, or nothing of that name.
+    """
+    if by == "samples":
+        return float(samples)
+    if by in BY:
+        labels = labels_of(batch)
+        if labels is None:
+            raise ConflictError(
+                f"micro_batching: weight_by={by}, and there is nothing called labels in this {type(batch).__name__};"
+                " write weight_by=samples, or the name of what has the weights"
+            )
+        return float((labels[..., 1:] if by == "shifted_tokens" else labels).ne(IGNORED).sum())
+    values = batch.get(by) if isinstance(batch, Mapping) else getattr(batch, by, None)
+    if not isinstance(values, torch.Tensor):
+        names = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ConflictError(
+            f"micro_batching: weight_by={by!r}, and no tensor of that name is in the batch ({names}); write"
+            f" {', '.join(BY)}, or such a name"
+        )
+    return float(values.double().sum())

@@ -1,0 +1,60 @@
+"""A limit of memory for a CPU: the error of a device that has too little, at the same operator each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_solo.memory.ledger import Ledger
+from lightning_solo.units import format_bytes, parse_bytes
+
+EVENTS_AT_MOST = 10_000
+
+
+class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
+    """Raises torch's out-of-memory error when more bytes are live than a limit: a small GPU, to try things without one.
+
+    Bytes are counted as `Ledger` does, storage by storage and without an allocator, so that the same run fails at the
+    same operator on every machine. They don't depend on what else is in the process.
+
+    Args:
+        limit: bytes, or a text such as ``"2GiB"``.
+        module: its weights, buffers and gradients count from the start.
+        optimizers: their states count too.
+
+    Raises:
+        ValueError: a text that is no number of bytes.
+
+    >>> with MemoryLimit("1KiB"):
+    ...     torch.zeros(300).exp()
+    Traceback (most recent call last):
+    torch.OutOfMemoryError: out of memory: aten.exp.default would make it 2.3 KiB, the limit is 1 KiB
+    """
+
+    def __init__(self, limit: int | str, module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> None:
+        super().__init__(module, optimizers)
+        self.limit = parse_bytes(limit) if isinstance(limit, str) else limit
+        self.raised = 0
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of one operator."""
+        if len(self.log.events) > EVENTS_AT_MOST:  # only their sum is needed
+            self.reset_peak()
+        return super().run(func, args, kwargs)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self._now
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._now > self.limit and self._now > before:  # what makes room must be allowed
+            now = self._now
+            del result
+            self.raised += 1
+            raise torch.OutOfMemoryError(
+                f"out of memory: {func} would make it {format_bytes(now)}, the limit is {format_bytes(self.limit)}"
+            )
+        return result

@@ -1,0 +1,93 @@
+"""The card of `micro_batching`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+
+def _not_callable(split: Any) -> str | None:
+    if split is None or callable(split):
+        return None
+    return "a function is given in Python, MicroBatching(split=my_function); in a configuration write null"
+
+
+def _empty(name: str) -> str | None:
+    return None if name else "write samples, tokens, shifted_tokens, or the name of what has the weights in the batch"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of MicroBatching."""
+
+    micro_batch: int | Literal["auto"] = setting(
+        "auto", "samples in one forward and backward at most; auto: what fits, from the whole batch down", at_least=1
+    )
+    global_batch: int | None = setting(
+        None,
+        "samples in an optimizer step, a multiple of the loader's batch; null: one batch of the loader",
+        at_least=1,
+    )
+    batch_dim: int | Mapping[str, int | None] = setting(
+        0, "the batch dimension, or by the path of a tensor in the batch: {x: 1, graph.mask: null}; null: shared"
+    )
+    split: Any = setting(  # noqa: RUF009  (a frozen field, as the others; a function has no immutable type)
+        None, "function of (batch, size) that returns a list of (part, its samples)", check=_not_callable
+    )
+    weight_by: str = setting(
+        "samples",
+        "what a part counts by in the loss: samples; tokens (labels but -100); shifted_tokens (those without each row's"
+        " first); or a key of the batch",
+        check=_empty,
+    )
+    batch_norm: str = setting(
+        "refuse", "ghost: statistics of each micro-batch, other than those of the batch", allowed=("refuse", "ghost")
+    )
+    check: bool = setting(False, "compare loss and gradients of a few samples, together and in parts, before training")
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan a micro-batch that fits, and gradients that are kept through several."""
+    limit = None if settings.micro_batch == "auto" else int(settings.micro_batch)
+    assumption = "micro_batching: the batches of a step, which wait on the device, are not counted"
+    return replace(
+        tracing,
+        splits=True,
+        at_most=limit,
+        node=None,
+        assumptions=(*tracing.assumptions, assumption),
+    )
+
+
+CARD = Card(
+    name="micro_batching",
+    target="lightning_solo.techniques.micro_batching.technique:MicroBatching",
+    phase=Phase.DATA,
+    settings=Settings,
+    saves="activations: those of a micro-batch, not of the batch",
+    costs="smaller kernels; after an out-of-memory error the batch is run again. Where gradients are"
+    " released in backward, their sum is kept, 4 bytes per parameter. The batches of a step wait on the device",
+    numerics="gradients and logged loss equal those of the undivided batch within rounding, by samples or tokens; of a"
+    " batch that isn't divided bit for bit",
+    conflicts="manual optimization; BatchNorm, unless ``batch_norm: ghost``; losses over pairs of samples, which"
+    " ``check: true`` finds; a ``training_step`` with a memory of its own; engines in which a backward that"
+    " failed can't be run again, unless ``micro_batch`` is a number",
+    reference="Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965 (micro-batches); Hoffer et al. 2017,"
+    " https://arxiv.org/abs/1705.08741 (ghost batch norm)",
+    owns=lambda settings: (
+        frozenset({"micro_batches"}) | ({"accumulation_factor"} if settings.global_batch is not None else frozenset())
+    ),
+    reads=lambda settings: frozenset({"repeated_backward"} if settings.micro_batch == "auto" else ()),
+    instead={
+        "repeated_backward": "callback.micro_batching.micro_batch=8 (a number that fits)",
+        "accumulation_factor": "callback.micro_batching.global_batch=null, where the factor is set elsewhere, or drop"
+        " accumulate_grad_batches",
+    },
+    planned="lightning_solo.techniques.micro_batching.card:planned",
+)

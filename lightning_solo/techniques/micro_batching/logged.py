@@ -1,0 +1,92 @@
+"""Values that parts of a batch log, as one value of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Logged:
+    """What ``self.log`` was called with in the parts of a batch.
+
+    Attributes:
+        share: of the present part in the mean over the batch.
+        calls: by hook and name, each with its shares, values and options.
+    """
+
+    share: float = 1.0
+    calls: dict[tuple[str, str], list[tuple[float, Any, dict[str, Any]]]] = field(default_factory=dict)
+
+    def log(self, hook: str, name: str, value: Any, **options: Any) -> None:
+        """Record one value."""
+        if isinstance(value, Tensor) and not options.get("enable_graph"):
+            value = value.detach()
+        self.calls.setdefault((hook, name), []).append((self.share, value, options))
+
+    def replay(self, log: Callable[..., None], samples: int | None) -> None:
+        """Log each value once: its mean by the parts' shares, its sum or extreme, or the metric.
+
+        Args:
+            log: Lightning's own.
+            samples: of the batch, for means over an epoch; None where Lightning counts them itself.
+        """
+        for (hook, name), calls in self.calls.items():
+            shares, values, every = zip(*calls, strict=True)
+            options = dict(every[-1])
+            sizes = [each.get("batch_size") for each in every]
+            if None not in sizes:
+                options["batch_size"] = sum(sizes)
+            elif samples is not None:
+                options["batch_size"] = samples
+            log(hook, name, merged(values, shares, options.get("reduce_fx", "mean")), **options)
+
+
+def merged(values: Sequence[Any], shares: Sequence[float], reduce: Any) -> Any:
+    """Return one value for those of several parts.
+
+    >>> merged([torch.tensor(1.0), torch.tensor(4.0)], [0.75, 0.25], "mean")
+    tensor(1.7500)
+    """
+    if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
+        return values[-1]  # a metric has seen all parts by itself
+    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
+    if name == "sum":
+        return torch.stack([*values]).sum(0)
+    if name in ("max", "min"):
+        stacked = torch.stack([*values])
+        return stacked.amax(0) if name == "max" else stacked.amin(0)
+    return weighted_mean(values, shares)
+
+
+def weighted_mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return the mean of tensors of one shape by their shares, which need not sum up to 1."""
+    total = sum(shares)
+    mean = values[0] * (shares[0] / total)
+    for value, share in zip(values[1:], shares[1:], strict=True):
+        mean = mean + value * (share / total)
+    return mean
+
+
+def merged_outputs(
+    outputs: Sequence[dict[str, Any]], shares: Sequence[float], samples: Sequence[int]
+) -> dict[str, Any]:
+    """Return what ``training_step`` returned besides the loss: rows of samples joined, single numbers averaged."""
+    if len(outputs) == 1:
+        return outputs[0]
+    whole: dict[str, Any] = {}
+    for key, last in outputs[-1].items():
+        values = [value for value in (output.get(key) for output in outputs) if isinstance(value, Tensor)]
+        values = [value.detach() for value in values]
+        alike = len(values) == len(outputs) and all(value.dim() == last.dim() for value in values)
+        if alike and last.dim() and [len(value) for value in values] == [*samples]:
+            whole[key] = torch.cat(values)
+        elif alike and not last.dim() and last.is_floating_point():
+            whole[key] = weighted_mean(values, shares)
+        else:
+            whole[key] = last
+    return whole

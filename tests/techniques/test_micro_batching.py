@@ -1,0 +1,403 @@
+"""MicroBatching splits batches without changing the step, and runs them again after an out-of-memory error."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as L
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_solo.errors import BudgetError, CheckpointError, ConflictError
+from lightning_solo.memory.limit import MemoryLimit
+from lightning_solo.presets.compose import compose
+from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.compact.technique import CompactStrategy
+from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.techniques.layer_drop.technique import LayerDrop
+from lightning_solo.techniques.micro_batching.technique import MicroBatching
+from tests.messages import mentions
+from tests.modules import Stack, loader, regression
+
+pytestmark = pytest.mark.any_device
+
+Make = Callable[..., Any]
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+class Limited(nn.Module):
+    """A stack with dropout and a running mean, which fails as a device does with too many rows, in forward or backward.
+
+    Args:
+        most: rows that fit.
+        where: "forward" or "backward".
+    """
+
+    def __init__(self, most: int = 10**9, where: str = "forward", dropout: float = 0.3) -> None:
+        super().__init__()
+        self.net, self.most, self.where = Stack(2, dropout=dropout), most, where
+        self.register_buffer("seen", torch.zeros(()))
+        self.sizes: list[int] = []
+        self.failures = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.abs().sum()
+        x = (x * (1 + random.random() + numpy.random.rand())).requires_grad_()
+        y = self.net(x)
+        self.sizes.append(len(x))
+        if len(x) > self.most:
+            if self.where == "forward":
+                self.fail()
+            x.register_hook(lambda gradient: self.fail())  # behind the gradients of all layers
+        return y
+
+    def fail(self) -> None:
+        self.failures += 1
+        raise torch.OutOfMemoryError(OOM)
+
+
+def mean_of_squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs, targets.to(outputs.dtype))
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+
+
+def trained(
+    make_trainer: Make, net: nn.Module, *callbacks: Any, home: ModuleType = L, data: Any = None, **arguments: Any
+) -> tuple[Any, Any]:
+    """Return a module after a fit in float64, and its Trainer."""
+    module = regression(home, net, loss=mean_of_squares).double()
+    own = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Tensor:
+        loss = own([each.double() for each in batch], batch_idx)
+        module.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    module.training_step = training_step
+    trainer = make_trainer(home, callbacks=list(callbacks), **arguments)
+    seed()
+    trainer.fit(module, loader(4, 8) if data is None else data)
+    return module, trainer
+
+
+def plain(seed: int = 7) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(2)
+
+
+def limited(*args: Any, **kwargs: Any) -> Limited:
+    torch.manual_seed(7)
+    return Limited(*args, **kwargs)
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    """Return the largest difference between parameters."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+# --- acted ---
+
+
+@pytest.mark.every_change
+def test_a_batch_is_run_in_even_parts(home: ModuleType, make_trainer: Make) -> None:
+    net = limited()
+    _, trainer = trained(make_trainer, net, MicroBatching(3), home=home)
+    assert net.sizes == [3, 3, 2] * 4
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_halves_until_it_fits(make_trainer: Make, where: str) -> None:
+    technique, net = MicroBatching(), limited(2, where)
+    _, trainer = trained(make_trainer, net, technique)
+    assert (technique.retries, technique.fits, net.failures) == (2, 2, 2)
+    assert net.sizes == [8, 4, *[2, 2, 2, 2] * 4]
+    assert trainer.global_step == 4
+
+
+def test_several_batches_make_a_step(make_trainer: Make) -> None:
+    estimates: list[Any] = []
+    net = limited()
+    note = L.Callback()
+    note.on_train_start = lambda trainer, module: estimates.append(trainer.estimated_stepping_batches)
+    _, trainer = trained(make_trainer, net, MicroBatching(5, global_batch=24), note)
+    assert estimates == [trainer.global_step] == [2]
+    assert net.sizes == [4, 4] * 4
+    assert trainer.accumulate_grad_batches == 1  # as before
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_weights_and_logged_loss_are_those_of_the_undivided_batch(make_trainer: Make, most: int) -> None:
+    whole, trainer = trained(make_trainer, plain())
+    split, other = trained(make_trainer, plain(), MicroBatching(most))
+    assert difference(whole, split) <= (0 if most == 8 else 1e-10)
+    assert difference(whole.net, plain().double().to(whole.device)) > 1e-3
+    for name in ("loss_step", "loss_epoch"):
+        torch.testing.assert_close(other.callback_metrics[name], trainer.callback_metrics[name])
+
+
+@pytest.mark.parametrize("accumulating", [{"accumulate_grad_batches": 3}, {"schedule": [[0, 3]]}, {"global_batch": 24}])
+@pytest.mark.parametrize("release", [False, True])
+def test_windows_of_batches_equal_one_large_batch(make_trainer: Make, accumulating: Any, release: bool) -> None:
+    """Of 4 batches of 8 the windows are 24 and 8 samples: the last one is short."""
+    arguments = dict(accumulating)
+    callbacks: list[Any] = [MicroBatching(3, global_batch=arguments.pop("global_batch", None))]
+    callbacks += [AccumulationSchedule(arguments.pop("schedule"))] if "schedule" in arguments else []
+    callbacks += [GradientRelease()] if release else []
+    split, trainer = trained(make_trainer, plain(), *callbacks, **arguments)
+    whole, _ = trained(make_trainer, plain(), data=DataLoader(loader(4, 8).dataset, batch_size=24))
+    assert trainer.global_step == 2
+    assert difference(whole, split) < 1e-10
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("others", [(), (GradientRelease,), (LayerDrop,)], ids=["plain", "released", "drawn"])
+def test_after_ten_failures_the_weights_are_those_of_an_undisturbed_run(
+    make_trainer: Make, where: str, others: Any
+) -> None:
+    """Both runs end at micro-batches of one sample; one of them is disturbed ten times on its way there."""
+    calm, disturbed = limited(), limited(1, where)
+    one, _ = trained(make_trainer, calm, MicroBatching(1), *[other() for other in others])
+    technique = MicroBatching()
+
+    class Forgetful(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            technique._size.now = None  # as if nothing had been learned: each batch fails at 8, 4 and 2
+
+    other, _ = trained(make_trainer, disturbed, technique, *[other() for other in others], Forgetful())
+    assert technique.retries == 12 == disturbed.failures
+    assert difference(one, other) == 0
+    assert torch.equal(calm.seen, disturbed.seen)
+
+
+def test_gradients_released_in_backward_step_nothing_before_it_has_ended(make_trainer: Make) -> None:
+    def fit(net: Limited, size: Any) -> Any:
+        strategy = CompactStrategy(master_bits=32, moment_bits=32)
+        module = regression(L, net)
+        seed()
+        make_trainer(L, callbacks=[MicroBatching(size)], strategy=strategy).fit(module, loader(4, 8))
+        return module
+
+    calm, disturbed = fit(limited(), 2), fit(limited(2, "backward"), "auto")
+    assert disturbed.net.failures == 2
+    assert difference(calm, disturbed) == 0
+
+
+class Tokens(L.LightningModule):
+    """A language model without context: (batch, sequence) of token ids, whose labels are partly -100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11, dtype=torch.float64)
+        self.gradients: list[Tensor] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.table(batch["ids"])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(self.table.weight.grad.clone())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]) if outputs else 0.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7).filter(any),
+    size=st.integers(1, 7),
+    by=st.sampled_from(["tokens", "counts"]),
+)
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_token_losses_equal_those_of_the_undivided_batch(lengths: list[int], size: int, by: str) -> None:
+    """Rows of any number of valid tokens, none among them; by labels, and by a key of the batch."""
+    ids = torch.arange(len(lengths) * 5).view(len(lengths), 5) % 11
+    labels = (ids + 1) % 11
+    for row, length in zip(labels, lengths, strict=True):
+        row[length:] = -100
+    batch = {"ids": ids, "labels": labels, "counts": torch.tensor(lengths)}
+    ran = []
+    for callbacks in ([], [MicroBatching(size, weight_by=by)]):
+        torch.manual_seed(1)
+        module = Tokens()
+        trainer = L.Trainer(
+            accelerator="cpu", callbacks=callbacks, max_steps=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader([batch], batch_size=None))
+        ran.append(module)
+    plain, split = ran
+    assert (plain.gradients[0] - split.gradients[0]).abs().max() < 1e-10
+    assert plain.losses == pytest.approx(split.losses, abs=1e-10)
+
+
+# --- memory ---
+
+
+def test_nothing_of_a_failed_attempt_is_alive(make_trainer: Make) -> None:
+    alive: list[int] = []
+
+    def tensors() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    class Counting(Limited):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append(tensors())
+            return super().forward(x)
+
+    torch.manual_seed(7)
+    net = Counting(4)
+    gc.collect()
+    trained(make_trainer, net, MicroBatching())
+    assert net.sizes[:2] == [8, 4]
+    assert alive[1] <= alive[0] + 4  # views of the batch: two parts of two tensors
+
+
+def test_a_limit_of_memory_is_kept(make_trainer: Make, accelerator: str) -> None:
+    if accelerator != "cpu":
+        pytest.skip("counts on the CPU")
+    module = regression(L, Stack(3, width=16))
+    technique = MicroBatching()
+    trainer = make_trainer(L, callbacks=[technique], max_epochs=2)
+    weights = sum(p.nbytes for p in module.parameters())
+    batches = DataLoader([*loader(2, 512, 16)], batch_size=None)
+    with MemoryLimit(10 * weights, module) as limit:
+        trainer.fit(module, batches)
+    assert technique.retries == limit.raised > 0
+    assert trainer.global_step == 4
+
+
+# --- no trace ---
+
+
+def test_what_fits_is_in_checkpoints(make_trainer: Make) -> None:
+    technique = MicroBatching()
+    trained(make_trainer, limited(2), technique)
+    again, net = MicroBatching(), limited(2)
+    again.load_state_dict(technique.state_dict())
+    trained(make_trainer, net, again)
+    assert (net.failures, net.sizes) == (0, [2, 2, 2, 2] * 4)
+    with pytest.raises(CheckpointError, match=mentions("micro_batch", "wait")):
+        again.load_state_dict({"micro_batch": 2})
+
+
+def test_the_loop_is_as_before_after_a_failure(make_trainer: Make) -> None:
+    module = regression(L)
+    technique = MicroBatching(2, global_batch=8)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("failed")
+
+    module.training_step = fails
+    trainer = make_trainer(L, callbacks=[technique])
+    with pytest.raises(RuntimeError, match="failed"):
+        trainer.fit(module, loader(2))
+    loop = trainer.fit_loop.epoch_loop
+    assert "_make_closure" not in vars(loop.automatic_optimization)
+    assert "log" not in vars(loop._results)
+    assert trainer.accumulate_grad_batches == 1
+    assert not technique._window
+
+
+# --- what is refused ---
+
+
+def test_a_single_sample_that_does_not_fit(make_trainer: Make) -> None:
+    with pytest.raises(BudgetError, match=mentions("micro_batch=1", "checkpointing", "CUDA out of memory")):
+        trained(make_trainer, limited(0), MicroBatching())
+
+
+def test_an_error_in_the_optimizers_step_is_not_retried(make_trainer: Make) -> None:
+    net = limited()
+    module = regression(L, net)
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            raise torch.OutOfMemoryError(OOM)
+
+    module.configure_optimizers = lambda: Fails(module.parameters(), lr=0.1)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer(L, callbacks=[MicroBatching()]).fit(module, loader(2))
+    assert net.sizes == [4]
+
+
+def test_manual_optimization_is_refused(make_trainer: Make) -> None:
+    module = regression(L)
+    module.automatic_optimization = False
+    with pytest.raises(ConflictError, match=mentions("automatic_optimization", "drop micro_batching")):
+        make_trainer(L, callbacks=[MicroBatching()]).fit(module, loader(2))
+
+
+def test_batch_norm_is_refused_by_name_or_allowed(make_trainer: Make) -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    with pytest.raises(ConflictError, match=mentions("net.1", "batch_norm=ghost", "GroupNorm")):
+        trained(make_trainer, net, MicroBatching(2))
+    trained(make_trainer, net, MicroBatching(2, batch_norm="ghost"))
+
+
+@pytest.mark.parametrize(("wanted", "remedy"), [(20, "16 or 24"), (4, "8")])
+def test_a_global_batch_that_no_batches_make(make_trainer: Make, wanted: int, remedy: str) -> None:
+    with pytest.raises(ConflictError, match=mentions("global_batch", remedy)):
+        trained(make_trainer, plain(), MicroBatching(global_batch=wanted))
+
+
+def test_two_that_say_how_many_batches_make_a_step(make_trainer: Make) -> None:
+    with pytest.raises(ConflictError, match=mentions("accumulate_grad_batches=2", "global_batch=16")):
+        trained(make_trainer, plain(), MicroBatching(global_batch=16), accumulate_grad_batches=2)
+
+
+def test_an_engine_that_cannot_repeat_a_backward_takes_a_fixed_size() -> None:
+    with pytest.raises(ConflictError, match=mentions("repeated_backward", "micro_batch=8")):
+        compose("zero_offload", ["+callback=micro_batching"])
+    compose("zero_offload", ["+callback=micro_batching", "callback.micro_batching.micro_batch=8"])
+
+
+def test_a_split_of_ones_own(make_trainer: Make) -> None:
+    def rows(batch: Any, size: int) -> list[Any]:
+        x, y = batch
+        return [([x[i : i + size], y[i : i + size]], len(x[i : i + size])) for i in range(0, len(x), size)]
+
+    net = limited()
+    trained(make_trainer, net, MicroBatching(3, split=rows))
+    assert net.sizes == [3, 3, 2] * 4
+    with pytest.raises(ConflictError, match=mentions("split", "8 samples")):
+        trained(make_trainer, limited(), MicroBatching(3, split=lambda batch, size: [(batch, 8)]))
+
+
+def test_a_loss_over_pairs_of_samples_is_found_in_the_first_batch(make_trainer: Make) -> None:
+    def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs @ targets.to(outputs.dtype).T, torch.arange(len(outputs)))
+
+    module = regression(L, plain(), loss=contrastive)
+    with pytest.raises(ConflictError, match=mentions("check", "weight_by=samples", "drop micro_batching")):
+        make_trainer(L, accelerator="cpu", callbacks=[MicroBatching(check=True)]).fit(module, loader(2))
+
+
+def test_the_check_changes_nothing(make_trainer: Make) -> None:
+    fits = []
+    for check in (False, True):
+        torch.manual_seed(7)
+        fits.append(trained(make_trainer, Stack(2, dropout=0.3), MicroBatching(4, check=check))[0])
+    assert difference(*fits) == 0
