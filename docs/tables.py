@@ -363,6 +363,24 @@ def formats() -> str:
     return table(["device", "compute capability", *(f"`{kind}`" for kind in FORMATS)], rows)
 
 
+def padding_table(result: dict[str, Any]) -> str:
+    """Return the share of padding in plain batches and in those of similar length."""
+    kinds = {
+        "plain": "random batches",
+        "by_count": f"{result['batch_size']} items of similar length",
+        "by_tokens": f"up to {result['max_tokens']:,} tokens of similar length",
+    }
+    rows = [
+        [f"{row['sigma']:g}", f"{row['lengths'][0]} to {row['lengths'][1]:,}", *(f"{row[kind]:.1%}" for kind in kinds)]
+        for row in result["rows"]
+    ]
+    explained = (
+        f"Share of padding among the tokens of {result['items']:,} items with log-normal lengths of median"
+        f" {result['median']}, the worst of three epochs; random batches have {result['batch_size']} items."
+    )
+    return table(["deviation", "lengths", *kinds.values()], rows) + note(result, result["command"], explained)
+
+
 def whole_ladder_table(result: dict[str, Any]) -> str:
     """Return the planned peak under one technique after another, and validation losses without and with all of them."""
     first = result["rungs"][0]["peak_bytes"]
@@ -600,6 +618,7 @@ TABLES = {
     "zero_host_cpu.json": zero_host_table,
     "compact_cpu.json": compact_table,
     "low_precision_cpu.json": low_precision_table,
+    "padding_cpu.json": padding_table,
     "step_cost.json": step_cost_table,
     "sweep_cpu.json": sweep_table,
     "plan_order_cpu.json": plan_order_table,

@@ -108,11 +108,20 @@ def classification(home: ModuleType, net: nn.Module | None = None, lr: float = 1
     return regression(home, net or Classifier(), lr, class_loss)
 
 
+class Rows(TensorDataset):
+    """Rows of tensors, and a column that gives them different lengths."""
+
+    column_names = ("length",)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [7 * row % len(self) + 1 for row in range(len(self))] if index == "length" else super().__getitem__(index)
+
+
 def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1) -> DataLoader[Any]:
     """Return an unshuffled loader of ``batches`` batches of x: (batch, width), y: (batch, 1)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batches * batch_size, width, generator=generator)
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
+    return DataLoader(Rows(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
 class Held(Callback):

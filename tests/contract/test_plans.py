@@ -40,7 +40,12 @@ def planned(*cards: Card) -> Any:
 
 
 # an observer changes no byte of the device: all is planned as without it
-CARDS = [(long if card.phase == Phase.OBSERVE else pytest.param)(card, id=card.name) for card in ON_CPU]
+# what makes the batches makes none here: both are of the batch that is given
+CARDS = [
+    (long if card.phase == Phase.OBSERVE else pytest.param)(card, id=card.name)
+    for card in ON_CPU
+    if card.phase != Phase.DATA or card.planned != "left out"
+]
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -1,0 +1,129 @@
+"""Lengths of a data set's items: of their first sequence, of a column, of what a collate function makes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from lightning_solo.errors import ConflictError
+
+REPORT_EVERY_S = 10.0
+
+Length = str | Callable[[Any], int]
+
+
+def length_of(item: object) -> int | None:
+    """Return the length of an item's first sequence: of a tensor or array by its first dimension, of a list, of a text.
+
+    Mappings, tuples and objects are searched in their order; None where there is no sequence.
+
+    >>> length_of((torch.zeros(5), torch.tensor(1))), length_of({"id": 7, "input_ids": [3, 1, 2]}), length_of("four")
+    (5, 3, 4)
+    """
+    if isinstance(item, str | bytes):
+        return len(item)
+    shape = getattr(item, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    parts: Sequence[object] = ()
+    if isinstance(item, Mapping):
+        parts = list(item.values())
+    elif isinstance(item, tuple):
+        parts = item
+    elif isinstance(item, list):
+        if not item or length_of(item[0]) is None or isinstance(item[0], str | bytes):
+            return len(item)
+        parts = item
+    elif hasattr(item, "__dict__"):
+        parts = list(vars(item).values())
+    return next((length for part in parts if (length := length_of(part)) is not None), None)
+
+
+def collated_length(batch: object) -> int | None:
+    """Return the length of the sequence in a batch of one item: the second dimension of the first tensor with two.
+
+    >>> collated_length({"input_ids": torch.zeros(1, 12), "labels": torch.zeros(1)})
+    12
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[1] if batch.ndim > 1 else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((length for part in parts if (length := collated_length(part)) is not None), None)
+
+
+def item_lengths(
+    dataset: Any,
+    length: Length | Literal["auto", "collated"] = "auto",
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> torch.Tensor:
+    """Return the length of every item of a map-style data set, each of which is read once.
+
+    Args:
+        dataset: with ``len`` and items by index.
+        length: ``auto`` for the column ``length``, where the data set has one, else `length_of`; ``collated`` for
+            `collated_length` of ``collate_fn([item])``, as where the collate function makes tokens of texts; a function
+            of an item; or the name of a column, key or attribute, whose value is a sequence or the length itself. A
+            column is read whole where the data set has ``column_names``, without the others.
+        collate_fn: for ``collated``.
+        report: called with (items done, all items) every 10 seconds.
+
+    Raises:
+        ConflictError: an item has no length, or reading it fails; names its index, and has the cause.
+    """
+    count = len(dataset)
+    columns = getattr(dataset, "column_names", None) or ()
+    if length == "auto" and "length" in columns:
+        length = "length"
+    values = dataset[length] if isinstance(length, str) and length in columns else None
+    lengths = torch.empty(count, dtype=torch.int64)
+    last = time.monotonic()
+    for index in range(count):
+        try:
+            found = _as_length(values[index]) if values is not None else _length(dataset[index], length, collate_fn)
+        except Exception as error:
+            raise ConflictError(
+                f"length={_name(length)}: item {index} of {type(dataset).__name__} raised"
+                f" {type(error).__name__}: {error}; {_REMEDY}"
+            ) from error
+        if type(found) is not int or found < 0:
+            raise ConflictError(
+                f"length={_name(length)}: item {index} of {type(dataset).__name__} has no length, but {found!r};"
+                f" {_REMEDY}"
+            )
+        lengths[index] = found
+        if report is not None and time.monotonic() - last > REPORT_EVERY_S:
+            last = time.monotonic()
+            report(index + 1, count)
+    return lengths
+
+
+_REMEDY = "write length=<name of a column>, length=collated, or a function of an item that returns an integer"
+
+
+def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | None) -> object:
+    if callable(length):
+        return _as_length(length(item))
+    if length == "auto":
+        return length_of(item)
+    if length == "collated":
+        assert collate_fn is not None  # of the loader
+        return collated_length(collate_fn([item]))
+    return _as_length(item[length] if isinstance(item, Mapping) else getattr(item, length))
+
+
+def _as_length(value: Any) -> object:
+    """Return an integer as it is, however it is stored, and the length of anything else."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int) or (hasattr(value, "item") and not getattr(value, "shape", (1,))):
+        value = value if isinstance(value, int) else value.item()
+        return int(value) if value == int(value) else value
+    return length_of(value)
+
+
+def _name(length: Length) -> str:
+    return length if isinstance(length, str) else getattr(length, "__name__", repr(length))

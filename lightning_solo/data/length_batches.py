@@ -1,0 +1,143 @@
+"""A batch sampler whose batches have items of similar length: by count, or by a budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch.utils.data import Sampler
+
+from lightning_solo.errors import ConflictError
+
+# By how much the lengths in batches may differ that exchange items: half of it is what is padded on average.
+SPREAD = 0.03
+
+
+def padding_share(lengths: torch.Tensor, batches: Iterable[Sequence[int]]) -> float:
+    """Return the share of padding in batches of items that are padded to the longest of their batch.
+
+    >>> padding_share(torch.tensor([1, 3, 4, 4]), [[0, 1], [2, 3]])  # 2 of 6 + 8
+    0.14285714285714285
+    """
+    tokens = padded = 0
+    for batch in batches:
+        here = lengths[list(batch)]
+        tokens += int(here.sum())
+        padded += int(here.max()) * len(here)
+    return 1 - tokens / padded if padded else 0.0
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """Return a generator for an epoch's order; epochs of neighbouring seeds have nothing in common."""
+    generator = torch.Generator().manual_seed(seed)
+    return generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) ^ epoch)
+
+
+class LengthBatches(Sampler[list[int]]):
+    """Batches of items of similar length, in another order and with other neighbours in each epoch.
+
+    The items are sorted by length and cut into batches. Consecutive batches whose lengths differ by at most 3 % are a
+    bucket: their items change places in every epoch; where lengths are rare a batch keeps its items. Then the batches
+    are shuffled; that with the longest item comes first, so that a batch too large for the device shows at once. The
+    order depends on seed and epoch alone, every epoch has as many batches, and in each every item comes once.
+
+    Args:
+        lengths: of the items, as (items,).
+        batch_size: items of a batch; the last of them, of an epoch's shortest items, may hold fewer.
+        max_tokens: in place of ``batch_size``: the most that a batch may have, padding included.
+        drop_last: leave out as many items as do not fill a batch, others in each epoch.
+        seed: of the order.
+
+    Raises:
+        ConflictError: an item is longer than ``max_tokens``, or ``drop_last`` with it.
+    """
+
+    def __init__(
+        self,
+        lengths: torch.Tensor,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        drop_last: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if (batch_size is None) == (max_tokens is None):
+            raise ConflictError(f"batch_size={batch_size} and max_tokens={max_tokens}: write one of them")
+        if max_tokens is not None and drop_last:
+            raise ConflictError(
+                "drop_last=True and max_tokens: batches hold different numbers of items anyway, none is incomplete;"
+                " write DataLoader(drop_last=False)"
+            )
+        if max_tokens is not None and len(lengths) and int(lengths.max()) > max_tokens:
+            index = int(lengths.argmax())
+            raise ConflictError(
+                f"max_tokens={max_tokens}: item {index} alone has {int(lengths[index])} tokens; write a larger"
+                " max_tokens, or leave such items out of the data set"
+            )
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.max_tokens = max_tokens
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+        self.start = 0
+        self._count = len(self._cuts(self.lengths.sort(descending=True).values[: self._kept]))
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def sampler(self) -> LengthBatches:
+        """Itself: where Lightning looks for what takes an epoch's number."""
+        return self
+
+    @property
+    def _kept(self) -> int:
+        count = len(self.lengths)
+        return count - count % self.batch_size if self.drop_last and self.batch_size else count
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, unless it is the present one."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Return the batches of the present epoch, from ``start`` on."""
+        return iter(self.batches(self.epoch)[self.start :])
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch."""
+        generator = epoch_generator(self.seed, epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)[: self._kept]
+        order = order[self.lengths[order].sort(descending=True, stable=True).indices]
+        lengths = self.lengths[order]
+        batches = []
+        for cuts in self._buckets(lengths):
+            first, last = cuts[0][0], cuts[-1][1]
+            bucket = order[first:last][torch.randperm(last - first, generator=generator)].tolist()
+            batches += [bucket[begin - first : end - first] for begin, end in cuts]
+        # of the batches, that with the longest item comes first
+        longest = int(order[0]) if len(order) else None
+        shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+        return sorted(shuffled, key=lambda batch: longest not in batch)
+
+    def _cuts(self, lengths: torch.Tensor) -> list[tuple[int, int]]:
+        """Return where batches begin and end among lengths that fall."""
+        return [cut for bucket in self._buckets(lengths) for cut in bucket]
+
+    def _buckets(self, lengths: torch.Tensor) -> list[list[tuple[int, int]]]:
+        """Return the batches of each bucket; within one all have the same size, so that a budget holds for any item."""
+        falling = lengths.tolist()
+        buckets: list[list[tuple[int, int]]] = []
+        begin = 0
+        while begin < len(falling):
+            longest = falling[begin]
+            size = self.batch_size or max(1, (self.max_tokens or 0) // max(1, longest))
+            bucket: list[tuple[int, int]] = []
+            while begin < len(falling):
+                end = min(begin + size, len(falling))
+                if bucket and falling[end - 1] < (1 - SPREAD) * longest:
+                    break
+                bucket.append((begin, end))
+                begin = end
+            buckets.append(bucket)
+        return buckets

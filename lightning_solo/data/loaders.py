@@ -1,0 +1,152 @@
+"""A user's own DataLoader with other batches: all else stays, and its place in an epoch is plain data."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from lightning_solo.errors import CheckpointError, ConflictError
+
+
+class EpochBatches(Protocol):
+    """A batch sampler whose order depends on the number of the epoch, and which starts at any batch of it."""
+
+    epoch: int
+    start: int
+    seed: int
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def require_own_batches(loader: Any, technique: str) -> None:
+    """Check that a loader makes batches itself, of all items of a map-style data set, so that others may be put in.
+
+    Raises:
+        ConflictError: it doesn't; names what it has, and what to write.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConflictError(
+            f"{technique} and a loader of type {type(loader).__name__}: it takes a torch.utils.data.DataLoader; return"
+            f" one from train_dataloader, or drop {technique}"
+        )
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ConflictError(
+            f"{technique} and the iterable data set {type(dataset).__name__}: items come in its own order; give a"
+            f" map-style data set, with __getitem__ and __len__, or drop {technique}"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise ConflictError(
+            f"{technique} and {type(dataset).__name__}, a data set without length: define __len__, or drop {technique}"
+        )
+    if hasattr(loader, "state_dict"):
+        raise ConflictError(
+            f"{technique} and {type(loader).__name__}, which keeps its place in an epoch itself: give a"
+            f" torch.utils.data.DataLoader, whose place is kept here, or drop {technique}"
+        )
+    if loader.batch_sampler is None:
+        raise ConflictError(
+            f"{technique} and DataLoader(batch_size=None), of a data set that makes batches itself: give single items"
+            f" and batch_size=..., or drop {technique}"
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ConflictError(
+            f"{technique} and a batch sampler of your own, {type(loader.batch_sampler).__name__}: both make the"
+            f" batches; write DataLoader(batch_size=...) instead, or drop {technique}"
+        )
+    sampler = loader.sampler
+    every_item = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset)
+    )
+    if not every_item:
+        raise ConflictError(
+            f"{technique} and the sampler {type(sampler).__name__}, which chooses items: write"
+            f" DataLoader(shuffle=True), over a torch.utils.data.Subset where items are left out, or drop {technique}"
+        )
+
+
+class Resumable(DataLoader[Any]):
+    """What `with_batches` adds to a loader's class: batches of the present epoch, and the place in it as plain data.
+
+    An epoch that ends leads to the next one. Batches that workers have fetched ahead don't count, only those that were
+    handed out.
+    """
+
+    _handed_out = (0, 0)  # an epoch, and how many of its batches
+
+    @property
+    def _batches(self) -> Any:
+        return self.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Return the batches of the present epoch, from where a loaded state is."""
+        batches = self._batches
+        epoch, done = batches.epoch, batches.start
+        iterator = super().__iter__()
+        batches.start = 0
+        for batch in iterator:
+            done += 1
+            self._handed_out = epoch, done
+            yield batch
+        batches.set_epoch(epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place: epoch, batches of it that were handed out, and the order's seed and number of batches."""
+        batches = self._batches
+        epoch, done = batches.epoch, batches.start
+        if self._handed_out[0] == epoch:
+            done = self._handed_out[1]
+        if done == len(batches):
+            epoch, done = epoch + 1, 0
+        return {"epoch": epoch, "batches_done": done, "seed": batches.seed, "batches": len(batches)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Have the next epoch begin at a place.
+
+        Raises:
+            CheckpointError: the state is of other batches, or of none.
+        """
+        here = self.state_dict()
+        if set(state) != set(here):
+            raise CheckpointError(f"the loader's state has {sorted(state)}, where {sorted(here)} are expected")
+        for key in ("seed", "batches"):
+            if state[key] != here[key]:
+                raise CheckpointError(
+                    f"the checkpoint was saved within an epoch with {key}={state[key]}, and the loader has"
+                    f" {key}={here[key]}: resume with the same data set and settings, or from the end of an epoch"
+                )
+        self._batches.set_epoch(state["epoch"])
+        self._batches.start = state["batches_done"]
+        self._handed_out = state["epoch"], state["batches_done"]
+
+
+@functools.cache
+def _resumable(cls: Any) -> Any:
+    return type(cls.__name__, (Resumable, cls), {"__module__": cls.__module__})
+
+
+def with_batches(loader: DataLoader[Any], batches: EpochBatches, **attributes: Any) -> Any:
+    """Return a copy of a loader that takes its batches from a sampler; it is still an instance of the loader's class.
+
+    Workers, collate function, generator, pinned memory and what a class of the user's has besides stay as they are: no
+    constructor runs. The loader itself isn't changed.
+
+    Args:
+        loader: to copy; it must have passed `require_own_batches`.
+        batches: the batch sampler.
+        attributes: others to replace, such as ``collate_fn``.
+    """
+    changed = copy.copy(loader)
+    # around DataLoader.__setattr__, which refuses to replace a sampler; iterators of the loader's stay its own
+    vars(changed).update(batch_sampler=batches, _iterator=None, **attributes)
+    changed.__class__ = _resumable(type(loader))  # type: ignore[arg-type]
+    return changed

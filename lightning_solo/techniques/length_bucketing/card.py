@@ -1,0 +1,47 @@
+"""The card of `length_bucketing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+
+
+def _no_length(value: object) -> str | None:
+    if callable(value) or (isinstance(value, str) and value):
+        return None
+    return "write auto, collated, the name of a column, or in Python a function of an item"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of LengthBucketing."""
+
+    length: str | Callable[[Any], int] = setting(  # noqa: RUF009 - the default is a string
+        "auto", "``auto``, ``collated``, the name of a column, or in Python a function of an item", check=_no_length
+    )
+    max_tokens: int | None = setting(
+        None, "most tokens of a batch, padding included, in place of the loader's batch size", at_least=1
+    )
+    seed: int = setting(0, "of the order of the batches", at_least=0)
+
+
+CARD = Card(
+    name="length_bucketing",
+    target="lightning_solo.techniques.length_bucketing.technique:LengthBucketing",
+    phase=Phase.DATA,
+    settings=Settings,
+    saves="the arithmetic and activations of padding: items of similar length share a batch",
+    costs="each item of the data set is read once before the fit; with a column of lengths that column alone",
+    numerics="every item comes once per epoch, with other neighbours than in random batches",
+    conflicts="iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place itself (all"
+    " refused); other techniques that make the batches",
+    reference="Khomenko et al. 2016, arXiv 1708.05604",
+    owns=frozenset({"batches"}),
+    instead={"batches": "drop callback.length_bucketing"},
+    planned="left out",
+)

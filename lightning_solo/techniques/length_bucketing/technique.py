@@ -1,0 +1,96 @@
+"""Length bucketing: items of similar length share a batch, so that little is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import SequentialSampler
+
+from lightning_solo.data.item_lengths import item_lengths
+from lightning_solo.data.length_batches import LengthBatches, padding_share
+from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.errors import NothingToDoError
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.length_bucketing.card import CARD
+
+
+class LengthBucketing(Technique):
+    """Has the training loader make batches of items of similar length, in another order in each epoch.
+
+    Items, workers, collate function and all else of the loader stay as they are. A run that is resumed within an epoch
+    continues with the very batches that were left.
+
+    Args:
+        length: ``auto`` for a column ``length`` of the data set, or else the first sequence of an item; ``collated``
+            for the collate function's result, as where it makes tokens of texts; the name of a column, key or
+            attribute; or a function of an item.
+        max_tokens: The most tokens of a batch, padding included, in place of the loader's batch size.
+        seed: Of the order.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(
+        self, length: str | Callable[[Any], int] = "auto", max_tokens: int | None = None, seed: int = 0
+    ) -> None:
+        CARD.check_call(locals())
+        self.length = length
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.padding_before: float | None = None
+        self.padding_after: float | None = None
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    def loader(self, ctx: Run, loader: Any) -> Any:
+        """Return the loader with other batches.
+
+        Raises:
+            ConflictError: it makes no batches itself, or the lengths can't be read.
+            NothingToDoError: nothing is padded.
+        """
+        require_own_batches(loader, CARD.name)
+
+        def report(done: int, count: int) -> None:
+            ctx.info(f"length bucketing: read the lengths of {done:,} of {count:,} items")
+
+        with isolate_rng():  # items may be augmented at random
+            lengths = item_lengths(loader.dataset, self.length, loader.collate_fn, report)
+        before = padding_share(lengths, _plain_batches(loader, len(lengths), self.seed))
+        if before == 0:
+            raise NothingToDoError(
+                f"length_bucketing: no batch of {type(loader.dataset).__name__} is padded, by length={self.length!r}:"
+                f" {len(lengths)} items of length {_range(lengths)} in batches of {loader.batch_size}; write"
+                " length=<a column> where this isn't their length, or drop length_bucketing"
+            )
+        size = None if self.max_tokens else loader.batch_size
+        batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)
+        batches.set_epoch(ctx.trainer.current_epoch)
+        after = padding_share(lengths, batches.batches(batches.epoch))
+        self.padding_before, self.padding_after = before, after
+        ctx.info(
+            f"length bucketing: {len(lengths):,} items of length {_range(lengths)}, in {len(batches):,} batches; of the"
+            f" tokens {after:.1%} are padding, in plain batches {before:.1%}"
+        )
+        return with_batches(loader, batches)
+
+
+def _plain_batches(loader: Any, count: int, seed: int) -> list[list[int]]:
+    """Return the batches that a loader makes itself, in an order that is drawn here where it shuffles."""
+    generator = torch.Generator().manual_seed(seed)
+    ordered = type(loader.sampler) is SequentialSampler
+    order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
+    batches = [batch.tolist() for batch in torch.split(order, loader.batch_size)]
+    return batches[:-1] if loader.drop_last and count % loader.batch_size else batches
+
+
+def _range(lengths: torch.Tensor) -> str:
+    return f"{int(lengths.min())} to {int(lengths.max())}" if len(lengths) else "0"
