@@ -114,7 +114,9 @@ class Rows(TensorDataset):
     column_names = ("length",)
 
     def __getitem__(self, index: Any) -> Any:
-        return [7 * row % len(self) + 1 for row in range(len(self))] if index == "length" else super().__getitem__(index)
+        return (
+            [7 * row % len(self) + 1 for row in range(len(self))] if index == "length" else super().__getitem__(index)
+        )
 
 
 def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1) -> DataLoader[Any]:

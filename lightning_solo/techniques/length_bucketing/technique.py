@@ -80,7 +80,7 @@ class LengthBucketing(Technique):
             f"length bucketing: {len(lengths):,} items of length {_range(lengths)}, in {len(batches):,} batches; of the"
             f" tokens {after:.1%} are padding, in plain batches {before:.1%}"
         )
-        return with_batches(loader, batches)
+        return with_batches(loader, batches, batch_size=batches.batch_size)
 
 
 def _plain_batches(loader: Any, count: int, seed: int) -> list[list[int]]:
