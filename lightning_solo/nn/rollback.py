@@ -84,7 +84,9 @@ class _Buffer:
         return tensor is self._tensor and (tensor is None or tensor._version == self._version)
 
     def save(self) -> None:
-        if self._version >= 0 or self._changes is not None:
+        if self._changes is False and self._is_as_saved():  # most of them, each time
+            return
+        if self._version >= 0:
             self._changes = bool(self._changes) or not self._is_as_saved()
         tensor = self._owner._buffers.get(self._name)
         self._tensor, self._version = tensor, 0 if tensor is None else tensor._version
