@@ -22,6 +22,7 @@ RESOURCES = {
     "gradients": "`.grad` of the parameters, between backward and the step",
     "loss": "the loss that backward starts from",
     "micro_batches": "in which parts a batch goes through forward and backward",
+    "micro_batch_weights": "by what each micro-batch counts in its optimizer step",
     "optimizer_states": "the optimizer's states",
     "repeated_backward": "a forward and backward that failed, and can be run again",
     "saved_tensors": "what forward keeps for backward",

@@ -146,7 +146,7 @@ def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:
     """Return the message for two techniques that need one resource."""
     remedies = [
         chosen.card.instead.get(resource, f"{chosen.removal} (removes {chosen.card.name})").format(
-            **vars(chosen.settings)
+            **{"factor": "N", **vars(chosen.settings)}  # a remedy may name the Trainer's factor, and there is none here
         )
         for chosen in (other, one)
         if chosen.card.group == "callback" or resource in chosen.card.instead

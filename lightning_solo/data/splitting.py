@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -169,56 +169,3 @@ def split_evenly(batch: Any, most: int, batch_dim: BatchDim = 0) -> list[tuple[A
     return [
         (part_of(batch, first, last, samples, batch_dim), last - first) for first, last in even_ranges(samples, most)
     ]
-
-
-def labels_of(batch: Any) -> torch.Tensor | None:
-    """Return what is called ``labels`` in a batch, else the last item of a list or tuple if those are integers."""
-    named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
-    if isinstance(named, torch.Tensor):
-        return named
-    if isinstance(batch, Sequence) and len(batch) > 1:
-        last = batch[-1]
-        if isinstance(last, torch.Tensor) and not last.is_floating_point() and last.dtype is not torch.bool:
-            return last
-        return labels_of(last) if isinstance(last, Mapping) else None
-    return None
-
-
-IGNORED = -100
-"""The label that losses leave out, in torch and in transformers."""
-BY = ("samples", "tokens", "shifted_tokens")
-
-
-def weight_of(batch: Any, samples: int, by: str) -> float:
-    """Return by what a part of a batch counts in the mean over the batch.
-
-    Args:
-        batch: the part.
-        samples: in it.
-        by: ``"samples"``; ``"tokens"``, labels other than -100; ``"shifted_tokens"``, those of them that a model
-            predicts which shifts labels by itself, all but each row's first; or a key, whose values are summed up.
-
-    >>> weight_of({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}, 2, "tokens")
-    3.0
-
-    Raises:
-        ConflictError: the batch has no labels, or nothing of that name.
-    """
-    if by == "samples":
-        return float(samples)
-    if by in BY:
-        labels = labels_of(batch)
-        if labels is None:
-            raise ConflictError(
-                f"micro_batching: weight_by={by}, and there is nothing called labels in this {type(batch).__name__};"
-                " write weight_by=samples, or the name of what has the weights"
-            )
-        return float((labels[..., 1:] if by == "shifted_tokens" else labels).ne(IGNORED).sum())
-    values = batch.get(by) if isinstance(batch, Mapping) else getattr(batch, by, None)
-    if not isinstance(values, torch.Tensor):
-        names = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ConflictError(
-            f"micro_batching: weight_by={by!r}, and no tensor of that name is in the batch ({names}); write"
-            f" {', '.join(BY)}, or such a name"
-        )
-    return float(values.double().sum())

@@ -23,9 +23,10 @@ class Window:
     """The micro-batches between two optimizer steps.
 
     Attributes:
-        held: micro-batches of this window that have given a gradient so far; one counts once, however often its
-            backward runs.
-        weight: the factor by which each loss of this window is multiplied before backward.
+        held: micro-batches of this window that have given a gradient so far, each by its weight; one counts once,
+            however often its backward runs.
+        weight: the factor by which the loss of a micro-batch is multiplied before backward; at 0 there is no backward,
+            since a loss that is a mean over nothing has NaN as its gradient, whatever it is multiplied by.
         varies: whether the factor may change along the run.
         gradients_stay: whether parameters hold their gradients when the optimizer's step comes. Where they don't, a
             short window can only be set right by its losses' weight.
@@ -36,7 +37,7 @@ class Window:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._counted = False
-        self.held = 0
+        self.held = 0.0
         self.weight = 1.0
         self.varies = False
         self.gradients_stay = True
@@ -61,11 +62,11 @@ class Window:
         """Begin a micro-batch, and where Lightning zeroes gradients a window."""
         self._counted = False
         if batch_idx % self.factor == 0:
-            self.held = 0
+            self.held = 0.0
 
     def count(self) -> None:
         """Count the present micro-batch, once."""
-        self.held += not self._counted
+        self.held += 0 if self._counted else self.weight
         self._counted = True
 
 
@@ -178,7 +179,10 @@ class Run:
     def backward(self, proceed: Callable[[Tensor], Any], loss: Tensor) -> Any:
         """Run backward of a micro-batch: the techniques' seams, and the window's weight."""
         self.window.count()
-        return self.around("backward", proceed)(loss if self.window.weight == 1 else loss * self.window.weight)
+        weight = self.window.weight
+        if weight == 0:
+            return loss
+        return self.around("backward", proceed)(loss if weight == 1 else loss * weight)
 
     def end(self) -> None:
         """Undo what the techniques did; a second call does nothing."""

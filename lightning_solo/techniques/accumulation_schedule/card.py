@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import PresetError
 
 
 def _not_rising_pairs(milestones: Sequence[Sequence[int]]) -> str | None:
@@ -27,13 +28,38 @@ class Settings:
     milestones: Sequence[Sequence[int]] = setting(
         ((0, 4),), "pairs [first, factor]: from ``first`` on, ``factor`` batches make a step", check=_not_rising_pairs
     )
-    by: Literal["epoch", "step"] = setting("epoch", "what ``first`` counts: epochs or optimizer steps")
+    by: Literal["epoch", "step", "samples", "tokens", "noise_scale"] = setting(
+        "epoch",
+        "what ``first`` counts: epochs, optimizer steps, samples or valid tokens seen, or samples of the gradient's"
+        " noise scale as measured",
+    )
+    weight_by: str = setting(
+        "batches",
+        "by what each batch counts in its step: batches (all alike), samples, tokens (labels other than -100),"
+        " shifted_tokens (those without each row's first), or the sum of a key of the batch",
+    )
+
+    def __post_init__(self) -> None:
+        if self.by == "noise_scale" and first_factor(self) < 2:
+            raise PresetError(
+                f"accumulation_schedule.milestones={[list(pair) for pair in self.milestones]} by=noise_scale: a window"
+                " of one batch has nothing to measure noise by; write a first milestone of 2 batches or more, [0, 2]"
+            )
 
 
 def first_factor(settings: Settings) -> int:
     """Return how many batches make the first optimizer step."""
     first, factor = settings.milestones[0]
     return factor if first == 0 else 1
+
+
+def _owned(settings: Any) -> frozenset[str]:
+    measured = settings.weight_by != "batches" or settings.by == "noise_scale"
+    return frozenset({"accumulation_factor", "micro_batch_weights"} if measured else {"accumulation_factor"})
+
+
+def _read(settings: Any) -> frozenset[str]:
+    return frozenset({"gradients"}) if "micro_batch_weights" in _owned(settings) else frozenset()
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
@@ -48,16 +74,23 @@ CARD = Card(
     phase=Phase.STEP,
     settings=Settings,
     saves="activations: global batch = factor x micro-batch, at the activations of one micro-batch",
-    costs="none beyond the smaller kernels of a micro-batch; a step comes once in ``factor`` batches",
-    numerics="gradients equal a hand-written loop's mean over the window; a short window counts by what it holds",
+    costs="none beyond the smaller kernels of a micro-batch; a step comes once in ``factor`` batches. Counting tokens"
+    " or a key waits for the device once in a batch, the noise scale twice in a step. A checkpoint amid a window has"
+    " its gradients",
+    numerics="gradients equal a hand-written loop's mean over the window; a short window counts by what it holds. With"
+    " ``weight_by`` they equal those of one batch that holds all samples or tokens of the window",
     conflicts="manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate by themselves,"
-    " ZenFlow among them; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor)",
+    " ZenFlow among them; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor);"
+    " ``weight_by`` and the noise scale: gradients that are released in backward",
     reference="https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches; Smith et al.,"
     ' "Don\'t Decay the Learning Rate, Increase the Batch Size", https://arxiv.org/abs/1711.00489',
-    owns=frozenset({"accumulation_factor"}),
+    owns=_owned,
+    reads=_read,
     instead={
         "accumulation_factor": "write the factor as a milestone,"
-        " callback.accumulation_schedule.milestones=[[0, {factor}]], and drop accumulate_grad_batches"
+        " callback.accumulation_schedule.milestones=[[0, {factor}]], and drop accumulate_grad_batches",
+        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, another by than noise_scale, and"
+        " weight_by where batches are divided, which weighs all of a step",
     },
     first_factor=first_factor,
     rung=Rung("accumulation", order=30),

@@ -1,98 +1,54 @@
-"""Gradient accumulation whose factor changes along the run, with right last windows and right step counts."""
+"""Gradient accumulation whose factor changes along the run, with right means over windows and right step counts."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_solo.cards.card import resources
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
+from lightning_solo.data.batch_size import size_of
+from lightning_solo.data.batch_weights import weight_of
 from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.optim.noise_scale import NoiseScale, squared_norm
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.accumulation_schedule.card import CARD
+from lightning_solo.techniques.accumulation_schedule.milestones import (
+    Epoch,
+    count_optimizer_steps,
+    epoch_of,
+    factor_at,
+    next_factor,
+)
 
-Milestones = Sequence[Sequence[int]]
-
-
-def factor_at(milestones: Milestones, position: int) -> int:
-    """Return the factor of the last milestone that ``position`` has reached, and 1 before the first.
-
-    >>> [factor_at([[2, 4], [5, 8]], position) for position in (0, 2, 4, 5, 9)]
-    [1, 4, 4, 8, 8]
-    """
-    factor = 1
-    for first, then in milestones:
-        if position >= first:
-            factor = then
-    return factor
+COUNTED = ("samples", "tokens")
+"""What a schedule may go by that only the batches tell."""
 
 
-def next_factor(current: int, wanted: int, batch_idx: int) -> int:
-    """Return the factor from ``batch_idx`` on: ``wanted`` where it can take effect, else ``current``.
-
-    Lightning zeroes gradients where ``batch_idx % N == 0`` and steps where ``(batch_idx + 1) % N == 0``. So a window is
-    open unless the current factor divides ``batch_idx``, and gradients survive its start unless the new one does too.
-
-    >>> next_factor(2, 3, batch_idx=4), next_factor(2, 3, batch_idx=6), next_factor(4, 2, batch_idx=2)
-    (2, 3, 4)
-    """
-    return wanted if batch_idx % current == 0 and batch_idx % wanted == 0 else current
-
-
-def count_optimizer_steps(
-    milestones: Milestones, by: Literal["epoch", "step"], batches: int, epochs: int, max_steps: int = -1
-) -> int:
-    """Return how many optimizer steps ``epochs`` epochs of ``batches`` batches take, at most ``max_steps`` unless -1.
-
-    Walks from milestone to milestone, not from window to window: a long run costs no more than a short one.
-
-    >>> count_optimizer_steps([[0, 4]], "epoch", batches=10, epochs=2)  # 4 + 4 + 2, twice
-    6
-    """
-    firsts = sorted(first for first, _ in milestones)
-    current, steps, epoch = 1, 0, 0
-    while batches > 0 and epoch < epochs and (max_steps == -1 or steps < max_steps):
-        position = epoch if by == "epoch" else steps
-        current = factor_at(milestones, position)  # every factor divides batch 0
-        ahead = min((first - position for first in firsts if first > position), default=math.inf)
-        per_epoch = math.ceil(batches / current)
-        whole = epochs - epoch
-        if ahead != math.inf:
-            whole = min(whole, int(ahead) if by == "epoch" else int(ahead) // per_epoch)
-        if whole:
-            steps, epoch = steps + whole * per_epoch, epoch + whole
-        else:
-            steps, epoch = _steps_after_epoch(milestones, batches, current, steps), epoch + 1
-    return steps if max_steps == -1 else min(steps, max_steps)
-
-
-def _steps_after_epoch(milestones: Milestones, batches: int, current: int, steps: int) -> int:
-    """Return the optimizer steps taken by the end of an epoch in which a milestone by step is reached."""
-    batch_idx = 0
-    while batch_idx < batches:
-        current = next_factor(current, factor_at(milestones, steps), batch_idx)
-        batch_idx, steps = batch_idx + current, steps + 1
-    return steps
-
-
-def rescale_short_window(optimizer: torch.optim.Optimizer, factor: int, held: int) -> bool:
-    """Make gradients that were divided by ``factor`` the mean over the ``held`` batches of the window, in place.
+def rescale_window(optimizer: torch.optim.Optimizer, factor: int, held: float) -> bool:
+    """Make gradients that were divided by ``factor`` the mean over the weights that the window holds, in place.
 
     Returns:
         Whether there was any gradient to rescale; strategies that step during backward have none left by now.
     """
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = list(gradients_of(optimizer))
     for gradient in gradients:
         gradient.mul_(factor / held)
     return bool(gradients)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the gradients of an optimizer's parameters that have one."""
+    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def short_window_weight(factor: int, batches_ahead: float) -> float:
@@ -105,34 +61,70 @@ def short_window_weight(factor: int, batches_ahead: float) -> float:
 
 
 class AccumulationSchedule(Technique):
-    """Sets how many batches make one optimizer step, by epoch or by optimizer step.
+    """Sets how many batches make one optimizer step: by epochs, optimizer steps, samples, tokens or gradient noise.
 
     A change takes effect at the first batch index that the new factor divides while no window is open, always at the
     start of an epoch; it is logged as ``accumulation/factor``. The step of a short window (an epoch's last batches, or
     batches for which ``training_step`` returned None) is the mean over the batches that it holds, before clipping.
-    ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers made from it end where they should.
+    ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers made from it end where they should; by
+    tokens or noise it is ``max_steps``, since the steps of an epoch aren't known beforehand.
+
+    With ``weight_by`` each batch counts by its share of the window's samples or tokens. The loss of a batch is
+    multiplied by its weight relative to the window's first, and the gradients are divided by the sum of these when the
+    last batch has come, before clipping: no batch is read ahead, so a loader that saves its place saves the right one.
+
+    By ``"noise_scale"`` the gradient of a window's first batch is compared with the window's; the factor never falls.
 
     Args:
-        milestones: pairs ``[first, factor]``, rising in ``first``: from epoch or optimizer step ``first`` on,
-            ``factor`` batches make one step. Before the first milestone the factor is 1.
-        by: what ``first`` counts, ``"epoch"`` or ``"step"`` (optimizer steps, Lightning's ``global_step``).
+        milestones: pairs ``[first, factor]``, rising in ``first``: from epoch, optimizer step, sample, token or noise
+            scale ``first`` on, ``factor`` batches make one step. Before the first milestone the factor is 1.
+        by: what ``first`` counts: ``"epoch"``, ``"step"`` (optimizer steps, Lightning's ``global_step``), ``"samples"``
+            or ``"tokens"`` (labels other than -100) of all batches so far, or ``"noise_scale"``, the number of samples
+            at which the gradient's noise equals its signal.
+        weight_by: ``"batches"``, which all count alike; or what a batch counts by: ``"samples"``, ``"tokens"``,
+            ``"shifted_tokens"`` or a key, as `lightning_solo.data.batch_weights.weight_of` has them.
 
     Raises:
-        PresetError: the milestones are ill-formed.
+        PresetError: the milestones are ill-formed, or begin with one batch by noise.
     """
 
     phase = CARD.phase
 
-    def __init__(self, milestones: Sequence[Sequence[int]] = ((0, 4),), by: Literal["epoch", "step"] = "epoch") -> None:
+    def __init__(
+        self,
+        milestones: Sequence[Sequence[int]] = ((0, 4),),
+        by: Literal["epoch", "step", "samples", "tokens", "noise_scale"] = "epoch",
+        weight_by: str = "batches",
+    ) -> None:
         super().__init__()
         CARD.check_call(locals())
         self.milestones = tuple((first, factor) for first, factor in milestones)
-        self.by: Literal["epoch", "step"] = by
+        self.by: Literal["epoch", "step", "samples", "tokens", "noise_scale"] = by
+        self.weight_by = weight_by
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a run."""
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
+        self._seen = 0  # samples or tokens of all batches so far, where the schedule goes by them
+        self._noise = NoiseScale()
         self._warned = False
+        self._resumed: dict[str, Any] | None = None  # the open window of a checkpoint
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._reference = 0.0  # what a weight of 1 stands for in this window: its first batch that isn't empty
+        self._samples = 0  # that have given a gradient in this window; where noise is measured
+        self._ahead = 0  # those of the present batch, until its backward
+        self._first: tuple[float, int] | None = None  # squared norm and samples of the window's first gradient
 
     def __repr__(self) -> str:
         return CARD.repr(self)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The noise scale in samples, as measured so far; None where it isn't, or too seldom."""
+        return self._noise.value
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be combined, and make the Trainer count steps by the schedule."""
@@ -141,7 +133,7 @@ class AccumulationSchedule(Technique):
         refuse_conflicts(trainer, pl_module, self)
         super().setup(trainer, pl_module, stage)
         ctx = self._ctx
-        self._factor, self._warned = None, False
+        self._begin()
         ctx.window.varies = True
         ctx.undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         ctx.undo.enter_context(patches.stepping_batches(trainer, self._count_steps))
@@ -152,64 +144,132 @@ class AccumulationSchedule(Technique):
         return self.ctx
 
     def _count_steps(self, trainer: Any, stock: int | float) -> int | float:
-        """Return what ``estimated_stepping_batches`` is to be; of unknown or endless lengths Lightning's own answer."""
-        if trainer.max_epochs == -1 or trainer.num_training_batches == math.inf:
+        """Return what ``estimated_stepping_batches`` is to be; of unknown or endless lengths Lightning's own answer.
+
+        Raises:
+            ConflictError: the number of steps depends on what isn't known beforehand, and ``max_steps`` isn't given.
+        """
+        batches = trainer.num_training_batches
+        if trainer.max_epochs == -1 or batches == math.inf:
             return stock
-        return count_optimizer_steps(
-            self.milestones, self.by, int(trainer.num_training_batches), max(trainer.max_epochs, 1), trainer.max_steps
-        )
+        epoch: Epoch | None = Epoch(int(batches))
+        if self.by in ("samples", "tokens", "noise_scale"):
+            epoch = epoch_of(trainer.train_dataloader, int(batches)) if self.by == "samples" else None
+        if epoch is not None:
+            return count_optimizer_steps(self.milestones, self.by, epoch, max(trainer.max_epochs, 1), trainer.max_steps)
+        if trainer.max_steps == -1:
+            raise ConflictError(
+                f"AccumulationSchedule(by={self.by!r}) and estimated_stepping_batches: how many steps there will be"
+                " isn't known beforehand; write Trainer(max_steps=...), or give the scheduler its number of steps"
+            )
+        return int(trainer.max_steps)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look again: ``automatic_optimization`` may be set as late as in ``configure_model``."""
+        """Look again: ``automatic_optimization`` may be set as late as in ``configure_model``, gradients released."""
         refuse_conflicts(trainer, pl_module, self)
+        if not self._ctx.window.gradients_stay and resources(CARD.reads, self):
+            choice = "by='noise_scale'" if self.weight_by == "batches" else f"weight_by={self.weight_by!r}"
+            raise ConflictError(
+                f"AccumulationSchedule({choice}), which needs the gradients when a window ends, and gradients that are"
+                " released in backward; write release_gradients=False, or weight_by='batches' and another by"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with the factor in effect when the checkpoint was saved, else with the schedule's."""
-        factor = factor_at(self.milestones, self._position(trainer)) if self._factor is None else self._factor
+        """Start with the factor in effect when the checkpoint was saved, else with the schedule's, and its window."""
+        factor = self._wanted(trainer) if self._factor is None else self._factor
         self._change(trainer, factor, batch_idx=0)
+        if self._resumed is not None and self._ctx.window.gradients_stay:
+            self._restore_window(trainer, self._resumed)
+        self._resumed = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Change the factor where a window opens and the new factor divides the batch index."""
+        """Change the factor where a window opens and the new factor divides the batch index; weigh the batch."""
         current = trainer.accumulate_grad_batches
-        factor = next_factor(current, factor_at(self.milestones, self._position(trainer)), batch_idx)
+        factor = next_factor(current, self._wanted(trainer), batch_idx)
         if factor != current:
             self._change(trainer, factor, batch_idx)
         window = self._ctx.window
-        if batch_idx % factor == 0 and not window.gradients_stay:
-            # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
-            window.weight = short_window_weight(factor, trainer.num_training_batches - batch_idx)
+        if batch_idx % factor == 0:
+            self._begin_window()
+            if not window.gradients_stay:
+                # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
+                window.weight = short_window_weight(factor, trainer.num_training_batches - batch_idx)
+        if self.weight_by != "batches":
+            weight = _count(batch, self.weight_by)
+            self._reference = self._reference or weight
+            window.weight = weight / self._reference if weight else 0.0
+        if self.by in COUNTED:
+            self._seen += int(_count(batch, self.by))
+        if self.by == "noise_scale":
+            self._ahead = int(_count(batch, "samples"))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the gradient of a window's first batch; its weight is 1, and Lightning divided it by the factor."""
+        if self.by != "noise_scale":
+            return
+        self._samples, self._ahead = self._samples + self._ahead, 0
+        if self._first is None:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)  # of precision 16-mixed
+            share = self._ctx.window.factor / (1.0 if scaler is None else scaler.get_scale())
+            norm = sum(squared_norm(gradients_of(optimizer)) for optimizer in trainer.optimizers)
+            self._first = norm * share**2, self._samples
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Let a short window count by what it holds; Lightning divided each loss by the full factor."""
+        """Let a window count by what it holds; Lightning divided each loss by the full factor."""
         window = self._ctx.window
-        factor = round(window.factor / window.weight)
-        if not 0 < window.held < factor:
-            return
-        if not rescale_short_window(optimizer, factor, window.held) and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"AccumulationSchedule: a window of {window.held} batches was divided by {factor}; no gradients are "
-                "left to correct at this moment (the optimizer stepped during backward), so its step is too small",
-                stacklevel=2,
-            )
+        if window.held not in (0, window.factor):
+            rescaled = rescale_window(optimizer, window.factor, window.held)
+            if not rescaled and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"AccumulationSchedule: a window of {window.held:g} batches was divided by {window.factor}; no"
+                    " gradients are left to correct at this moment (the optimizer stepped during backward), so its step"
+                    " is too small",
+                    stacklevel=2,
+                )
+        if self._first is not None and self._samples > self._first[1]:
+            self._noise.add(*self._first, squared_norm(gradients_of(optimizer)), self._samples)
+            if self._noise.value is not None:
+                pl_module.log("accumulation/noise_scale", self._noise.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the factor in effect: a change that still waits for its batch cannot be told from epoch and step."""
-        return {} if self._factor is None else {"factor": self._factor}
+        """Return the factor in effect, since a change may still wait for its batch, what was counted, and the window.
+
+        The window's gradients are in it where one is open, as at a time limit or a signal.
+        """
+        if self._factor is None:
+            return {}
+        state: dict[str, Any] = {"factor": self._factor}
+        if self.by in COUNTED:
+            state[self.by] = self._seen
+        if self.by == "noise_scale":
+            state["noise_scale"] = self._noise.state()
+        window = None if self.ctx is None else self.ctx.window
+        if window is not None and window.gradients_stay and window.held and not window.is_last:
+            state["window"] = {
+                "held": window.held,
+                "reference": self._reference,
+                "samples": self._samples,
+                "first": self._first,
+                "gradients": [p.grad for p in _parameters(self._ctx.trainer)],
+            }
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the factor in effect when the checkpoint was saved.
+        """Take over the state of a checkpoint; the window's gradients wait for the start of training.
 
         Raises:
             CheckpointError: a key is missing or unknown, or the factor is not a positive integer.
         """
-        unknown, missing = sorted(set(state_dict) - {"factor"}), sorted({"factor"} - set(state_dict))
+        needed = {"factor", self.by} if self.by in COUNTED else {"factor"}
+        unknown = sorted(set(state_dict) - {"factor", *COUNTED, "noise_scale", "window"})
+        missing = sorted(needed - set(state_dict))
         if unknown or missing:
             raise CheckpointError(
-                f"the checkpoint's state of AccumulationSchedule has unknown keys {unknown} and lacks {missing}; "
-                "it holds exactly ['factor']"
+                f"the checkpoint's state of AccumulationSchedule has unknown keys {unknown} and lacks {missing}; by"
+                f" {self.by} it needs {sorted(needed)}: a run resumes by what it was begun with, or by epoch or step"
             )
         factor = state_dict["factor"]
         if type(factor) is not int or factor < 1:
@@ -217,9 +277,31 @@ class AccumulationSchedule(Technique):
                 f"the checkpoint's state of AccumulationSchedule has factor={factor!r}, not an int >= 1"
             )
         self._factor = factor
+        self._seen = state_dict.get(self.by, 0) if self.by in COUNTED else 0
+        if self.by == "noise_scale" and "noise_scale" in state_dict:
+            self._noise.load(state_dict["noise_scale"])
+        self._resumed = state_dict.get("window")
 
-    def _position(self, trainer: Trainer) -> int:
-        return trainer.current_epoch if self.by == "epoch" else trainer.global_step
+    def _restore_window(self, trainer: Any, state: dict[str, Any]) -> None:
+        parameters, gradients = list(_parameters(trainer)), state["gradients"]
+        shapes = [(p.shape, p.shape if g is None else g.shape) for p, g in zip(parameters, gradients, strict=False)]
+        if len(parameters) != len(gradients) or any(wanted != saved for wanted, saved in shapes):
+            raise CheckpointError(
+                "the checkpoint's state of AccumulationSchedule has gradients of other parameters; resume the module"
+                " that was saved, with its optimizers"
+            )
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        self._ctx.window.held = state["held"]
+        self._reference, self._samples = state["reference"], state["samples"]
+        self._first = None if state["first"] is None else tuple(state["first"])
+
+    def _wanted(self, trainer: Any) -> int:
+        """Return the factor of the position that the run has come to."""
+        if self.by == "noise_scale":
+            return max(self._factor or 1, factor_at(self.milestones, self._noise.value or 0.0))
+        positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        return factor_at(self.milestones, positions.get(self.by, self._seen))
 
     def _change(self, trainer: Trainer, factor: int, batch_idx: int) -> None:
         self._factor, before = factor, trainer.accumulate_grad_batches
@@ -231,8 +313,22 @@ class AccumulationSchedule(Technique):
             f", batch {batch_idx}, optimizer step {trainer.global_step} on"
         )
         for logger in trainer.loggers:
-            # the axis that self.log() uses
+            # the axis that pl_module.log() uses
             logger.log_metrics({"accumulation/factor": factor}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _parameters(trainer: Any) -> Iterator[Tensor]:
+    return (p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def _count(batch: Any, by: str) -> float:
+    samples, _ = size_of(batch)
+    if samples is None and by == "samples":
+        raise ConflictError(
+            f"AccumulationSchedule counts samples by the first tensor of a batch, and there is none in this"
+            f" {type(batch).__name__}; go by epoch or step, and write weight_by=batches"
+        )
+    return weight_of(batch, samples or 0, by)
 
 
 def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedule) -> None:

@@ -81,7 +81,8 @@ CARD = Card(
     reference="Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965 (micro-batches); Hoffer et al. 2017,"
     " https://arxiv.org/abs/1705.08741 (ghost batch norm)",
     owns=lambda settings: (
-        frozenset({"micro_batches"}) | ({"accumulation_factor"} if settings.global_batch is not None else frozenset())
+        frozenset({"micro_batches", "micro_batch_weights"})
+        | ({"accumulation_factor"} if settings.global_batch is not None else frozenset())
     ),
     reads=lambda settings: frozenset({"repeated_backward"} if settings.micro_batch == "auto" else ()),
     instead={

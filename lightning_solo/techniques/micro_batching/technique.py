@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from lightning_solo.cards.card import resources
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
+from lightning_solo.data.batch_weights import weight_of
 from lightning_solo.data.micro_batch_size import MicroBatchSize
-from lightning_solo.data.splitting import samples_of, split_evenly, weight_of
+from lightning_solo.data.splitting import samples_of, split_evenly
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback
@@ -55,7 +56,7 @@ class MicroBatching(Technique):
         batch_dim: The batch dimension of all tensors, or by their paths; None for a tensor that all samples share.
         split: Function of (batch, size) that returns the parts of a batch, each with its number of samples, at most
             ``size``; for batches that are no nesting of tensors with a batch dimension.
-        weight_by: "samples", "tokens", "shifted_tokens" or a key of the batch; see `lightning_solo.data.splitting`.
+        weight_by: "samples", "tokens", "shifted_tokens" or a key of the batch; see `lightning_solo.data.batch_weights`.
         batch_norm: "ghost" allows layers whose statistics would be those of a micro-batch.
         check: Compare loss and gradients of a few samples, together and in parts, in the first batch.
 

@@ -1,0 +1,107 @@
+"""Milestones of a schedule: the factor at a position, where it may change, and how many optimizer steps there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Milestones = Sequence[Sequence[int]]
+
+
+def factor_at(milestones: Milestones, position: float) -> int:
+    """Return the factor of the last milestone that ``position`` has reached, and 1 before the first.
+
+    >>> [factor_at([[2, 4], [5, 8]], position) for position in (0, 2, 4, 5, 9)]
+    [1, 4, 4, 8, 8]
+    """
+    factor = 1
+    for first, then in milestones:
+        if position >= first:
+            factor = then
+    return factor
+
+
+def next_factor(current: int, wanted: int, batch_idx: int) -> int:
+    """Return the factor from ``batch_idx`` on: ``wanted`` where it can take effect, else ``current``.
+
+    Lightning zeroes gradients where ``batch_idx % N == 0`` and steps where ``(batch_idx + 1) % N == 0``. So a window is
+    open unless the current factor divides ``batch_idx``, and gradients survive its start unless the new one does too.
+
+    >>> next_factor(2, 3, batch_idx=4), next_factor(2, 3, batch_idx=6), next_factor(4, 2, batch_idx=2)
+    (2, 3, 4)
+    """
+    return wanted if batch_idx % current == 0 and batch_idx % wanted == 0 else current
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch of a loader holds.
+
+    Attributes:
+        batches: of the epoch.
+        batch_size: samples of each but the last; for schedules by samples.
+        samples: of the epoch.
+    """
+
+    batches: int
+    batch_size: int = 0
+    samples: int = 0
+
+
+def epoch_of(loader: Any, batches: int) -> Epoch | None:
+    """Return what an epoch of so many batches of a ``DataLoader`` holds; None where it doesn't say its samples."""
+    sampler = getattr(loader, "sampler", None)
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if not isinstance(size, int) or not hasattr(sampler, "__len__"):
+        return None
+    return Epoch(batches, size, min(batches * size, len(sampler)))  # type: ignore[arg-type]
+
+
+def count_optimizer_steps(milestones: Milestones, by: str, epoch: Epoch, epochs: int, max_steps: int = -1) -> int:
+    """Return how many optimizer steps so many epochs take, at most ``max_steps`` unless -1.
+
+    Walks from milestone to milestone, not from window to window: a long run costs no more than a short one.
+
+    >>> count_optimizer_steps([[0, 4]], "epoch", Epoch(batches=10), epochs=2)  # 4 + 4 + 2, twice
+    6
+    """
+    firsts = sorted(first for first, _ in milestones)
+    current, steps, done = 1, 0, 0
+    while epoch.batches > 0 and done < epochs and (max_steps == -1 or steps < max_steps):
+        position = {"epoch": done, "step": steps, "samples": done * epoch.samples}[by]
+        current = factor_at(milestones, position)  # every factor divides batch 0
+        ahead = min((first - position for first in firsts if first > position), default=math.inf)
+        per_epoch = math.ceil(epoch.batches / current)
+        whole = epochs - done
+        if ahead != math.inf:  # the epochs in which no milestone is reached
+            whole = min(whole, int(ahead) // {"epoch": 1, "step": per_epoch, "samples": epoch.samples}[by])
+        if whole:
+            steps, done = steps + whole * per_epoch, done + whole
+        else:
+            start = done * epoch.samples
+            reached = (
+                (lambda batch_idx, steps: steps)
+                if by == "step"
+                else lambda batch_idx, steps, start=start: start + batch_idx * epoch.batch_size  # type: ignore[misc]
+            )
+            steps, done = _steps_after_epoch(milestones, epoch.batches, current, steps, reached), done + 1
+    return steps if max_steps == -1 else min(steps, max_steps)
+
+
+def _steps_after_epoch(
+    milestones: Milestones, batches: int, current: int, steps: int, reached: Callable[[int, int], int]
+) -> int:
+    """Return the optimizer steps taken by the end of an epoch in which a milestone is reached.
+
+    ``reached(batch_idx, steps)`` is the position before a batch.
+    """
+    batch_idx = 0
+    while batch_idx < batches:
+        current = next_factor(current, factor_at(milestones, reached(batch_idx, steps)), batch_idx)
+        batch_idx, steps = batch_idx + current, steps + 1
+    return steps
