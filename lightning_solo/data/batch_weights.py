@@ -49,7 +49,7 @@ def weight_of(batch: Any, samples: int, by: str) -> float:
         if labels is None:
             raise ConflictError(
                 f"{by} are counted by their labels, and there is nothing called labels in this {type(batch).__name__};"
-                " count samples, or write weight_by=the name of what has the weights"
+                " write samples in their place, or weight_by=the name of what has the weights"
             )
         return float((labels[..., 1:] if by == "shifted_tokens" else labels).ne(IGNORED).sum())
     values = batch.get(by) if isinstance(batch, Mapping) else getattr(batch, by, None)
