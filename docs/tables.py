@@ -364,11 +364,12 @@ def formats() -> str:
 
 
 def padding_table(result: dict[str, Any]) -> str:
-    """Return the share of padding in plain batches and in those of similar length."""
+    """Return the share of padding in random batches, in those of similar length and in packed rows."""
     kinds = {
         "plain": "random batches",
         "by_count": f"{result['batch_size']} items of similar length",
         "by_tokens": f"up to {result['max_tokens']:,} tokens of similar length",
+        "packed": f"packed rows of {result['capacity']:,}",
     }
     rows = [
         [f"{row['sigma']:g}", f"{row['lengths'][0]} to {row['lengths'][1]:,}", *(f"{row[kind]:.1%}" for kind in kinds)]

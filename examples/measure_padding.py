@@ -1,6 +1,7 @@
-"""Measure the share of padding in plain batches and in batches of similar length, on log-normal lengths.
+"""Measure the share of padding in plain batches, in batches of similar length and in packed rows.
 
-Counts alone, no training: `python examples/measure_padding.py --write examples/results/padding_cpu.json`
+On log-normal lengths; counts alone, no training:
+`python examples/measure_padding.py --write examples/results/padding_cpu.json`
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from this_machine import machine, versions
 
 from lightning_solo.data.length_batches import LengthBatches, padding_share
+from lightning_solo.data.packing import PackedBatches, packed_padding
 
 ITEMS, BATCH_SIZE, MAX_TOKENS, LONGEST = 10_000, 32, 16_384, 4096
 MEDIAN, SIGMAS = 148, (0.8, 1.0, 1.2)  # exp(5), and the deviation of the logarithm
@@ -25,12 +27,14 @@ def measured(sigma: float) -> dict[str, Any]:
     lengths = (torch.randn(ITEMS, generator=generator) * sigma).exp().mul(MEDIAN).clamp(1, LONGEST).long()
     plain = [torch.randperm(ITEMS, generator=generator).split(BATCH_SIZE) for _ in range(3)]
     by_count, by_tokens = LengthBatches(lengths, BATCH_SIZE), LengthBatches(lengths, max_tokens=MAX_TOKENS)
+    packed = PackedBatches(lengths, LONGEST, MAX_TOKENS // LONGEST)
     return {
         "sigma": sigma,
         "lengths": [int(lengths.min()), int(lengths.max())],
         "plain": max(padding_share(lengths, [batch.tolist() for batch in epoch]) for epoch in plain),
         "by_count": max(padding_share(lengths, by_count.batches(epoch)) for epoch in range(3)),
         "by_tokens": max(padding_share(lengths, by_tokens.batches(epoch)) for epoch in range(3)),
+        "packed": max(packed_padding(packed.lengths, packed.batches(epoch)) for epoch in range(3)),
     }
 
 
@@ -50,6 +54,7 @@ def main() -> None:
             "items": ITEMS,
             "batch_size": BATCH_SIZE,
             "max_tokens": MAX_TOKENS,
+            "capacity": LONGEST,
             "median": MEDIAN,
             "rows": rows,
         }

@@ -1,0 +1,270 @@
+"""Packing: several documents in each row of a batch, with the boundaries that attention and loss need."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_solo.data.item_lengths import Length, item_lengths
+from lightning_solo.data.length_batches import epoch_generator
+from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.errors import ConflictError
+
+IGNORED = -100
+"""The label that a loss leaves out."""
+
+
+def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return rows of documents of at most ``capacity`` tokens: best fit decreasing (Ding et al. 2024, section 3.2).
+
+    From the longest document on, each goes into the row that leaves least space, or into a new one. Documents of one
+    length are taken in the order that they are given.
+
+    Raises:
+        ConflictError: a document is longer than a row.
+
+    >>> pack_best_fit([3, 5, 2, 4], capacity=7)
+    [[1, 2], [3, 0]]
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    if order and lengths[order[0]] > capacity:
+        raise ConflictError(
+            f"document {order[0]} has {lengths[order[0]]} tokens, and a row {capacity}: cut documents before, or write"
+            f" capacity={lengths[order[0]]}"
+        )
+    rows: list[list[int]] = []
+    with_space: dict[int, list[int]] = {}  # tokens that are free -> rows
+    spaces: list[int] = []  # its keys, sorted
+    for index in order:
+        place = bisect_left(spaces, lengths[index])
+        if place == len(spaces):
+            space, row = capacity, len(rows)
+            rows.append([])
+        else:
+            space = spaces[place]
+            row = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[place]
+        rows[row].append(index)
+        left = space - lengths[index]
+        if left not in with_space:
+            insort(spaces, left)
+            with_space[left] = []
+        with_space[left].append(row)
+    return rows
+
+
+def packed_padding(lengths: Sequence[int], batches: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Return the share of padding in batches of packed rows, each row padded to the longest of its batch."""
+    tokens = padded = 0
+    for batch in batches:
+        rows = [sum(lengths[index] for index in row) for row in batch]
+        tokens += sum(rows)
+        padded += max(rows) * len(rows)
+    return 1 - tokens / padded if padded else 0.0
+
+
+class PackedBatches(Sampler[list[tuple[int, ...]]]):
+    """Batches of rows of documents, in another order and with other neighbours in each epoch.
+
+    Documents of one length change places between epochs, so that every epoch has as many rows, and each document once.
+
+    Args:
+        lengths: of the documents, as (documents,).
+        capacity: the most tokens of a row.
+        rows: of a batch; the last batch of an epoch may have fewer.
+        drop_last: leave out the last batch where it has fewer.
+        seed: of the order.
+
+    Raises:
+        ConflictError: a document is longer than ``capacity``.
+    """
+
+    def __init__(self, lengths: Tensor, capacity: int, rows: int, drop_last: bool = False, seed: int = 0) -> None:
+        self.lengths: list[int] = lengths.tolist()
+        self.capacity = capacity
+        self.rows = rows
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+        self.start = 0
+        count = len(pack_best_fit(self.lengths, capacity))
+        self._count = count // rows if drop_last else -(-count // rows)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def sampler(self) -> PackedBatches:
+        """Itself: where Lightning looks for what takes an epoch's number."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch, unless it is the present one."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
+        """Return the batches of the present epoch, from ``start`` on."""
+        return iter(self.batches(self.epoch)[self.start :])
+
+    def batches(self, epoch: int) -> list[list[tuple[int, ...]]]:
+        """Return the batches of an epoch: lists of rows, each of them the indices of its documents."""
+        generator = epoch_generator(self.seed, epoch)
+        order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        rows = pack_best_fit([self.lengths[index] for index in order], self.capacity)
+        shuffled = [rows[row] for row in torch.randperm(len(rows), generator=generator).tolist()]
+        packed = [tuple(order[place] for place in row) for row in shuffled]
+        return [packed[begin : begin + self.rows] for begin in range(0, len(packed), self.rows)][: self._count]
+
+
+class Rows:
+    """A data set by rows: an index of it is a tuple of documents' indices, and its item a list of documents."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: tuple[int, ...]) -> list[Any]:
+        return [self.dataset[index] for index in row]
+
+
+class PackedCollate:
+    """Collates rows of documents to ``input_ids``, ``labels`` and ``position_ids``, each (rows, tokens).
+
+    Each document is collated alone by the loader's own function, and what that pads is cut off. Positions restart with
+    every document. The label of its first token is left out, as it is where the document has a row of its own: no token
+    before predicts it. What fills a row up is a document by itself, without labels. There is no attention mask, since
+    with one Hugging Face's models don't look for documents; nor do they with a cache: write ``config.use_cache=False``.
+
+    Args:
+        collate_fn: from a list of one item to a mapping with ``input_ids`` and ``labels`` as (1, tokens); the labels
+            are the tokens at the same position or -100, as models of Hugging Face take them, which shift them.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, rows: list[list[Any]]) -> dict[str, Tensor]:
+        """Return a batch.
+
+        Raises:
+            ConflictError: the collate function makes something else.
+        """
+        packed = [[self._document(item) for item in row] for row in rows]
+        length = max(sum(len(tokens) for tokens, _ in row) for row in packed)
+        batch = {
+            "input_ids": torch.zeros(len(rows), length, dtype=torch.int64),
+            "labels": torch.full((len(rows), length), IGNORED),
+            "position_ids": torch.zeros(len(rows), length, dtype=torch.int64),
+        }
+        for row, documents in enumerate(packed):
+            begin = 0
+            for tokens, labels in documents:
+                end = begin + len(tokens)
+                batch["input_ids"][row, begin:end] = tokens
+                batch["labels"][row, begin + 1 : end] = labels[1:]
+                batch["position_ids"][row, begin:end] = torch.arange(len(tokens))
+                begin = end
+            batch["position_ids"][row, begin:] = torch.arange(length - begin)
+        return batch
+
+    def _document(self, item: Any) -> tuple[Tensor, Tensor]:
+        made = self.collate_fn([item])
+        missing = [name for name in ("input_ids", "labels") if not isinstance(made, Mapping) or name not in made]
+        others = [] if missing else sorted(set(made) - {"input_ids", "labels", "attention_mask", "position_ids"})
+        if missing or others:
+            raise ConflictError(
+                f"packing needs a collate function that makes input_ids and labels (attention_mask is left out); of one"
+                f" document it made {sorted(made) if isinstance(made, Mapping) else type(made).__name__}"
+            )
+        kept = made["attention_mask"][0].bool() if "attention_mask" in made else slice(None)
+        tokens, labels = made["input_ids"][0][kept], made["labels"][0][kept]
+        wrong = (labels != IGNORED) & (labels != tokens)
+        if wrong.any():
+            raise ConflictError(
+                "packing takes labels that are the token at the same position, or -100: the model shifts them; here"
+                f" {int(wrong.sum())} of {len(labels)} labels of a document are others, as of labels shifted before"
+            )
+        return tokens, labels
+
+
+def packed_loader(
+    loader: DataLoader[Any],
+    capacity: int | None = None,
+    rows: int | None = None,
+    length: Length = "auto",
+    seed: int = 0,
+) -> Any:
+    """Return a loader of the user's documents, packed; it keeps workers and all else, and its place by ``state_dict``.
+
+    Args:
+        loader: of single documents, with a collate function as `PackedCollate` takes; it isn't changed.
+        capacity: tokens of a row; by default those of the longest document.
+        rows: of a batch; by default so many that it has about as many documents as the loader's.
+        length: of a document, as `lightning_solo.data.item_lengths.item_lengths` takes it.
+        seed: of the order.
+
+    Raises:
+        ConflictError: the loader makes no batches itself, or a document is longer than ``capacity``.
+    """
+    require_own_batches(loader, "packing")
+    lengths = item_lengths(loader.dataset, length, loader.collate_fn)
+    capacity = int(lengths.max()) if capacity is None else capacity
+    if rows is None:
+        rows = max(1, round((loader.batch_size or 1) * float(lengths.float().mean()) / capacity))
+    batches = PackedBatches(lengths, capacity, rows, loader.drop_last, seed)
+    return with_batches(
+        loader, batches, batch_size=rows, dataset=Rows(loader.dataset), collate_fn=PackedCollate(loader.collate_fn)
+    )
+
+
+def require_boundaries(module: nn.Module, documents: Sequence[Tensor], tolerance: float = 1e-2) -> None:
+    """Check that a model keeps packed documents apart: the row's logits are those of each document alone.
+
+    Args:
+        module: takes ``input_ids`` and ``position_ids``, both (rows, tokens); returns logits, or an object with them.
+        documents: two or more, as (tokens,), on the module's device.
+        tolerance: largest difference, relative to the largest logit.
+
+    Raises:
+        ConflictError: it takes no ``position_ids``, or documents see one another, as in a model of Hugging Face that
+            makes a cache in every forward.
+    """
+    name = type(module).__name__
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        raise ConflictError(
+            f"packing and {name}, whose forward takes no position_ids: documents of a row would see one another; use"
+            " batches of similar length instead (LengthBatches)"
+        )
+
+    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
+        output = module(input_ids=tokens[None], position_ids=positions[None])
+        return getattr(output, "logits", output)[0]  # type: ignore[no-any-return]
+
+    positions = [torch.arange(len(tokens), device=tokens.device) for tokens in documents]
+    training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            alone = torch.cat([logits(*each) for each in zip(documents, positions, strict=True)])
+            packed = logits(torch.cat(list(documents)), torch.cat(positions))
+    finally:
+        for part, was_training in training.items():
+            part.training = was_training
+    difference = float((packed.float() - alone.float()).abs().max() / alone.float().abs().max())
+    if not difference <= tolerance:
+        raise ConflictError(
+            f"packing and {name}: logits of a packed row differ from those of the documents alone by {difference:.1%}"
+            " of the largest, so its attention doesn't stop at restarted position_ids; write config.use_cache=False,"
+            " with which models of Hugging Face look for them, or use batches of similar length instead"
+            " (LengthBatches)"
+        )

@@ -1,0 +1,226 @@
+"""Packed rows: every document once, hardly any padding, and the loss of the documents alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_solo.data.packing import (
+    IGNORED,
+    PackedBatches,
+    PackedCollate,
+    pack_best_fit,
+    packed_loader,
+    packed_padding,
+    require_boundaries,
+)
+from lightning_solo.errors import ConflictError
+from tests.messages import mentions
+from tests.modules import regression
+
+VOCABULARY = 61
+
+
+class Documents(Dataset[Any]):
+    """Tokens by index, the first of which is the index."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+        for index, tokens in enumerate(self.tokens):
+            tokens[0] = index
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+def collate(items: list[Tensor]) -> dict[str, Tensor]:
+    """As Hugging Face's collators: padded on the right, to a multiple of 4."""
+    width = -(-max(map(len, items)) // 4) * 4
+    padding = [torch.zeros(width - len(item), dtype=torch.int64) for item in items]
+    tokens = pad_sequence([torch.cat(pair) for pair in zip(items, padding, strict=True)], batch_first=True)
+    mask = (torch.arange(width)[None] < torch.tensor([len(item) for item in items])[:, None]).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, IGNORED)}
+
+
+LENGTHS = [5, 9, 3, 7, 2, 8, 4, 6, 1, 9, 3, 5]
+
+
+def loader(lengths: list[int] = LENGTHS, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Documents(lengths), **{"batch_size": 4, "collate_fn": collate, **options})
+
+
+def model(implementation: str = "sdpa", cache: bool = False) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, attn_implementation=implementation, use_cache=cache,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+# --- it acted ---
+
+
+@given(lengths=st.lists(st.integers(0, 30), max_size=50), capacity=st.integers(30, 60))
+@settings(max_examples=60)
+def test_each_document_is_in_one_row_and_best_fit_is_never_two_half_empty_rows(lengths: Any, capacity: int) -> None:
+    rows = pack_best_fit(lengths, capacity)
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
+    fills = sorted(sum(lengths[index] for index in row) for row in rows)
+    assert all(fill <= capacity for fill in fills)
+    assert len(fills) < 2 or fills[0] + fills[1] > capacity  # else one row would have taken both
+
+
+def test_the_tightest_row_is_taken() -> None:
+    # 8 and 6 open rows; 3 fits the second alone; 2 fills the first, and leaves 1 in the second
+    assert pack_best_fit([2, 8, 3, 6], capacity=10) == [[1, 0], [3, 2]]
+
+
+def test_padding_of_a_log_normal_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(10_000, generator=generator) + 5).exp().clamp(1, 2048).long()
+    batches = PackedBatches(lengths, 2048, 8)
+    assert packed_padding(batches.lengths, batches.batches(0)) <= 0.01
+
+
+# --- parity ---
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_loss_and_gradients_are_those_of_the_documents(implementation: str) -> None:
+    net, source = model(implementation), loader(batch_size=12)
+    (plain,) = source
+    (packed,) = packed_loader(source, rows=99)
+    assert len(packed["input_ids"]) < len(plain["input_ids"])
+    results = []
+    for batch in (plain, packed):
+        net.zero_grad()
+        loss = net(**batch).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in net.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+def test_boundaries_are_in_positions_and_labels() -> None:
+    batch = PackedCollate(collate)([[torch.tensor([4, 5, 6]), torch.tensor([7, 8])], [torch.tensor([9, 1])]])
+    assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8], [9, 1, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, 5, 6, -100, 8], [-100, 1, -100, -100, -100]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_epoch_has_every_document_in_other_rows(drop_last: bool) -> None:
+    batches = PackedBatches(torch.tensor(LENGTHS * 5), 13, 3, drop_last)
+    epochs = [batches.batches(epoch) for epoch in range(3)]
+    for epoch in epochs:
+        documents = [index for batch in epoch for row in batch for index in row]
+        assert len(documents) == len(set(documents))
+        assert len(documents) == 60 or drop_last
+        assert len(epoch) == len(batches)
+        assert {len(batch) for batch in epoch[:-1]} == {3}
+        assert len(epoch[-1]) == 3 or not drop_last
+    assert {frozenset(row) for batch in epochs[0] for row in batch} != {
+        frozenset(row) for batch in epochs[1] for row in batch
+    }
+    assert batches.batches(1) == epochs[1]
+
+
+# --- no trace, and resuming ---
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_where_it_was_and_its_source_is_as_before(workers: int) -> None:
+    source = loader(num_workers=workers)
+    before = dict(vars(source))
+    packed = packed_loader(source, rows=2)
+    batches = iter(packed)
+    next(batches)
+    resumed = packed_loader(source, rows=2)
+    resumed.load_state_dict(packed.state_dict())
+    left = [batch["input_ids"].tolist() for batch in batches]
+    assert [batch["input_ids"].tolist() for batch in resumed] == left
+    assert len(left) == len(packed) - 1 > 0
+    assert all(vars(source)[name] is value for name, value in before.items())
+
+
+def test_lightning_trains_on_it(make_trainer: Any) -> None:
+    module, seen = regression(L, model().float()), []
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        starts = batch["input_ids"][(batch["position_ids"] == 0) & (batch["labels"].roll(-1, 1) != IGNORED)]
+        seen.append((module.trainer.current_epoch, starts.tolist()))
+        return module.net(**batch).loss
+
+    module.training_step = step
+    make_trainer(L, max_epochs=2).fit(module, packed_loader(loader([5, 9, 3, 7, 2, 8, 4, 6])))
+    for epoch in (0, 1):
+        assert sorted(index for at, starts in seen if at == epoch for index in starts) == list(range(8))
+
+
+# --- what is refused ---
+
+
+class Leaking(nn.Module):
+    """A model whose tokens see all before them, whatever their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids).cumsum(1))
+
+
+class Plain(Leaking):
+    """A model that takes no positions."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return self.head(self.embedding(input_ids))
+
+
+def test_a_model_whose_documents_see_one_another_is_refused() -> None:
+    documents = [torch.arange(5), torch.arange(9, 16)]
+    for implementation in ("sdpa", "eager"):
+        net = model(implementation)
+        net.train()
+        require_boundaries(net, documents, 1e-9)
+        assert all(part.training for part in net.modules())
+    for kind in (Leaking, Plain):
+        with pytest.raises(ConflictError, match=mentions(kind.__name__, "position_ids", "LengthBatches")):
+            require_boundaries(kind(), documents)
+    with pytest.raises(ConflictError, match=mentions("config.use_cache=False")):
+        require_boundaries(model(cache=True), documents, 1e-6)
+
+
+def test_a_document_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(ConflictError, match=mentions("document 1", "9", "capacity=9")):
+        packed_loader(loader(), capacity=8)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda items: items[0][None], ["Tensor", "input_ids"]),
+        (lambda items: {"input_ids": items[0][None]}, ["labels"]),
+        (lambda items: {**collate(items), "pixels": torch.zeros(1)}, ["pixels"]),
+        (lambda items: {"input_ids": items[0][None, :-1], "labels": items[0][None, 1:]}, ["labels", "shifted"]),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_by_name(function: Any, words: list[str]) -> None:
+    with pytest.raises(ConflictError, match=mentions("packing", *words)):
+        next(iter(packed_loader(loader(collate_fn=function))))
