@@ -41,7 +41,7 @@ class MicroBatchSize:
         """
         if samples < 2:
             raise ValueError("a micro-batch of one sample can't be made smaller")
-        if self.before_try is not None:
+        if self.before_try is not None and self.before_try < samples:
             self.now, self.wait = self.before_try, 2 * self.wait
         else:
             self.now = samples // 2
@@ -51,13 +51,16 @@ class MicroBatchSize:
 
     def fitted(self, samples: int) -> int | None:
         """Note that a step with batches of so many samples has fitted; return the size to try next, or None."""
-        self.before_try = None
         if self.now is None or self.too_large is None:
             return None
+        count = -(-samples // self.now)
+        largest = -(-samples // count)
+        if self.before_try is not None and largest <= self.before_try:  # this batch is small: it says nothing of a try
+            return None
+        self.before_try = None
         self.fitted_for += 1
         if self.fitted_for < self.wait:
             return None
-        count = -(-samples // self.now)
         if count == 1:  # this batch is small: a larger micro-batch would be the same
             return None
         larger = max((self.now + self.too_large) // 2, -(-samples // (count - 1)))

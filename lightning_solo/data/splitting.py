@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, nearest
 
 BatchDim = int | Mapping[str, int | None]
 """The batch dimension of all tensors, or by their paths, such as ``{"x": 1, "graph.mask": None}``; None: shared."""
@@ -56,15 +56,25 @@ def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _has_tensors(thing: Any) -> bool:
-    if isinstance(thing, torch.Tensor):
-        return True
-    if isinstance(thing, Mapping):
-        return any(map(_has_tensors, thing.values()))
-    if isinstance(thing, list | tuple):
-        return any(map(_has_tensors, thing))
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return any(_has_tensors(getattr(thing, field.name)) for field in dataclasses.fields(thing))
-    return hasattr(thing, "__dict__") and not callable(thing) and any(map(_has_tensors, vars(thing).values()))
+    """Return whether there are tensors in a value, in attributes of objects too, which may refer to one another."""
+    seen: set[int] = set()
+    ahead = [thing]
+    while ahead:
+        part = ahead.pop()
+        if isinstance(part, torch.Tensor):
+            return True
+        if id(part) in seen or isinstance(part, str | bytes | int | float | None):
+            continue
+        seen.add(id(part))
+        if isinstance(part, Mapping):
+            ahead += part.values()
+        elif isinstance(part, list | tuple):
+            ahead += part
+        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+            ahead += [getattr(part, field.name) for field in dataclasses.fields(part)]
+        elif hasattr(part, "__dict__") and not callable(part):
+            ahead += vars(part).values()
+    return False
 
 
 def _dim_of(path: str, batch_dim: BatchDim) -> int | None:
@@ -80,29 +90,38 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
     4
 
     Raises:
-        ConflictError: no tensor has a batch dimension, their lengths differ, or there is an object whose tensors are
-            out of sight; names them, and what to write.
+        ConflictError: no tensor has a batch dimension, their lengths differ, there is an object whose tensors are out
+            of sight, or ``batch_dim`` names a path that isn't there; names them, and what to write.
     """
     lengths: dict[int, list[str]] = {}
+    seen: list[str] = []
 
-    def see(path: str, leaf: Any) -> None:
+    def see(path: str, leaf: Any) -> Any:
+        seen.append(path)
         dim, shape = _dim_of(path, batch_dim), _shape(leaf)
         if dim is None or shape == ():
-            return
+            return leaf
         if shape is None:
             if not isinstance(leaf, list | tuple) and _has_tensors(leaf):
                 raise ConflictError(
                     f"micro_batching can't split a {type(leaf).__name__}{f' at {path}' if path else ''}: write"
                     " split=a function of (batch, size) that returns a list of (part, its samples)"
                 )
-            return
+            return leaf
         if not -len(shape) <= dim < len(shape):
             raise ConflictError(
                 f"micro_batching: batch_dim={dim}, and {path or 'the batch'} has the shape {shape}; {_remedy(path)}"
             )
         lengths.setdefault(shape[dim], []).append(f"{path or 'the batch'} {shape}")
+        return leaf
 
     mapped_leaves(batch, see)
+    for path in batch_dim if isinstance(batch_dim, Mapping) else ():
+        if path not in seen:
+            raise ConflictError(
+                f"micro_batching.batch_dim: nothing in the batch has the path {path!r}{nearest(path, seen)}"
+                f"there are {', '.join(seen)}"
+            )
     if not lengths:
         raise ConflictError(
             f"micro_batching can't split a {type(batch).__name__}: it has no tensor with a batch dimension; write"
