@@ -1,0 +1,231 @@
+"""Windows of a file of tokens: mapped, shuffled without a list of them, and resumable in the middle of an epoch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+DTYPES = {name: getattr(torch, name) for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")}
+_ROUNDS = 6
+_64_BITS = 2**64 - 1
+
+
+class Permutation:
+    """An order of ``range(length)`` that is computed, not stored: a Feistel network that walks until it is in range.
+
+    Args:
+        length: of the range.
+        key: numbers such as seed and epoch; each key has an order of its own.
+
+    >>> sorted(Permutation(5, 1, 0)[index] for index in range(5))
+    [0, 1, 2, 3, 4]
+    """
+
+    def __init__(self, length: int, *key: int) -> None:
+        self.length = length
+        self._half = max(1, (max(1, length - 1).bit_length() + 1) // 2)
+        self._mask = (1 << self._half) - 1
+        digest = blake2b(repr(key).encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, 8 * _ROUNDS, 8)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.length:
+            raise IndexError(f"index {index} of a permutation of {self.length}")
+        # the network permutes 4**half numbers, at most four times as many as there are
+        while True:
+            index = self._permuted(index)
+            if index < self.length:
+                return index
+
+    def _permuted(self, value: int) -> int:
+        left, right = value >> self._half, value & self._mask
+        for key in self._keys:
+            mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _64_BITS
+            mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _64_BITS
+            left, right = right, left ^ ((mixed >> 32) & self._mask)
+        return (left << self._half) | right
+
+
+class TokenWindows(Dataset[Tensor]):
+    """The tokens of a binary file in windows of equal length, without a header, side by side.
+
+    The file is mapped, and each window's pages are let go once it is copied: resident memory doesn't grow with the
+    file, nor with what has been read. Workers map it by its path. Tokens behind the last whole window are left out.
+
+    Args:
+        path: of the file, which must not change while it is in use.
+        window: tokens of an item, which is (window,) of int64.
+        dtype: of a token in the file: "uint8", "int8", "uint16", "int16", "uint32", "int32" or "int64".
+        vocabulary: tokens must be below it; None: not checked, but for negative ones.
+
+    Raises:
+        FileNotFoundError: there is no file at the path.
+        ValueError: an argument is out of range, or doesn't fit to the file's size; or, when an item is read, a token
+            is out of range.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], window: int, dtype: str = "uint16", vocabulary: int | None = None
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+        for name, value in (("window", window), ("vocabulary", vocabulary)):
+            if (value is not None and (not isinstance(value, int) or value < 1)) or (name, value) == ("window", None):
+                raise ValueError(f"{name}={value!r}: allowed are integers from 1 on")
+        self.path = Path(path).absolute()  # workers may have another working directory
+        self.window = window
+        self.dtype = dtype
+        self.vocabulary = vocabulary
+        if not self.path.is_file():
+            raise FileNotFoundError(f"no file of tokens at {self.path}")
+        size, itemsize = self.path.stat().st_size, DTYPES[dtype].itemsize
+        if size % itemsize:
+            raise ValueError(
+                f"{self.path} has {size:,} bytes, not a multiple of the {itemsize} of a token of dtype={dtype!r}: was"
+                " it written in another type, or not to its end?"
+            )
+        self.tokens: int = size // itemsize
+        if self.tokens < window:
+            raise ValueError(f"window={window} is longer than {self.path}, which has {self.tokens:,} tokens of {dtype}")
+        self._map: mmap.mmap | None = None
+
+    def __repr__(self) -> str:
+        arguments = f"{str(self.path)!r}, {self.window}, dtype={self.dtype!r}, vocabulary={self.vocabulary}"
+        return f"TokenWindows({arguments})"
+
+    def __len__(self) -> int:
+        return self.tokens // self.window
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        if self._map is None:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        size = self.window * DTYPES[self.dtype].itemsize
+        first = index * size
+        tokens = torch.frombuffer(bytearray(self._map[first : first + size]), dtype=DTYPES[self.dtype]).long()
+        if hasattr(self._map, "madvise"):
+            page = first - first % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, page, first + size - page)
+        self._check(tokens, index)
+        return tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_map": None}
+
+    def _check(self, tokens: Tensor, index: int) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or (self.vocabulary is not None and high >= self.vocabulary):
+            bad = low if low < 0 else high
+            at = index * self.window + int((tokens == bad).nonzero()[0])
+            bound = "" if self.vocabulary is None else f" to {self.vocabulary - 1}"
+            raise ValueError(
+                f"{self.path}: token {at:,} is {bad}, and allowed are 0{bound}: is it of another dtype than"
+                f" {self.dtype}, or of another tokenizer?"
+            )
+
+
+class WindowSampler(Sampler[int]):
+    """Indexes in an order of each epoch's own, of which no list is made; it draws no global random numbers.
+
+    Args:
+        length: how many indexes.
+        seed: of the orders.
+        shuffle: False for rising indexes.
+
+    Attributes:
+        epoch: Lightning sets it, by `set_epoch`.
+        start: indexes of the next iteration that are passed over.
+    """
+
+    def __init__(self, length: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.length = length
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        order: Any = Permutation(self.length, self.seed, self.epoch) if self.shuffle else range(self.length)
+        start, self.start = self.start, 0
+        return (order[index] for index in range(start, self.length))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+
+class TokenLoader(DataLoader[Tensor]):
+    """A loader of windows in shuffled batches, whose ``state_dict`` resumes an epoch at the batch where it was.
+
+    Lightning saves and restores that state with each checkpoint. It doesn't depend on the number of workers.
+
+    Args:
+        windows: the data set.
+        batch_size: windows in a batch.
+        seed: of the order.
+        shuffle: whether each epoch has an order of its own.
+        options: of ``DataLoader``, such as ``num_workers``.
+    """
+
+    def __init__(
+        self, windows: TokenWindows, batch_size: int = 1, seed: int = 0, shuffle: bool = True, **options: Any
+    ) -> None:
+        self._batches = 0  # of this epoch, that the caller has had
+        self._resumed: tuple[int, int] | None = None  # (epoch, batches) where the next iteration starts
+        self._windows_per_batch = batch_size
+        sampler = WindowSampler(len(windows), seed, shuffle)
+        super().__init__(windows, batch_size=batch_size, sampler=sampler, **options)
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        sampler: Any = self.sampler
+        resumed, self._resumed = self._resumed, None
+        self._batches = 0
+        if resumed is not None and resumed[0] == sampler.epoch:  # else that epoch was at its end
+            self._batches = resumed[1] % len(self)
+            sampler.start = self._batches * self._windows_per_batch
+        for batch in super().__iter__():
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, the batches of it that the caller has had, and what the order depends on."""
+        sampler: Any = self.sampler
+        epoch, batches = self._resumed or (sampler.epoch, self._batches)
+        return {"epoch": epoch, "batches": batches, **self._order()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Start the next iteration where a state was taken.
+
+        Raises:
+            ValueError: that order is another one.
+        """
+        there = {name: state_dict.get(name) for name in self._order()}
+        if there != self._order():
+            raise ValueError(f"the state is of a loader with {there}, and this one has {self._order()}: write the same")
+        sampler: Any = self.sampler
+        sampler.set_epoch(state_dict["epoch"])
+        self._resumed = state_dict["epoch"], state_dict["batches"]
+
+    def _order(self) -> dict[str, Any]:
+        sampler: Any = self.sampler
+        return {
+            "windows": len(sampler),
+            "batch_size": self._windows_per_batch,
+            "seed": sampler.seed,
+            "shuffle": sampler.shuffle,
+        }

@@ -1,0 +1,236 @@
+"""Windows of a file of tokens: each once in an epoch, in an order by seed and epoch, without growing in memory."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_solo.data.tokens import DTYPES, Permutation, TokenLoader, TokenWindows
+from tests.messages import mentions
+
+
+def written(folder: Path, tokens: Tensor, name: str = "tokens.bin") -> Path:
+    path = folder / name
+    path.write_bytes(tokens.view(torch.uint8).numpy().tobytes())
+    return path
+
+
+def firsts(loader: Any) -> list[int]:
+    """Return the first token of each window, which is its place in a file of rising tokens."""
+    return [int(token) for batch in loader for token in batch[:, 0]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of the tokens 0 to 102."""
+    return written(tmp_path, torch.arange(103).to(torch.uint16))
+
+
+# --- the order ---
+
+
+@given(length=st.integers(1, 3000), seed=st.integers(-5, 5), epoch=st.integers(0, 3))
+def test_a_permutation_has_each_index_once(length: int, seed: int, epoch: int) -> None:
+    order = [Permutation(length, seed, epoch)[index] for index in range(length)]
+    assert sorted(order) == list(range(length))
+    assert order == [Permutation(length, seed, epoch)[index] for index in range(length)]
+
+
+def test_orders_of_keys_look_unrelated() -> None:
+    length = 10_000
+    orders = [torch.tensor([Permutation(length, 0, epoch)[index] for index in range(length)]) for epoch in range(3)]
+    rising = torch.arange(length)
+    for one, other in [(orders[0], rising), (orders[1], rising), (orders[0], orders[1]), (orders[1], orders[2])]:
+        assert (one == other).sum() < 12  # 1 is expected
+        assert abs(float(torch.corrcoef(torch.stack([one, other]).double())[0, 1])) < 0.05  # 5 standard deviations
+        assert (one.diff() == 1).sum() < 12
+
+
+def test_an_order_of_very_many_is_not_a_list() -> None:
+    order = Permutation(10**15, 3)
+    assert len({order[index] for index in range(1000)}) == 1000
+    with pytest.raises(IndexError):
+        order[10**15]
+
+
+def test_an_epoch_has_each_window_once_in_an_order_by_seed_and_epoch(path: Path) -> None:
+    windows = TokenWindows(path, window=10)
+    assert len(windows) == 10  # three tokens are left over
+    orders = []
+    for seed, epoch in [(0, 0), (0, 1), (1, 0), (0, 0)]:
+        loader = TokenLoader(windows, batch_size=3, seed=seed)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        orders.append(firsts(loader))
+    assert all(sorted(order) == list(range(0, 100, 10)) for order in orders)
+    assert orders[0] == orders[3]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert firsts(TokenLoader(windows, shuffle=False)) == list(range(0, 100, 10))
+
+
+def test_nothing_is_drawn_from_global_random_numbers(path: Path) -> None:
+    iteration = iter(TokenLoader(TokenWindows(path, window=10)))
+    next(iteration)  # the loader's own draw
+    before = (torch.get_rng_state(), random.getstate())
+    list(iteration)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+
+
+# --- what is read ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_each_dtype(tmp_path: Path, dtype: str) -> None:
+    high = min(torch.iinfo(DTYPES[dtype]).max, 2**40)
+    tokens = torch.tensor([0, 1, high - 1, high, 2, 3])
+    windows = TokenWindows(written(tmp_path, tokens.to(DTYPES[dtype])), window=3, dtype=dtype)
+    assert torch.equal(torch.cat([windows[0], windows[1]]), tokens)
+    assert windows[0].dtype is torch.int64
+
+
+def test_workers_map_the_file_by_its_path(path: Path) -> None:
+    windows = TokenWindows(path, window=10)
+    assert windows[0].tolist() == list(range(10))
+    copy = pickle.loads(pickle.dumps(windows))
+    assert copy[3].tolist() == list(range(30, 40))
+    assert len(pickle.dumps(windows)) < 1000
+    loaders = [TokenLoader(windows, batch_size=2, num_workers=workers) for workers in (0, 2)]
+    assert firsts(loaders[0]) == firsts(loaders[1])
+
+
+def resident_file_bytes() -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(r"RssFile:\s+(\d+) kB", text)[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_resident_memory_does_not_grow_with_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.truncate(2**26)  # sparse: 64 MiB
+    windows = TokenWindows(path, window=2**16)
+    windows[0]
+    before = resident_file_bytes()
+    for index in range(len(windows)):
+        windows[index]
+    assert len(windows) == 512
+    assert resident_file_bytes() - before < 2**23
+
+
+# --- resuming ---
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_an_epoch_resumes_at_its_batch(path: Path, workers: int) -> None:
+    def made() -> TokenLoader:
+        loader = TokenLoader(TokenWindows(path, window=10), batch_size=3, seed=2, num_workers=workers)
+        loader.sampler.set_epoch(4)  # type: ignore[attr-defined]
+        return loader
+
+    whole, first = firsts(made()), made()
+    iteration = iter(first)
+    for _ in range(2):
+        next(iteration)
+    state = first.state_dict()
+    rest = TokenLoader(TokenWindows(path, window=10), batch_size=3, seed=2)
+    rest.load_state_dict(state)
+    assert rest.state_dict() == state
+    assert firsts(rest) == whole[6:]
+    assert firsts(rest) == whole  # the next iteration is a whole one
+    assert rest.state_dict()["batches"] == 4
+
+
+def test_the_state_of_an_epoch_that_has_ended_starts_the_next_one(path: Path) -> None:
+    loader = TokenLoader(TokenWindows(path, window=10), batch_size=3)
+    firsts(loader)
+    other = TokenLoader(TokenWindows(path, window=10), batch_size=3)
+    other.load_state_dict(loader.state_dict())
+    other.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert sorted(firsts(other)) == list(range(0, 100, 10))
+
+
+def test_a_state_of_another_order_is_refused(path: Path) -> None:
+    state = TokenLoader(TokenWindows(path, window=10), batch_size=3).state_dict()
+    with pytest.raises(ValueError, match=mentions("batch_size", "3", "4")):
+        TokenLoader(TokenWindows(path, window=10), batch_size=4).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_fit_resumes_with_the_windows_it_has_not_seen(
+    path: Path, tmp_path: Path, make_trainer: Callable[..., Any]
+) -> None:
+    class Reader(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.seen: list[int] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.seen += batch[:, 0].tolist()
+            return self.weight * 1.0
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def run(steps: int, name: str, checkpoint: Path | None = None) -> list[int]:
+        save = ModelCheckpoint(tmp_path, filename=name, every_n_train_steps=6, enable_version_counter=False)
+        trainer = make_trainer(L, callbacks=[save], max_epochs=3, max_steps=steps, enable_checkpointing=True)
+        module = Reader()
+        loader = TokenLoader(TokenWindows(path, window=10), batch_size=3)
+        trainer.fit(module, loader, ckpt_path=checkpoint, weights_only=checkpoint and False)
+        return module.seen
+
+    whole, first = run(12, "whole"), run(6, "first")
+    rest = run(12, "rest", tmp_path / "first.ckpt")
+    assert [*first, *rest] == whole
+    assert len(whole) == 30
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": "float32"}, ("dtype", "uint16")),
+        ({"window": 0}, ("window", "0")),
+        ({"window": None}, ("window",)),
+        ({"window": 104}, ("window", "104", "103")),
+        ({"vocabulary": 0}, ("vocabulary",)),
+        ({"dtype": "uint32"}, ("206", "4", "uint32")),
+    ],
+)
+def test_arguments_that_do_not_fit(path: Path, arguments: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=mentions(*words)):
+        TokenWindows(path, **{"window": 10, **arguments})
+
+
+def test_a_path_without_a_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing.bin"):
+        with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+            TokenWindows(path, window=10)
+
+
+def test_tokens_out_of_range_are_named_with_their_place(tmp_path: Path, path: Path) -> None:
+    windows = TokenWindows(path, window=10, vocabulary=57)
+    windows[4]
+    with pytest.raises(ValueError, match=mentions("token 59 is 59", "0 to 56")):
+        windows[5]
+    negative = TokenWindows(written(tmp_path, torch.tensor([1, -2], dtype=torch.int16), "n.bin"), 2, dtype="int16")
+    with pytest.raises(ValueError, match=mentions("token 1 is -2")):
+        negative[0]
+    with pytest.raises(IndexError):
+        windows[10]
