@@ -29,9 +29,9 @@ class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
         ValueError: a text that is no number of bytes.
 
     >>> with MemoryLimit("1KiB"):
-    ...     torch.zeros(300).exp()
+    ...     torch.zeros(200).exp()
     Traceback (most recent call last):
-    torch.OutOfMemoryError: out of memory: aten.exp.default would make it 2.3 KiB, the limit is 1 KiB
+    torch.OutOfMemoryError: out of memory: aten.exp.default would make it 1.56 KiB, the limit is 1.00 KiB
     """
 
     def __init__(self, limit: int | str, module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> None:

@@ -68,6 +68,10 @@ class Rollback:
             buffer.restore()
 
 
+_UNCOUNTED = ("running_mean", "running_var")
+"""Buffers that kernels of batch norm write without counting a version of the tensor."""
+
+
 class _Buffer:
     """One buffer of a module, with a copy unless it has never changed."""
 
@@ -80,6 +84,8 @@ class _Buffer:
         self._changes: bool | None = None  # not known before the second save
 
     def _is_as_saved(self) -> bool:
+        if self._name in _UNCOUNTED:
+            return False
         tensor = self._owner._buffers.get(self._name)
         return tensor is self._tensor and (tensor is None or tensor._version == self._version)
 
@@ -107,9 +113,15 @@ class _Buffer:
         self._changes = True
 
 
+_METRIC_ATTRIBUTES = (
+    *("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced"),
+    *("_to_sync", "_should_unsync", "_enable_grad", "compute_on_cpu"),  # a forward that fails leaves those of one batch
+)
+
+
 def _saved_metric(metric: Any) -> Callable[[], None]:
     """Return what puts a torchmetrics metric back: sums that it adds to in place, and lists that it appends to."""
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    names = [*metric._defaults, *_METRIC_ATTRIBUTES]
     saved = {name: vars(metric)[name] for name in names if name in vars(metric)}
 
     def copied(value: Any) -> Any:
