@@ -11,20 +11,25 @@ import lightning.pytorch as L
 import numpy
 import pytest
 import torch
+import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.limit import MemoryLimit
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
+from lightning_solo.units import GiB
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 
@@ -201,6 +206,72 @@ def test_gradients_released_in_backward_step_nothing_before_it_has_ended(make_tr
     assert difference(calm, disturbed) == 0
 
 
+class FailsOnce(TorchDispatchMode):
+    """Runs out of memory at one operator of forward or backward, of all those of a fit.
+
+    Args:
+        module: whose training steps are counted, each until its backward has ended.
+        position: of the operator; None for none.
+    """
+
+    def __init__(self, module: Any, position: int | None) -> None:
+        super().__init__()
+        self.position, self.count, self.counts = position, 0, False
+        own = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Tensor:
+            self.counts = True
+            return own(batch, batch_idx)
+
+        module.training_step = training_step
+        self.watch = L.Callback()
+        self.watch.on_after_backward = lambda trainer, module: setattr(self, "counts", False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.counts
+        if self.counts and self.count - 1 == self.position:
+            self.counts = False
+            raise torch.OutOfMemoryError(OOM)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("others", [(), (GradientRelease,)], ids=["plain", "released"])
+def test_wherever_it_runs_out_of_memory_the_weights_are_those_of_an_undisturbed_run(
+    make_trainer: Make, accelerator: str, others: Any
+) -> None:
+    if accelerator != "cpu":
+        pytest.skip("a mode that fails, on the CPU")
+
+    def fit(position: int | None) -> tuple[Any, int, int]:
+        module = regression(L, plain(), loss=mean_of_squares).double()
+        own, metric = module.training_step, torchmetrics.MeanSquaredError()
+        module.metric = metric
+
+        def training_step(batch: Any, batch_idx: int) -> Tensor:
+            x, y = (each.double() for each in batch)
+            metric(module.net(x).detach(), y)
+            module.log("metric", metric, on_step=False, on_epoch=True)
+            return own((x, y), batch_idx)
+
+        module.training_step = training_step
+        technique = MicroBatching()
+        operators = FailsOnce(module, position)
+        trainer = make_trainer(L, callbacks=[technique, *[other() for other in others], operators.watch])
+        with operators:
+            trainer.fit(module, loader(2, 4))
+        error = float(trainer.callback_metrics["metric"])
+        return module, technique.retries, operators.count if position is None else error
+
+    calm, retries, count = fit(None)
+    assert retries == 0
+    error = float(calm.trainer.callback_metrics["metric"])
+    for position in (0, *random.Random(3).sample(range(1, count - 1), 4), count - 1):
+        disturbed, retries, other = fit(position)
+        assert retries == 1, position
+        assert difference(calm, disturbed) < 1e-10, position
+        assert other == pytest.approx(error, rel=1e-6), position
+
+
 class Tokens(L.LightningModule):
     """A language model without context: (batch, sequence) of token ids, whose labels are partly -100."""
 
@@ -289,6 +360,20 @@ def test_a_limit_of_memory_is_kept(make_trainer: Make, accelerator: str) -> None
         trainer.fit(module, batches)
     assert technique.retries == limit.raised > 0
     assert trainer.global_step == 4
+
+
+def test_a_plan_has_the_largest_micro_batch_that_fits() -> None:
+    batch = torch.randn(64, 16), torch.randn(64, 1)
+    planner = Planner(lambda: regression(L, Stack(1, width=16)), batch, {}, device_of("cpu"), 16 * GiB)
+    config = compose("baseline", ["+callback=micro_batching"])
+    whole = planner.plan("tried", config)
+    assert (whole.micro_batch, whole.accumulation, whole.verdict) == (64, 1, "fits")
+    planner.budget = whole.needed_bytes * 3 // 4
+    split = planner.plan("tried", config)
+    assert split.verdict == "fits"
+    assert 0 < split.micro_batch < 64
+    assert split.accumulation == -(-64 // split.micro_batch)
+    assert split.peak_bytes < whole.peak_bytes
 
 
 # --- no trace ---
