@@ -333,6 +333,15 @@ def sequences_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
 
 
+def prefetch_table(result: dict[str, Any]) -> str:
+    """Return which share of a step is spent waiting for data, with and without prefetching."""
+    rows = [[f"{row['loading']:.2f}", f"{row['plain']:.1%}", f"{row['prefetch']:.1%}"] for row in result["rows"]]
+    heads = ["loading of a batch, in steps", "waited, of a step", "with `prefetch`"]
+    explained = f"A loader without workers and steps of {result['step_s'] * 1000:.0f} ms, both of which sleep."
+    command = "python examples/measure_prefetch.py --write examples/results/prefetch_cpu.json"
+    return table(heads, rows) + note(result, command, explained)
+
+
 def low_precision_table(result: dict[str, Any]) -> str:
     """Return the loss after training in each format, and its gap to bf16 with the same seeds."""
     plain = result["rows"][0]["held_out"]
@@ -635,6 +644,7 @@ TABLES = {
     "sequences_cpu.json": sequences_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
+    "prefetch_cpu.json": prefetch_table,
 }
 
 

@@ -117,6 +117,7 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
 WORDS_IN_COMMON = {
     "cards/lightning_callbacks.py": {"AccumulationSchedule"},  # a remedy: what to write
     "cli/train.py": {"throughput"},  # the application's own choice of an observer
+    "data/prefetch.py": {"prefetch"},  # the thread's name
     "nn": {"chunked_cross_entropy", "attention"},  # the mechanism's function; torch's module
     "optim": {"gradient_release", "GradientRelease", "compact"},  # the mechanism's class; objects of CompactAdamW
     "planner": {"attention"},  # the operator, which is traced by its fused kernel or by products

@@ -32,24 +32,39 @@ def size_of(batch: object) -> tuple[int | None, int | None]:
     return tensor.shape[0], tensor.numel() if tensor.ndim == 2 and integer else None
 
 
-def shapes_of(batch: object) -> list[tuple[int, ...]]:
-    """Return the shapes of all tensors in a batch: in mappings, sequences and attributes of objects, such as graphs.
+def tensors_of(batch: object) -> list[torch.Tensor]:
+    """Return all tensors in a batch: in mappings, sequences and attributes of objects, such as graphs.
 
-    >>> shapes_of({"x": torch.zeros(2, 3), "label": [torch.zeros(2), "a"]})
-    [(2, 3), (2,)]
+    >>> len(tensors_of({"x": torch.zeros(2, 3), "label": [torch.zeros(2), "a"]}))
+    2
     """
-    shapes: list[tuple[int, ...]] = []
+    tensors: list[torch.Tensor] = []
     seen: set[int] = set()
     ahead = [batch]
     while ahead:
         item = ahead.pop()
         if isinstance(item, torch.Tensor):
-            shapes.append(tuple(item.shape))
+            tensors.append(item)
         elif id(item) not in seen and not isinstance(item, str | bytes | type):
             seen.add(id(item))
             parts = item.values() if isinstance(item, Mapping) else item if isinstance(item, Sequence) else ()
-            ahead += reversed([*parts, *getattr(item, "__dict__", {}).values()])
-    return shapes
+            slots = [getattr(item, name, None) for cls in type(item).__mro__ for name in _slots(cls)]
+            ahead += reversed([*parts, *slots, *getattr(item, "__dict__", {}).values()])
+    return tensors
+
+
+def _slots(cls: type) -> Sequence[str]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def shapes_of(batch: object) -> list[tuple[int, ...]]:
+    """Return the shapes of all tensors in a batch, as `tensors_of` finds them.
+
+    >>> shapes_of({"x": torch.zeros(2, 3), "label": [torch.zeros(2), "a"]})
+    [(2, 3), (2,)]
+    """
+    return [tuple(tensor.shape) for tensor in tensors_of(batch)]
 
 
 def fits_into(shapes: Sequence[tuple[int, ...]], larger: Sequence[tuple[int, ...]]) -> bool:

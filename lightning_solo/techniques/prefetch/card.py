@@ -1,0 +1,42 @@
+"""The card of `prefetch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of Prefetch."""
+
+    depth: int = setting(2, "batches that are loaded, and on the device, ahead of the one in training", at_least=1)
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan without it, and say what it adds."""
+    ahead = f"without the {settings.depth} batches that prefetch holds on the device ahead of their step"
+    return replace(tracing, node=None, assumptions=(*tracing.assumptions, ahead))
+
+
+CARD = Card(
+    name="prefetch",
+    target="lightning_solo.techniques.prefetch.technique:Prefetch",
+    phase=Phase.ADAPT,  # behind `DATA`: it loads ahead what those techniques make of the loader
+    settings=Settings,
+    saves="no memory but time: the seconds in which a step waits for its batch, loading with ``num_workers=0`` or the"
+    " copy to the device",
+    costs="``depth`` batches in memory: on a GPU the device's, on a CPU the host's; a thread, which shares Python's"
+    " lock with training",
+    numerics="bit-exact: equal batches in equal order; what draws from global random numbers is not loaded ahead",
+    conflicts="with ``num_workers=0`` a precision whose step changes torch's default dtype, as ``bf16-true`` (refused);"
+    " loaders with workers on a CPU, which load ahead themselves (refused)",
+    reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams;"
+    " https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html",
+    exact=True,
+    planned="lightning_solo.techniques.prefetch.card:planned",
+)

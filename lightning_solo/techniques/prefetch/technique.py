@@ -1,0 +1,123 @@
+"""Prefetching: the next batches are loaded, and copied to the device, while the present one is trained on."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_solo.data.prefetch import Prefetcher, Upload, prefetched
+from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.seams.homes import fabric_part, part
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.prefetch.card import CARD
+
+_HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
+
+
+class Prefetch(Technique):
+    """Loads batches for training ahead of their step, and copies them to the device on a stream of their own.
+
+    Batches, their order and the weights are those of a run without it. A thread iterates over the loader. What is
+    loaded and not yet trained on is not part of a stateful loader's state in checkpoints: a run that is resumed has it
+    next. A module or data module that overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device`` gets its
+    batches on the host, loaded ahead, and transfers them when they are due; ``on_after_batch_transfer`` always runs
+    then.
+
+    Args:
+        depth: batches that are loaded ahead of the one in training.
+
+    Raises:
+        PresetError: an argument is out of range.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, depth: int = 2) -> None:
+        CARD.check_call(locals())
+        self.depth = depth
+        self._acts = False
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    def loader(self, ctx: Run, loader: Any) -> Any:
+        """Put a `Prefetcher` around the loader.
+
+        Raises:
+            ConflictError: without workers, in a precision that changes the default dtype for a step.
+        """
+        while isinstance(loader, Prefetcher):  # of an earlier fit, in a CombinedLoader of the user's
+            loader = loader.loader
+        has_workers = getattr(loader, "num_workers", 0) > 0
+        if has_workers and ctx.device.type != "cuda":
+            return loader
+        if not has_workers and _changes_default_dtype(ctx):
+            raise ConflictError(
+                f"prefetch with num_workers=0 and precision={ctx.precision}: while a step runs, tensors that the data"
+                " set makes would be of the step's dtype; write DataLoader(num_workers=1), or precision=bf16-mixed"
+            )
+        self._acts = True
+        ahead = prefetched(loader, self.depth, self._upload(ctx), _limit(ctx, loader), _warn_of_draws)
+        ctx.undo.callback(_close, weakref.ref(ahead))  # loaders may be reloaded every epoch: keep none
+        return ahead
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that there is something to do.
+
+        Raises:
+            NothingToDoError: on a CPU, where all loaders have workers.
+        """
+        acts, self._acts = self._acts, False
+        if not acts:
+            raise NothingToDoError(
+                "prefetch on the CPU, and the loader has workers, which load ahead: nothing is left to do; drop"
+                " prefetch, or raise DataLoader(prefetch_factor=...)"
+            )
+
+    def _upload(self, ctx: Run) -> Upload | None:
+        """Return where batches are copied to ahead of their step; None for a CPU, and where hooks do it."""
+        if ctx.device.type != "cuda":
+            return None
+        is_overridden = part(ctx.home, "utilities.model_helpers").is_overridden
+        for owner in (ctx.module, ctx.trainer.datamodule):
+            for hook in _HOST_HOOKS:
+                if is_overridden(hook, owner):
+                    ctx.info(f"prefetch: {type(owner).__name__}.{hook} runs when a batch is due, and so does its copy")
+                    return None
+        move = fabric_part(ctx.home, "utilities.apply_func").move_data_to_device
+        return Upload(ctx.device, partial(move, device=ctx.device))
+
+
+def _close(ahead: weakref.ref[Prefetcher]) -> None:
+    if (prefetcher := ahead()) is not None:
+        prefetcher.close()
+
+
+def _limit(ctx: Run, loader: Any) -> float | None:
+    """Return how many batches an epoch has, by length and ``limit_train_batches``; None where only the loader knows."""
+    limit = ctx.trainer.limit_train_batches
+    length = part(ctx.home, "utilities.combined_loader").sized_len(loader)
+    if length is None:
+        return limit if isinstance(limit, int) else None
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
+
+
+def _changes_default_dtype(ctx: Run) -> bool:
+    """Return whether the precision sets torch's default dtype, which threads share, for the time of a step."""
+    before = torch.get_default_dtype()
+    with ctx.strategy.precision_plugin.train_step_context():
+        return torch.get_default_dtype() != before
+
+
+def _warn_of_draws() -> None:
+    warnings.warn(
+        "prefetch: each batch draws from the global random numbers of Python, NumPy or torch, which training shares;"
+        " loaded ahead, the numbers would differ from run to run, and nothing is loaded ahead; write"
+        " DataLoader(num_workers=1), whose worker has random numbers of its own",
+        stacklevel=2,
+    )

@@ -1,0 +1,460 @@
+"""Prefetch loads ahead within its bound, trains bit for bit as a plain run does, and leaves no thread."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import traceback
+import weakref
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_solo.data.prefetch import Prefetcher, Upload, prefetched
+from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.techniques.prefetch.technique import Prefetch
+from tests.messages import mentions
+from tests.modules import Stack, loader, regression
+
+Make = Callable[..., Any]
+WAIT_S = 20  # for what comes at once, or never
+
+
+class Watched:
+    """A loader that counts the batches whose loading has begun, and by which thread."""
+
+    def __init__(self, batches: list[Any], fails_at: int | None = None) -> None:
+        self.batches = batches
+        self.fails_at = fails_at
+        self.begun = 0
+        self.threads: list[str] = []
+        self.changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.batches):
+            self._note()
+            if index == self.fails_at:
+                raise OSError(f"batch {index}")
+            yield batch
+
+    def _note(self) -> None:
+        with self.changed:
+            self.begun += 1
+            self.threads.append(threading.current_thread().name)
+            self.changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until the loading of so many batches has begun."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.begun >= count, WAIT_S)
+
+
+class Stateful(Watched):
+    """Continues where it was, by its state."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at %= len(self.batches)
+        while self.at < len(self.batches):
+            self._note()
+            self.at += 1
+            yield self.batches[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def batches(count: int = 8) -> list[Any]:
+    return list(loader(count))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def fit(home: ModuleType, make_trainer: Make, data: Any, *callbacks: Any, module: Any = None, **arguments: Any) -> Any:
+    if module is None:
+        torch.manual_seed(1)
+        module = regression(home, Stack(dropout=0.2))
+    torch.manual_seed(2)
+    make_trainer(home, callbacks=list(callbacks), **arguments).fit(module, data)
+    return module
+
+
+def equal(one: Any, other: Any) -> bool:
+    return all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
+
+
+# --- acted ---
+
+
+@pytest.mark.any_device
+@pytest.mark.every_change
+def test_batches_are_loaded_during_the_steps_before(home: ModuleType, make_trainer: Make) -> None:
+    data = Watched(batches(8))
+    module = regression(home)
+    step, steps = module.training_step, []
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if batch_idx >= 1:
+            data.wait_for(min(batch_idx + 1 + 3, 8))  # this one, and three ahead
+        steps.append(batch_idx)
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    fit(home, make_trainer, data, Prefetch(depth=3), module=module)
+    assert steps == list(range(8))
+    assert data.threads[2:] == ["prefetch"] * 6
+    assert not threads()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_is_loaded_than_the_bound(depth: int) -> None:
+    data = Watched(list(range(20)))
+    iteration = iter(Prefetcher(data, depth))
+    for taken in range(2, 10):
+        while data.begun < 2:
+            next(iteration)
+        data.wait_for(taken + depth)
+        assert data.begun == taken + depth
+        assert next(iteration) == taken
+    iteration.stop()  # type: ignore[attr-defined]
+    assert data.begun <= 10 + depth
+    assert not threads()
+
+
+# --- parity ---
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_weights_are_those_of_a_plain_run(home: ModuleType, make_trainer: Make, shuffle: bool) -> None:
+    def made() -> DataLoader[Any]:
+        return DataLoader(loader(8).dataset, batch_size=4, shuffle=shuffle)
+
+    arguments = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    plain = fit(home, make_trainer, made(), **arguments)
+    ahead = fit(home, make_trainer, made(), Prefetch(), **arguments)
+    assert equal(plain, ahead)
+    assert not equal(plain, regression(home, Stack()))
+
+
+def test_combined_loaders_and_a_second_fit(make_trainer: Make) -> None:
+    def trained(*callbacks: Any) -> Any:
+        module = regression(L)
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx: step(batch["a"], batch_idx) + step(batch["b"], batch_idx)
+        torch.manual_seed(1)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        data = CombinedLoader({"a": loader(5), "b": loader(3, seed=2)}, "max_size_cycle")
+        for _ in range(2):
+            fit(L, make_trainer, data, *callbacks, module=module, max_epochs=2)
+        assert all(getattr(each, "closed", True) for each in data.flattened)
+        return module
+
+    assert equal(trained(), trained(Prefetch()))
+
+
+def draws_torch() -> float:
+    return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("draw", [draws_torch, random.random, np.random.random])
+def test_batches_that_draw_random_numbers_are_not_loaded_ahead(make_trainer: Make, draw: Callable[[], float]) -> None:
+    class Noisy(Dataset[Any]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            names.add(threading.current_thread().name)
+            x = torch.full((8,), index + draw())
+            return x, x.sum(0, keepdim=True)
+
+    names: set[str] = set()
+    trained = []
+    for callbacks in ([], [Prefetch()]):
+        random.seed(1)
+        np.random.seed(1)
+        if callbacks:
+            with pytest.warns(UserWarning, match=mentions("prefetch", "num_workers=1")):
+                trained.append(fit(L, make_trainer, DataLoader(Noisy(), 2), *callbacks))
+        else:
+            trained.append(fit(L, make_trainer, DataLoader(Noisy(), 2)))
+    assert equal(*trained)
+    assert "prefetch" not in names
+
+
+def test_limits_end_an_epoch_of_a_loader_that_continues(make_trainer: Make) -> None:
+    def noting(step: Any, here: list[Tensor]) -> Any:
+        return lambda batch, batch_idx: here.append(batch[0]) or step(batch, batch_idx)
+
+    seen: list[list[Tensor]] = []
+    for callbacks in ([], [Prefetch()]):
+        stream = iter(batches(12))
+        data = type("Stream", (), {"__iter__": lambda self, stream=stream: stream})()
+        module = regression(L)
+        step, here = module.training_step, list[Tensor]()
+        module.training_step = noting(step, here)
+        fit(L, make_trainer, data, *callbacks, module=module, max_epochs=2, limit_train_batches=5)
+        seen.append(here)
+    assert len(seen[0]) == len(seen[1])
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_what_is_loaded_and_not_trained_comes_after_a_resume(make_trainer: Make, tmp_path: Any) -> None:
+    def run(steps: int, *callbacks: Any, path: Any = None) -> Any:
+        data = Stateful(batches(8))
+        torch.manual_seed(1)
+        module = regression(L)
+        step = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            if 1 <= batch_idx < 4 and steps == 4:
+                data.wait_for(batch_idx + 3)  # two ahead
+            return step(batch, batch_idx)
+
+        module.training_step = training_step
+        save = ModelCheckpoint(tmp_path, filename="at{step}", every_n_train_steps=4, save_top_k=-1)
+        arguments = {"max_steps": steps, "max_epochs": 2, "enable_checkpointing": True}
+        trainer = make_trainer(L, callbacks=[*callbacks, save], **arguments)
+        trainer.fit(module, data, ckpt_path=path, weights_only=None if path is None else False)
+        return module
+
+    run(4, Prefetch())
+    (path,) = tmp_path.glob("at*.ckpt")
+    saved = torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert saved == [{"at": 4}]
+    resumed = run(12, Prefetch(), path=path)
+    assert equal(run(12), resumed)
+
+
+# --- errors ---
+
+
+def test_an_error_comes_with_its_batch_and_its_traceback(make_trainer: Make) -> None:
+    data, trained = Watched(batches(8), fails_at=5), []
+    module = regression(L)
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: trained.append(batch_idx) or step(batch, batch_idx)
+    with pytest.raises(OSError, match="batch 5") as caught:
+        fit(L, make_trainer, data, Prefetch(), module=module)
+    assert trained == [0, 1, 2, 3, 4]
+    assert "__iter__" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not threads()
+
+
+def test_a_map_style_loader_continues_behind_an_error() -> None:
+    class Holed(Dataset[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            if index == 3:
+                raise OSError("hole")
+            return index
+
+    iteration = iter(Prefetcher(DataLoader(Holed(), batch_size=None), depth=2))
+    got = [next(iteration) for _ in range(3)]
+    with pytest.raises(OSError, match="hole"):
+        next(iteration)
+    assert [*got, *iteration] == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("given", [0, "2"])
+def test_a_depth_that_is_none(given: Any) -> None:
+    with pytest.raises(ValueError, match="depth"):
+        Prefetch(depth=given)
+
+
+def test_workers_on_a_cpu_leave_nothing_to_do(make_trainer: Make) -> None:
+    data = DataLoader(loader(4).dataset, batch_size=4, num_workers=1)
+    with pytest.raises(NothingToDoError, match=mentions("prefetch", "prefetch_factor")):
+        fit(L, make_trainer, data, Prefetch())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_a_precision_whose_step_sets_the_default_dtype_is_refused(make_trainer: Make, precision: str) -> None:
+    with pytest.raises(ConflictError, match=mentions("num_workers=1", precision)):
+        fit(L, make_trainer, loader(4), Prefetch(), precision=precision)
+
+
+# --- no trace ---
+
+
+@pytest.mark.parametrize("ends", ["step fails", "stops early", "max_steps"])
+def test_no_thread_and_no_batch_is_left(make_trainer: Make, ends: str) -> None:
+    class Batch(list[Any]):
+        """A batch that can be referred to weakly."""
+
+    def endless() -> Iterator[Any]:
+        for batch in batches(40):
+            made = Batch(batch)
+            alive.append(weakref.ref(made))
+            yield made
+
+    alive: list[Any] = []
+    module = regression(L)
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 4 and ends == "step fails":
+            raise RuntimeError("failed")
+        trainer.should_stop = batch_idx == 4 and ends == "stops early"
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    data = type("Endless", (), {"__iter__": lambda self: endless()})()
+    trainer = make_trainer(L, callbacks=[Prefetch()], max_steps=5 if ends == "max_steps" else -1)
+    with pytest.raises(RuntimeError, match="failed") if ends == "step fails" else nullcontext():
+        trainer.fit(module, data)
+    assert not threads()
+    gc.collect()
+    assert [ref() for ref in alive[5:]] == [None] * (len(alive) - 5)
+
+
+def test_an_iteration_that_is_dropped_ends_its_thread() -> None:
+    data = Watched(list(range(20)))
+    for value in Prefetcher(data, depth=2):
+        if value == 5:
+            break
+    del value
+    gc.collect()
+    assert not threads()
+
+
+def test_the_loader_shows_through() -> None:
+    inner = loader(4)
+    outer: Any = prefetched(inner)
+    assert len(outer) == 4
+    assert outer.dataset is inner.dataset
+    outer.worker_init_fn = print
+    assert inner.worker_init_fn is print
+    assert not hasattr(outer, "state_dict")
+    assert hasattr(prefetched(Stateful([])), "state_dict")
+    with pytest.raises(TypeError):
+        len(Prefetcher(iter([])))
+
+
+# --- the device ---
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    more: dict[str, list[Tensor]]
+
+
+class Graph:
+    """Moves itself, as the batches of graph libraries do."""
+
+    __slots__ = ("edges",)
+
+    def __init__(self, edges: Tensor) -> None:
+        self.edges = edges
+
+    def to(self, device: Any, **kwargs: Any) -> Graph:
+        return Graph(self.edges.to(device, **kwargs))
+
+
+def nested(value: float) -> Any:
+    def full() -> Tensor:
+        return torch.full((1000,), value).pin_memory()
+
+    return {"pair": Pair(full(), full()), "sample": Sample(full(), {"a": [full()]}), "graph": Graph(full()), "n": 3}
+
+
+def total(batch: Any) -> Tensor:
+    pair, sample = batch["pair"], batch["sample"]
+    return pair.x.sum() + pair.y.sum() + sample.x.sum() + sample.more["a"][0].sum() + batch["graph"].edges.sum()
+
+
+@pytest.mark.simcuda
+@pytest.mark.parametrize("held_back", ["none", "copies"])
+def test_nested_batches_come_on_a_stream_of_their_own(held_back: str) -> None:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+
+    from tests.simcuda import device
+
+    cuda = torch.device("cuda", 0)
+    upload = Upload(cuda, lambda batch: move_data_to_device(batch, cuda))
+    data = Watched([nested(float(value)) for value in range(8)])
+    sums = []
+    with device.delayed(held_back), device.counted() as counts:
+        for index, batch in enumerate(Prefetcher(data, depth=2, upload=upload)):
+            moved = batch if index >= 2 else move_data_to_device(batch, cuda)
+            assert type(moved["pair"]) is Pair
+            assert moved["n"] == 3
+            sums.append(total(moved))
+            del batch, moved
+        values = [float(each) for each in sums]
+    assert values == [5000.0 * value for value in range(8)]
+    ups = [one for one in counts.operations if one.kind == "up"]
+    assert [one.stream == upload.stream.stream_id for one in ups] == [False] * 10 + [True] * 30
+    assert all(one.pinned for one in ups)
+    assert not device.races()
+
+
+@pytest.mark.simcuda
+def test_a_freed_batch_is_not_overwritten_while_it_is_in_use() -> None:
+    from tests.simcuda import device
+
+    cuda = torch.device("cuda", 0)
+    upload = Upload(cuda, lambda batch: batch.to(cuda, non_blocking=True))
+    batch, event = upload.send(torch.ones(1000).pin_memory())
+    upload.receive(batch, event).sum()
+    del batch
+    upload.send(torch.zeros(1000).pin_memory())
+    assert not device.races()
+
+
+@pytest.mark.simcuda
+@pytest.mark.parametrize("hook", [None, "on_before_batch_transfer", "transfer_batch_to_device"])
+def test_hooks_of_the_module_see_what_they_would(make_trainer: Make, hook: str | None) -> None:
+    where: set[tuple[str, str]] = set()
+
+    def noting(module: Any, name: str) -> None:
+        own = getattr(module, name)
+
+        def called(batch: Any, *args: Any) -> Any:
+            where.add((name, batch[0].device.type, threading.current_thread().name))  # type: ignore[arg-type]
+            return own(batch, *args)
+
+        setattr(module, name, called)
+
+    weights = []
+    for callbacks in ([], [Prefetch()]):
+        where.clear()
+        torch.manual_seed(1)
+        module = regression(L)
+        for name in filter(None, (hook, "on_after_batch_transfer")):
+            noting(module, name)
+        trainer = make_trainer(L, callbacks=callbacks, accelerator="gpu")
+        trainer.fit(module, DataLoader(loader(6).dataset, batch_size=4, pin_memory=True))
+        weights.append(module)
+        expected = {("on_after_batch_transfer", "cuda", "MainThread")}
+        assert where == expected | ({(hook, "cpu", "MainThread")} if hook else set())
+    assert equal(*weights)
