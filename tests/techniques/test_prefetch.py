@@ -413,7 +413,8 @@ def test_nested_batches_come_on_a_stream_of_their_own(held_back: str) -> None:
         values = [float(each) for each in sums]
     assert values == [5000.0 * value for value in range(8)]
     ups = [one for one in counts.operations if one.kind == "up"]
-    assert [one.stream == upload.stream.stream_id for one in ups] == [False] * 10 + [True] * 30
+    on_its_stream = [one.stream == upload.stream.stream_id for one in ups]  # in any order: two threads launch them
+    assert (on_its_stream.count(True), on_its_stream.count(False)) == (30, 10)
     assert all(one.pinned for one in ups)
     assert not device.races()
 

@@ -167,7 +167,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("touch_on_host", [](uintptr_t begin, size_t size, bool writes, const std::string& name) {
     auto site = current_site();
-    py::gil_scoped_release others_may_run;  // one that has the lock may wait for Python
     Lock lock(mutex);
     if (!is_pinned((void*)begin)) return;
     advance(kHost);

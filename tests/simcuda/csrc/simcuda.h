@@ -21,7 +21,23 @@ namespace simcuda {
 
 // Guards all state. Nobody takes Python's lock while holding it, for threads that hold Python's lock wait for it.
 extern std::recursive_mutex mutex;
-using Lock = std::lock_guard<std::recursive_mutex>;
+
+// Whoever has the mutex may wait for Python's lock, so who waits for the mutex gives that back in the meantime.
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& wanted) : mutex_(wanted) {
+    if (mutex_.try_lock()) return;
+    PyThreadState* python = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex_.lock();
+    if (python) PyEval_RestoreThread(python);
+  }
+  ~Lock() { mutex_.unlock(); }
+  Lock(const Lock&) = delete;
+  Lock& operator=(const Lock&) = delete;
+
+ private:
+  std::recursive_mutex& mutex_;
+};
 
 // --- code lines (site.cpp) ---
 
