@@ -1,4 +1,4 @@
-"""By what a batch, or a part of one, counts in a mean over several: its samples, its valid tokens, or a user's key."""
+"""The weight of a batch, or of a part of one, in a mean over several: its samples, its valid tokens, or a key's sum."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def weight_of(batch: Any, samples: int, by: str) -> float:
     3.0
 
     Raises:
-        ConflictError: the batch has no labels, or nothing of that name.
+        ConflictError: the batch has no labels, nothing of that name, or negative weights.
     """
     if by == "samples":
         return float(samples)
@@ -58,5 +58,10 @@ def weight_of(batch: Any, samples: int, by: str) -> float:
         raise ConflictError(
             f"weight_by={by!r}, and no tensor of that name is in the batch ({names}); write {', '.join(BY)}, or such a"
             " name"
+        )
+    if values.lt(0).any():
+        raise ConflictError(
+            f"weight_by={by!r}: {int(values.lt(0).sum())} values of this tensor are negative; write the name of weights"
+            " of 0 or more, or weight_by=tokens to count labels"
         )
     return float(values.double().sum())

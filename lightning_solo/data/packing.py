@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightning_solo.data.item_lengths import Length, item_lengths
 from lightning_solo.data.length_batches import epoch_generator
 from lightning_solo.data.loaders import require_own_batches, with_batches
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, PresetError
 
 IGNORED = -100
 """The label that a loss leaves out."""
@@ -148,19 +148,27 @@ class PackedCollate:
     Args:
         collate_fn: from a list of one item to a mapping with ``input_ids`` and ``labels`` as (1, tokens); the labels
             are the tokens at the same position or -100, as models of Hugging Face take them, which shift them.
+        capacity: the most tokens of a row.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], capacity: int) -> None:
         self.collate_fn = collate_fn
+        self.capacity = capacity
 
     def __call__(self, rows: list[list[Any]]) -> dict[str, Tensor]:
         """Return a batch.
 
         Raises:
-            ConflictError: the collate function makes something else.
+            ConflictError: the collate function makes something else, or documents longer than they were counted.
         """
         packed = [[self._document(item) for item in row] for row in rows]
         length = max(sum(len(tokens) for tokens, _ in row) for row in packed)
+        if length > self.capacity:
+            raise ConflictError(
+                f"packing: a row has {length} tokens, and capacity={self.capacity}: the collate function makes"
+                " documents longer than their counted length; write length='collated', or return an attention_mask of"
+                " what it pads"
+            )
         batch = {
             "input_ids": torch.zeros(len(rows), length, dtype=torch.int64),
             "labels": torch.full((len(rows), length), IGNORED),
@@ -215,15 +223,23 @@ def packed_loader(
 
     Raises:
         ConflictError: the loader makes no batches itself, or a document is longer than ``capacity``.
+        PresetError: ``capacity`` or ``rows`` is below 1.
     """
     require_own_batches(loader, "packing")
+    for name, value in (("capacity", capacity), ("rows", rows)):
+        if value is not None and value < 1:
+            raise PresetError(f"packing: {name}={value}; write an integer of at least 1")
     lengths = item_lengths(loader.dataset, length, loader.collate_fn)
     capacity = int(lengths.max()) if capacity is None else capacity
     if rows is None:
         rows = max(1, round((loader.batch_size or 1) * float(lengths.float().mean()) / capacity))
     batches = PackedBatches(lengths, capacity, rows, loader.drop_last, seed)
     return with_batches(
-        loader, batches, batch_size=rows, dataset=Rows(loader.dataset), collate_fn=PackedCollate(loader.collate_fn)
+        loader,
+        batches,
+        batch_size=rows,
+        dataset=Rows(loader.dataset),
+        collate_fn=PackedCollate(loader.collate_fn, capacity),
     )
 
 
@@ -238,7 +254,10 @@ def require_boundaries(module: nn.Module, documents: Sequence[Tensor], tolerance
     Raises:
         ConflictError: it takes no ``position_ids``, or documents see one another, as in a model of Hugging Face that
             makes a cache in every forward.
+        PresetError: fewer than two documents.
     """
+    if len(documents) < 2:
+        raise PresetError(f"packing: {len(documents)} documents can't see one another; write two or more")
     name = type(module).__name__
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise ConflictError(

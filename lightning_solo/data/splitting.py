@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -44,14 +45,14 @@ def mapped_leaves(thing: Any, function: Callable[[str, Any], Any], path: str = "
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(mapping) is dict:
-        return items
-    try:
+    if isinstance(mapping, dict | UserDict):  # whose copies have items of their own
         like: Any = copy.copy(mapping)
         for key, value in items.items():
             like[key] = value
         return like
-    except TypeError:  # one that can't be written
+    try:
+        return type(mapping)(items)  # type: ignore[call-arg]
+    except TypeError:  # one that is built otherwise
         return items
 
 
@@ -149,6 +150,8 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim = 0) -> Any:
     """Return the samples from ``first`` to ``last`` of a batch of so many: views, in the same nesting.
 
+    Lists as long as the batch are cut too, such as names of files; so are tuples, unless of numbers, such as a size.
+
     >>> part_of([torch.arange(4), ["a", "b", "c", "d"], "train"], 1, 3, samples=4)
     [tensor([1, 2]), ['b', 'c'], 'train']
     """
@@ -159,7 +162,8 @@ def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim
             return leaf
         if shape is not None:
             return leaf[(*(slice(None),) * (dim % len(shape)), slice(first, last))]
-        return leaf[first:last] if isinstance(leaf, list | tuple) and len(leaf) == samples else leaf
+        is_size = isinstance(leaf, tuple) and all(isinstance(each, int | float) for each in leaf)
+        return leaf[first:last] if isinstance(leaf, list | tuple) and len(leaf) == samples and not is_size else leaf
 
     return mapped_leaves(batch, cut)
 

@@ -87,7 +87,10 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, layout: Any, causal: boo
             f"query, key, value {shapes}: write (batch, heads, tokens, width) each, with key heads that divide the"
             f" heads{', of as many tokens where causal' if causal else ''}"
         )
-    chosen = np.asarray(layout.numpy(force=True) if isinstance(layout, Tensor) else layout)
+    try:
+        chosen = np.asarray(layout.numpy(force=True) if isinstance(layout, Tensor) else layout)
+    except ValueError:
+        raise ValueError("layout: its rows are of different lengths; write one bool for each block of keys") from None
     heads, tokens, key_tokens = query.shape[1], query.shape[2], key.shape[2]
     if chosen.dtype != np.bool_ or chosen.ndim not in (2, 3) or (chosen.ndim == 3 and chosen.shape[0] != heads):
         raise ValueError(

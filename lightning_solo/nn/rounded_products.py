@@ -183,7 +183,7 @@ def _to_e2m1(numbers: Tensor, stochastic: bool) -> Tensor:
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     steps = size / step
     steps = (steps + torch.rand_like(steps)).floor() if stochastic else steps.round()
-    return torch.copysign(steps * step, numbers)
+    return torch.copysign((steps * step).clamp_max(E2M1_MAX), numbers)  # 3 steps and almost 1 are 4 in fp32
 
 
 def packed_e2m1(numbers: Tensor) -> Tensor:

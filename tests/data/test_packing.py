@@ -23,7 +23,7 @@ from lightning_solo.data.packing import (
     packed_padding,
     require_boundaries,
 )
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, PresetError
 from tests.messages import mentions
 from tests.modules import regression
 
@@ -117,7 +117,7 @@ def test_loss_and_gradients_are_those_of_the_documents(implementation: str) -> N
 
 
 def test_boundaries_are_in_positions_and_labels() -> None:
-    batch = PackedCollate(collate)([[torch.tensor([4, 5, 6]), torch.tensor([7, 8])], [torch.tensor([9, 1])]])
+    batch = PackedCollate(collate, 5)([[torch.tensor([4, 5, 6]), torch.tensor([7, 8])], [torch.tensor([9, 1])]])
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8], [9, 1, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
     assert batch["labels"].tolist() == [[-100, 5, 6, -100, 8], [-100, 1, -100, -100, -100]]
@@ -205,6 +205,26 @@ def test_a_model_whose_documents_see_one_another_is_refused() -> None:
             require_boundaries(kind(), documents)
     with pytest.raises(ConflictError, match=mentions("config.use_cache=False")):
         require_boundaries(model(cache=True), documents, 1e-6)
+
+
+def test_documents_that_the_collate_function_makes_longer_are_refused() -> None:
+    def padded(items: list[Tensor]) -> dict[str, Tensor]:
+        return {name: each for name, each in collate(items).items() if name != "attention_mask"}
+
+    source = DataLoader(Documents(LENGTHS), batch_size=4, collate_fn=padded)
+    with pytest.raises(ConflictError, match=mentions("capacity=9", "length='collated'", "attention_mask")):
+        list(packed_loader(source, 9, length=len))
+
+
+@pytest.mark.parametrize("options", [{"capacity": 0}, {"rows": 0}])
+def test_rows_without_room_and_batches_without_rows(options: dict[str, int]) -> None:
+    with pytest.raises(PresetError, match=mentions(f"{next(iter(options))}=0", "at least 1")):
+        packed_loader(DataLoader(Documents(LENGTHS), collate_fn=collate), **options)
+
+
+def test_one_document_shows_no_boundary() -> None:
+    with pytest.raises(PresetError, match=mentions("two or more")):
+        require_boundaries(nn.Linear(1, 1), [torch.arange(3)])
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:

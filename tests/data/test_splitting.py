@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_solo.data.splitting import even_ranges, labels_of, samples_of, split_evenly, weight_of
+from lightning_solo.data.batch_weights import labels_of, weight_of
+from lightning_solo.data.splitting import even_ranges, samples_of, split_evenly
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions, nearest
 
@@ -250,7 +252,7 @@ def test_where_labels_are() -> None:
 
 @pytest.mark.parametrize("by", ["tokens", "shifted_tokens"])
 def test_tokens_without_labels(by: str) -> None:
-    with pytest.raises(ConflictError, match=mentions(f"weight_by={by}", "labels", "weight_by=samples")):
+    with pytest.raises(ConflictError, match=mentions(by, "labels", "write samples")):
         weight_of({"x": rows()}, 5, by)
 
 
@@ -258,3 +260,46 @@ def test_tokens_without_labels(by: str) -> None:
 def test_weights_of_a_name_that_no_tensor_has(batch: Any) -> None:
     with pytest.raises(ConflictError, match=mentions("weight_by='counts'", "shifted_tokens")):
         weight_of(batch, 5, "counts")
+
+
+# --- what is the user's own stays as it is ---
+
+
+class Shared(MutableMapping[str, Any]):
+    """Keeps its items in a dict, which a shallow copy shares."""
+
+    def __init__(self, items: Any) -> None:
+        self.items_of = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of)
+
+    def __len__(self) -> int:
+        return len(self.items_of)
+
+
+def test_a_mapping_of_ones_own_is_not_written() -> None:
+    batch = Shared({"x": rows(4)})
+    parts = split_evenly(batch, 2)
+    assert [type(part) for part, _ in parts] == [Shared, Shared]
+    assert [part["x"].tolist() for part, _ in parts] == [rows(4)[:2].tolist(), rows(4)[2:].tolist()]
+    assert torch.equal(batch["x"], rows(4))
+
+
+def test_a_size_is_not_cut_and_names_are() -> None:
+    (part, _), _ = split_evenly({"x": rows(2), "size": (32, 64), "names": ("a", "b"), "ids": [7, 8]}, 1)
+    assert (part["size"], part["names"], part["ids"]) == ((32, 64), ("a",), [7])
+
+
+def test_negative_weights_are_refused() -> None:
+    with pytest.raises(ConflictError, match=mentions("weight_by='labels'", "negative", "weight_by=tokens")):
+        weight_of({"labels": torch.tensor([1, -100])}, 2, "labels")

@@ -93,6 +93,7 @@ def test_it_runs_on_tensors_without_data():
         ([(1, 2, 6, 8)] * 3, BAND, False, ("4 x 4 blocks", "6", "divide")),
         ([(1, 2, 4, 8)] * 3, [BAND] * 3, False, ("(3, 4, 4)", "2 heads")),
         ([(1, 2, 4, 8)] * 3, [[1, 0], [0, 1]], False, ("int64", "bool")),
+        ([(1, 2, 4, 8)] * 3, [[True], [True, False]], False, ("lengths", "each block of keys")),
         ([(1, 2, 4, 8)] * 3, [[True, True], [False, False]], False, ("block 1", "choose")),
         ([(1, 2, 4, 8)] * 3, [[False, True], [True, True]], True, ("block 0", "choose")),
     ],

@@ -77,6 +77,11 @@ def test_e2m1_is_rounded_to_the_nearest_and_packed_in_pairs() -> None:
     assert codes.tolist() == [[code | (code | 8) << 4 for code in range(8)]]
 
 
+def test_a_draw_of_almost_one_rounds_to_no_number_beyond_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 1 - 2**-24))
+    assert rounded._to_e2m1(torch.full((2, 16), 6.0), stochastic=True).unique().tolist() == [6.0]
+
+
 def test_stochastic_rounding_is_right_on_average() -> None:
     torch.manual_seed(0)
     number = torch.tensor([0.1, -0.6, 1.3, 2.2, -3.9, 5.5])

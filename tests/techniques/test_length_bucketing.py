@@ -348,8 +348,15 @@ def test_loaders_that_make_no_batches_of_all_items_are_refused(make_trainer: Mak
 
 @pytest.mark.parametrize("options", [{"lengths": [5] * 12}, {"batch_size": 1}])
 def test_nothing_padded_is_nothing_to_do(make_trainer: Make, options: dict[str, Any]) -> None:
-    with pytest.raises(NothingToDoError, match=mentions("length='auto'", "drop length_bucketing")):
+    with pytest.raises(NothingToDoError, match=mentions("length='auto'", "batch_size", "drop length_bucketing")):
         fit(make_trainer, LengthBucketing(), texts(**options))
+
+
+def test_a_budget_of_tokens_takes_the_place_of_single_items(make_trainer: Make) -> None:
+    technique = LengthBucketing(max_tokens=64)
+    fit(make_trainer, technique, texts(batch_size=1))
+    assert technique.padding_before == 0.0
+    assert technique.padding_after is not None
 
 
 def test_a_length_that_fails_is_named_with_its_item(make_trainer: Make) -> None:

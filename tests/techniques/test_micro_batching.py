@@ -474,6 +474,34 @@ def test_a_split_of_ones_own(make_trainer: Make) -> None:
         trained(make_trainer, limited(), MicroBatching(3, split=lambda batch, size: [(batch, 8)]))
 
 
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        (lambda batch, size: [([each[:size] for each in batch], size)], ("3 samples", "of 8")),
+        (lambda batch, size: [batch], ("pairs",)),
+    ],
+)
+def test_a_split_that_loses_samples_or_returns_something_else(make_trainer: Make, split: Any, words: Any) -> None:
+    def some(batch: Any, size: int) -> Any:
+        return [(batch, 8)] if size > 8 else split(batch, size)
+
+    with pytest.raises(ConflictError, match=mentions("split", *words)):
+        trained(make_trainer, limited(), MicroBatching(3, split=some))
+
+
+def test_batches_of_several_sizes_make_no_global_batch(make_trainer: Make) -> None:
+    whole = list(loader(3, width=8))
+    data = [[each[:size] for each in batch] for batch, size in zip(whole, (2, 4, 4), strict=True)]
+    module = regression(L, plain())
+    with pytest.raises(ConflictError, match=mentions("global_batch=4", "4 samples", "global_batch=null")):
+        make_trainer(L, callbacks=[MicroBatching(global_batch=4)]).fit(module, DataLoader(data, batch_size=None))
+
+
+def test_the_check_takes_statistics_of_parts_as_they_were_allowed(make_trainer: Make) -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    trained(make_trainer, net, MicroBatching(2, batch_norm="ghost", check=True))
+
+
 def test_a_loss_over_pairs_of_samples_is_found_in_the_first_batch(make_trainer: Make) -> None:
     def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(

@@ -89,8 +89,8 @@ CARD = Card(
     instead={
         "accumulation_factor": "write the factor as a milestone,"
         " callback.accumulation_schedule.milestones=[[0, {factor}]], and drop accumulate_grad_batches",
-        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, another by than noise_scale, and"
-        " weight_by where batches are divided, which weighs all of a step",
+        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, by other than noise_scale, and the"
+        " weight_by of what divides batches in its place: it weighs all of a step",
     },
     first_factor=first_factor,
     rung=Rung("accumulation", order=30),

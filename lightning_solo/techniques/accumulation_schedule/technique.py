@@ -205,7 +205,7 @@ class AccumulationSchedule(Technique):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the gradient of a window's first batch; its weight is 1, and Lightning divided it by the factor."""
-        if self.by != "noise_scale":
+        if self.by != "noise_scale" or self._ctx.window.weight == 0:  # a batch without valid tokens has no gradient
             return
         self._samples, self._ahead = self._samples + self._ahead, 0
         if self._first is None:
@@ -219,7 +219,7 @@ class AccumulationSchedule(Technique):
     ) -> None:
         """Let a window count by what it holds; Lightning divided each loss by the full factor."""
         window = self._ctx.window
-        if window.held not in (0, window.factor):
+        if window.held and not math.isclose(window.held, window.factor):
             rescaled = rescale_window(optimizer, window.factor, window.held)
             if not rescaled and not self._warned:
                 self._warned = True

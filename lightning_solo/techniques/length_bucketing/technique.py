@@ -65,11 +65,11 @@ class LengthBucketing(Technique):
         with isolate_rng():  # items may be augmented at random
             lengths = item_lengths(loader.dataset, self.length, loader.collate_fn, report)
         before = padding_share(lengths, _plain_batches(loader, len(lengths), self.seed))
-        if before == 0:
+        if before == 0 and not self.max_tokens:
             raise NothingToDoError(
                 f"length_bucketing: no batch of {type(loader.dataset).__name__} is padded, by length={self.length!r}:"
                 f" {len(lengths)} items of length {_range(lengths)} in batches of {loader.batch_size}; write"
-                " length=<a column> where this isn't their length, or drop length_bucketing"
+                " a larger batch_size, length=<a column> where this isn't their length, or drop length_bucketing"
             )
         size = None if self.max_tokens else loader.batch_size
         batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)

@@ -102,6 +102,7 @@ class MicroBatching(Technique):
     def _forget(self) -> None:
         """Drop what belongs to a fit."""
         self._factor: int | None = None
+        self._first_samples = 0  # of the first batch, where the loader doesn't say
         self._rollback: Rollback | None = None
         self._checked = False
         self._begin_window()
@@ -198,8 +199,15 @@ class MicroBatching(Technique):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Take the batch, and where a window opens begin it."""
         if self.global_batch is not None and self._factor is None:  # the loader didn't say
-            self._factor = _factor(self.global_batch, self._samples(batch))
+            self._first_samples = self._samples(batch)
+            self._factor = _factor(self.global_batch, self._first_samples)
             trainer.accumulate_grad_batches = self._factor
+        elif self._first_samples and not trainer.is_last_batch and self._samples(batch) != self._first_samples:
+            raise ConflictError(
+                f"micro_batching: global_batch={self.global_batch} needs batches of one size, and batch {batch_idx} has"
+                f" {self._samples(batch)} samples where the first had {self._first_samples}; write global_batch=null,"
+                " and how many batches make a step by accumulate_grad_batches"
+            )
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._begin_window()
         self._batch, self._is_added = batch, False
@@ -308,14 +316,22 @@ class MicroBatching(Technique):
         for proceed, batch in self._window:
             samples = self._samples(batch)
             most = max(most, samples)
-            pieces += [(proceed, *part) for part in self._split(batch, self._size.of(samples))]
+            parts = self._split(batch, self._size.of(samples))
+            if (count := sum(number for _, number in parts)) != samples:
+                raise ConflictError(
+                    f"micro_batching: split returned {count} samples in {len(parts)} parts of a batch of {samples};"
+                    " return all of them, whatever the size"
+                )
+            pieces += [(proceed, *part) for part in parts]
         return self._shared(pieces), most
 
     def _split(self, batch: Any, size: int) -> list[tuple[Any, int]]:
         """Return a batch in parts of at most so many samples, each with its samples."""
         if self.split is None:
             return split_evenly(batch, size, self.batch_dim)
-        parts = [(part, int(count)) for part, count in self.split(batch, size)]
+        parts: list[tuple[Any, int]] = self.split(batch, size)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts):
+            raise ConflictError("micro_batching: split must return a list of pairs (part, its samples, an integer)")
         largest = max((count for _, count in parts), default=0)
         if not 0 < largest <= size:
             raise ConflictError(
@@ -383,6 +399,8 @@ class MicroBatching(Technique):
             for size in (few, -(-few // 2)):
                 pieces = [(proceed, part, count) for part, count in self._split(some, size)]
                 _, whole = self._forward_and_backward(ctx, self._shared(pieces))
+                if whole.loss is None:  # this batch is skipped
+                    return
                 losses.append(float(whole.loss))
                 gradients.append([p.grad.detach().double().flatten() for p in _trained(ctx) if p.grad is not None])
                 self._zero_gradients(ctx)
@@ -399,7 +417,7 @@ class MicroBatching(Technique):
                 f"micro_batching.check: {few} samples together have a loss of {losses[0]:.6g}, in parts of"
                 f" {-(-few // 2)} {losses[1]:.6g}, and what they give differs by {error:.2g} of it: the loss is no mean"
                 f" by weight_by={self.weight_by}; write weight_by=tokens or shifted_tokens where it is one over tokens,"
-                " or drop micro_batching where it compares samples with one another"
+                " return a mean where it is a sum, or drop micro_batching where it compares samples with one another"
             )
 
     # --- checkpoints ---
@@ -426,8 +444,9 @@ class MicroBatching(Technique):
 
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Have no dropout, whose draws differ between a batch and its parts."""
-    layers = [part for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.training]
+    """Have no dropout, whose draws differ between a batch and its parts, and no statistics of BatchNorm."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    layers = [part for part in module.modules() if isinstance(part, kinds) and part.training]
     for layer in layers:
         layer.eval()
     try:
