@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch.utils.data import Sampler
 
+from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 from lightning_solo.errors import ConflictError
 
 # By how much the lengths in batches may differ that exchange items: half of it is what is padded on average.
@@ -27,13 +27,7 @@ def padding_share(lengths: torch.Tensor, batches: Iterable[Sequence[int]]) -> fl
     return 1 - tokens / padded if padded else 0.0
 
 
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator for an epoch's order; epochs of neighbouring seeds have nothing in common."""
-    generator = torch.Generator().manual_seed(seed)
-    return generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) ^ epoch)
-
-
-class LengthBatches(Sampler[list[int]]):
+class LengthBatches(EpochBatches):
     """Batches of items of similar length, in another order and with other neighbours in each epoch.
 
     The items are sorted by length and cut into batches. Consecutive batches whose lengths differ by at most 3 % are a
@@ -73,36 +67,17 @@ class LengthBatches(Sampler[list[int]]):
                 f"max_tokens={max_tokens}: item {index} alone has {int(lengths[index])} tokens; write a larger"
                 " max_tokens, or leave such items out of the data set"
             )
+        super().__init__(seed)
         self.lengths = lengths
         self.batch_size = batch_size
         self.max_tokens = max_tokens
         self.drop_last = drop_last
-        self.seed = seed
-        self.epoch = 0
-        self.start = 0
-        self._count = len(self._cuts(self.lengths.sort(descending=True).values[: self._kept]))
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def sampler(self) -> LengthBatches:
-        """Itself: where Lightning looks for what takes an epoch's number."""
-        return self
+        self.count = len(self._cuts(self.lengths.sort(descending=True).values[: self._kept]))
 
     @property
     def _kept(self) -> int:
         count = len(self.lengths)
         return count - count % self.batch_size if self.drop_last and self.batch_size else count
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, unless it is the present one."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Return the batches of the present epoch, from ``start`` on."""
-        return iter(self.batches(self.epoch)[self.start :])
 
     def batches(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch."""

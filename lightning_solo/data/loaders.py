@@ -5,23 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_solo.data.epoch_batches import EpochBatches
 from lightning_solo.errors import CheckpointError, ConflictError
-
-
-class EpochBatches(Protocol):
-    """A batch sampler whose order depends on the number of the epoch, and which starts at any batch of it."""
-
-    epoch: int
-    start: int
-    seed: int
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 def require_own_batches(loader: Any, technique: str) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
+from lightning_solo.data.batch_weights import IGNORED
+from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 from lightning_solo.data.item_lengths import Length, item_lengths
-from lightning_solo.data.length_batches import epoch_generator
 from lightning_solo.data.loaders import require_own_batches, with_batches
 from lightning_solo.errors import ConflictError, PresetError
-
-IGNORED = -100
-"""The label that a loss leaves out."""
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -70,7 +68,7 @@ def packed_padding(lengths: Sequence[int], batches: Sequence[Sequence[Sequence[i
     return 1 - tokens / padded if padded else 0.0
 
 
-class PackedBatches(Sampler[list[tuple[int, ...]]]):
+class PackedBatches(EpochBatches):
     """Batches of rows of documents, in another order and with other neighbours in each epoch.
 
     Documents of one length change places between epochs, so that every epoch has as many rows, and each document once.
@@ -87,32 +85,13 @@ class PackedBatches(Sampler[list[tuple[int, ...]]]):
     """
 
     def __init__(self, lengths: Tensor, capacity: int, rows: int, drop_last: bool = False, seed: int = 0) -> None:
+        super().__init__(seed)
         self.lengths: list[int] = lengths.tolist()
         self.capacity = capacity
         self.rows = rows
         self.drop_last = drop_last
-        self.seed = seed
-        self.epoch = 0
-        self.start = 0
         count = len(pack_best_fit(self.lengths, capacity))
-        self._count = count // rows if drop_last else -(-count // rows)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def sampler(self) -> PackedBatches:
-        """Itself: where Lightning looks for what takes an epoch's number."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, unless it is the present one."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
-
-    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
-        """Return the batches of the present epoch, from ``start`` on."""
-        return iter(self.batches(self.epoch)[self.start :])
+        self.count = count // rows if drop_last else -(-count // rows)
 
     def batches(self, epoch: int) -> list[list[tuple[int, ...]]]:
         """Return the batches of an epoch: lists of rows, each of them the indices of its documents."""
@@ -121,7 +100,7 @@ class PackedBatches(Sampler[list[tuple[int, ...]]]):
         rows = pack_best_fit([self.lengths[index] for index in order], self.capacity)
         shuffled = [rows[row] for row in torch.randperm(len(rows), generator=generator).tolist()]
         packed = [tuple(order[place] for place in row) for row in shuffled]
-        return [packed[begin : begin + self.rows] for begin in range(0, len(packed), self.rows)][: self._count]
+        return [packed[begin : begin + self.rows] for begin in range(0, len(packed), self.rows)][: self.count]
 
 
 class Rows:
