@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -142,3 +142,25 @@ class Held(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.peak_bytes = self.ledger.peak_bytes
         self.on.close()
+
+
+class Resumable:
+    """A loader that continues where it was; after its last batch it begins again."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.start = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.start = self.start, 0
+        for index in range(start, len(self.batches)):
+            self.next = index
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": (self.next + 1) % len(self.batches)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["next"]

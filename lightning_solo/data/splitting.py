@@ -105,14 +105,12 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
         if shape is None:
             if not isinstance(leaf, list | tuple) and _has_tensors(leaf):
                 raise ConflictError(
-                    f"micro_batching can't split a {type(leaf).__name__}{f' at {path}' if path else ''}: write"
+                    f"can't split a {type(leaf).__name__}{f' at {path}' if path else ''}: write"
                     " split=a function of (batch, size) that returns a list of (part, its samples)"
                 )
             return leaf
         if not -len(shape) <= dim < len(shape):
-            raise ConflictError(
-                f"micro_batching: batch_dim={dim}, and {path or 'the batch'} has the shape {shape}; {_remedy(path)}"
-            )
+            raise ConflictError(f"batch_dim={dim}, and {path or 'the batch'} has the shape {shape}; {_remedy(path)}")
         lengths.setdefault(shape[dim], []).append(f"{path or 'the batch'} {shape}")
         return leaf
 
@@ -120,18 +118,17 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
     for path in batch_dim if isinstance(batch_dim, Mapping) else ():
         if path not in seen:
             raise ConflictError(
-                f"micro_batching.batch_dim: nothing in the batch has the path {path!r}{nearest(path, seen)}"
-                f"there are {', '.join(seen)}"
+                f"batch_dim: nothing in the batch has the path {path!r}{nearest(path, seen)}there are {', '.join(seen)}"
             )
     if not lengths:
         raise ConflictError(
-            f"micro_batching can't split a {type(batch).__name__}: it has no tensor with a batch dimension; write"
+            f"can't split a {type(batch).__name__}: it has no tensor with a batch dimension; write"
             " split=a function of (batch, size) that returns a list of (part, its samples)"
         )
     if len(lengths) > 1:
         named = "; ".join(f"{length}: {', '.join(paths)}" for length, paths in lengths.items())
         rarest = min(lengths.values(), key=len)[0].partition(" ")[0]
-        raise ConflictError(f"micro_batching: the batch dimension has several lengths, {named}; {_remedy(rarest)}")
+        raise ConflictError(f"the batch dimension has several lengths, {named}; {_remedy(rarest)}")
     return next(iter(lengths))
 
 

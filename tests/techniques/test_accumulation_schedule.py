@@ -25,7 +25,7 @@ from lightning_solo.techniques.accumulation_schedule.milestones import (
 )
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from tests.messages import lines_with, mentions
-from tests.modules import Stack, loader, regression
+from tests.modules import Resumable, Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
 
@@ -502,28 +502,6 @@ def test_a_failing_fit_leaves_the_trainer_as_before(home: Any, make_trainer: Any
     assert trainer.global_step == 3
 
 
-class Resumable:
-    """A loader that goes on where it was; after its last batch it begins again."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches, self.start = list(data(batches)), 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, 0
-        for index in range(start, len(self.batches)):
-            self.next = index
-            yield self.batches[index]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": (self.next + 1) % len(self.batches)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["next"]
-
-
 @pytest.mark.filterwarnings(RESUME_WARNING)
 @pytest.mark.parametrize(
     ("milestones", "by", "after"),
@@ -549,9 +527,9 @@ def test_resumed_at_a_window_edge_equals_undisturbed(
     undisturbed = make_trainer(
         home, max_epochs=2, callbacks=[AccumulationSchedule(milestones, by), notes.callback, Save()]
     )
-    undisturbed.fit(double(first, home), Resumable(10))
+    undisturbed.fit(double(first, home), Resumable(list(data(10))))
     resumed = make_trainer(home, max_epochs=2, callbacks=[AccumulationSchedule(milestones, by), resumed_notes.callback])
-    resumed.fit(double(second, home), Resumable(10), ckpt_path=path, weights_only=True)
+    resumed.fit(double(second, home), Resumable(list(data(10))), ckpt_path=path, weights_only=True)
     assert notes.factors[after + 1 :] == resumed_notes.factors
     assert resumed.global_step == undisturbed.global_step == len(windows_by_hand(milestones, by, 10, 2))
     for expected, parameter in zip(first.parameters(), second.parameters(), strict=True):

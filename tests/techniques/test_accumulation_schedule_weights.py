@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from lightning_solo.techniques.accumulation_schedule.technique import Accumulati
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from tests.messages import mentions
-from tests.modules import loader, regression
+from tests.modules import Resumable, loader, regression
 
 pytestmark = pytest.mark.any_device
 
@@ -385,28 +384,6 @@ def test_noise_takes_windows_of_two() -> None:
 
 
 # --- trace: a run that is resumed anywhere equals the undisturbed one ---
-
-
-class Resumable:
-    """A loader that continues where it was; after its last batch it begins again."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.start = batches, 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, 0
-        for index in range(start, len(self.batches)):
-            self.next = index
-            yield self.batches[index]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": (self.next + 1) % len(self.batches)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["next"]
 
 
 SCHEDULES = {

@@ -18,6 +18,7 @@ from lightning_solo.data.batch_size import size_of
 from lightning_solo.data.batch_weights import weight_of
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.optim.noise_scale import NoiseScale, squared_norm
+from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -48,7 +49,7 @@ def rescale_window(optimizer: torch.optim.Optimizer, factor: int, held: float) -
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the gradients of an optimizer's parameters that have one."""
-    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return (p.grad for p in parameters_of(optimizer) if p.grad is not None)
 
 
 def short_window_weight(factor: int, batches_ahead: float) -> float:
@@ -318,7 +319,7 @@ class AccumulationSchedule(Technique):
 
 
 def _parameters(trainer: Any) -> Iterator[Tensor]:
-    return (p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"])
+    return (p for optimizer in trainer.optimizers for p in parameters_of(optimizer))
 
 
 def _count(batch: Any, by: str) -> float:

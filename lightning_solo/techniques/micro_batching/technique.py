@@ -21,6 +21,7 @@ from lightning_solo.data.splitting import samples_of, split_evenly
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback
+from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -461,7 +462,7 @@ def _on_host(gradients: list[list[Tensor]]) -> list[list[Tensor]]:
 
 
 def _trained(ctx: Run) -> list[Tensor]:
-    return [p for optimizer in ctx.strategy.optimizers for group in optimizer.param_groups for p in group["params"]]
+    return [p for optimizer in ctx.strategy.optimizers for p in parameters_of(optimizer)]
 
 
 def _factor(global_batch: int, samples: int) -> int:
