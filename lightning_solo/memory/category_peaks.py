@@ -9,9 +9,11 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.memory.module_names import names_not_followed
 from lightning_solo.units import format_bytes
 
 _as_written = ExitStack()
@@ -39,6 +41,14 @@ def counted_as_written(ledger: Ledger) -> Iterator[None]:
         _counting -= 1
         if not _counting:
             _as_written.close()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count nothing for a while, and run compiled functions compiled, as if no ledger was there."""
+    with _disable_current_modes(), names_not_followed():
+        with torch.compiler.set_stance("default"):
+            yield
 
 
 class CategoryPeaks:

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
+from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+    module._global_forward_hooks_always_called,
+)
+
+
+@contextmanager
+def names_not_followed() -> Iterator[None]:
+    """Take the hooks of all `ModuleNames` away for a while: a graph compiled under them would be another one."""
+    before = [dict(hooks) for hooks in _FORWARD_HOOKS]
+    ours = {
+        key
+        for hooks in before
+        for key, hook in hooks.items()
+        if isinstance(getattr(hook, "__self__", None), ModuleNames)
+    }
+    for hooks in _FORWARD_HOOKS:
+        for key in ours & hooks.keys():
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, those in zip(_FORWARD_HOOKS, before, strict=True):
+            hooks.clear()
+            hooks.update(those)
 
 
 class ModuleNames:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.events import EventLog
@@ -58,8 +59,7 @@ class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
         return result
 
     def _resize(self, entry: Any, storage: UntypedStorage) -> None:
-        block = CUDA_BLOCK if storage.device.type == "cuda" else 1
-        self._count(entry, -(-storage.nbytes() // block) * block)
+        self._count(entry, _allocated(storage))
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of one operator."""
@@ -70,6 +70,25 @@ class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
         elif not getattr(func, "is_view", True):
             self.work += sum(tensor.numel() for tensor in tensors_of(result))
         return result
+
+
+def _allocated(storage: UntypedStorage) -> int:
+    block = CUDA_BLOCK if storage.device.type == "cuda" else 1
+    return -(-storage.nbytes() // block) * block
+
+
+def saved_bytes(run: Callable[[], Any], *known: Any) -> int:
+    """Return the bytes that ``run()`` saves for backward: of storages neither in its result nor in ``known``."""
+    saved: list[UntypedStorage] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.extend(storages_of(tensor))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    others = {id(storage) for storage in storages_of((known, result))}
+    return sum(_allocated(storage) for key, storage in {id(each): each for each in saved}.items() if key not in others)
 
 
 @dataclass
@@ -95,18 +114,20 @@ class Calls:
     Attributes:
         kept: calls that aren't recomputed.
         passes: call -> its runs while a ledger counted.
+        compiled: call -> bytes that it saves for backward, of a block that is compiled, where a ledger counted.
     """
 
     def __init__(self) -> None:
         self.kept: frozenset[Call] = frozenset()
         self.passes: dict[Call, list[Pass]] = {}
+        self.compiled: dict[Call, int] = {}
         self._ledger: WorkLedger | None = None
         self._numbers: Counter[str] = Counter()
 
     def start(self, kept: Iterable[Call] = (), ledger: WorkLedger | None = None) -> None:
         """Begin a batch; with a ledger, count its calls."""
         self.kept, self._ledger = frozenset(kept), ledger
-        self.passes = {}
+        self.passes, self.compiled = {}, {}
         self._numbers.clear()
 
     @property
@@ -173,14 +194,15 @@ class Options:
         return least_work(torch.zeros(1, dtype=torch.int64), saved, self.work, int(share * sum(self.saved.values())))
 
 
-def options(ledger: WorkLedger, passes: Mapping[Call, list[Pass]]) -> Options:
+def options(ledger: WorkLedger, calls: Calls) -> Options:
     """Return what a counted batch says of every choice; calls that backward didn't recompute have none.
 
     No choice takes more than is said here. It takes less where a block that keeps its activations needs no input
-    for them, which recomputation always keeps.
+    for them, which recomputation always keeps. Of a compiled block, the bytes that it saves are those of its compiled
+    forward; what it allocates and frees again is counted as written, which fused operators take less of.
     """
     history = _History(ledger.log)
-    both = {call: (runs[0], runs[1:]) for call, runs in passes.items() if len(runs) > 1}
+    both = {call: (runs[0], runs[1:]) for call, runs in calls.passes.items() if len(runs) > 1}
     # autocast's weights are there once until forward ends, whichever block was the first to use them
     cached = {
         ledger.copies[storage]: storage
@@ -189,7 +211,10 @@ def options(ledger: WorkLedger, passes: Mapping[Call, list[Pass]]) -> Options:
         if storage in ledger.copies
     }
     originals = {copy: cached[source] for copy, source in ledger.copies.items() if source in cached}
-    kept = {call: history.kept(forward, again[0], originals) for call, (forward, again) in both.items()}
+    kept = {
+        call: history.kept(forward, again[0], originals, calls.compiled.get(call))
+        for call, (forward, again) in both.items()
+    }
     marks = {0, len(ledger.log.events)}
     for call, (forward, again) in both.items():
         marks |= {forward.first, forward.last, *(run.first for run in again), *(history.settled(run) for run in again)}
@@ -286,14 +311,18 @@ class _History:
         inputs = [storage for storage in forward.inputs if storage is not None]
         return max((self._size[storage] for storage in inputs if self.end(storage) <= again.first), default=0)
 
-    def kept(self, forward: Pass, again: Pass, originals: Mapping[int, int]) -> _Kept:
+    def kept(self, forward: Pass, again: Pass, originals: Mapping[int, int], compiled: int | None = None) -> _Kept:
         """Return what a call keeps, from its forward and its recomputation.
 
         Args:
             forward: its first run.
             again: its recomputation.
             originals: storage -> one that holds the same since forward.
+            compiled: bytes that its compiled forward saves, beside inputs and outputs; None where it isn't compiled.
         """
+        if compiled is not None:
+            ends = [number for number in (*forward.inputs, *forward.outputs) if number is not None]
+            return _Kept(compiled, [(self._size[number], self.end(number)) for number in ends])
         left = self.left(again)
         same = dict(originals)
         # a result that the block saves is its output, too

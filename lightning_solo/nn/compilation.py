@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.memory.category_peaks import is_compiled
-from lightning_solo.nn.recomputation import input_context
+from lightning_solo.nn.recomputation import run_compiled
 
 
 class CountingBackend:
@@ -61,8 +61,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
 
 
 def _call_compiled(compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with input_context(block):  # entered inside the graph, it would see no tensor
-        return compiled(block, *args, **kwargs)
+    return run_compiled(block, compiled, args, kwargs)
 
 
 def _new_call() -> Callable[..., Any]:
@@ -77,6 +76,12 @@ def _new_call() -> Callable[..., Any]:
 
     call.__code__ = call.__code__.replace()
     return call
+
+
+def is_compiled_alone(block: nn.Module) -> bool:
+    """Return whether ``compile_blocks`` compiles the calls of a block."""
+    call = getattr(block, "_compiled_call_impl", None)
+    return getattr(getattr(call, "compiled", call), "func", None) is _call_compiled
 
 
 def restore_compiled(blocks: Iterable[nn.Module]) -> None:

@@ -24,8 +24,10 @@ from torch.utils.checkpoint import (
 )
 
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.memory.category_peaks import uncounted
 from lightning_solo.nn import rounded_products as rounded_products  # registers its operator, one of PRODUCTS
-from lightning_solo.nn.activation_budget import Call, Calls
+from lightning_solo.nn.activation_budget import Call, Calls, saved_bytes
+from lightning_solo.nn.rollback import Rollback
 
 _WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared by
@@ -96,6 +98,8 @@ class _Wrap:
     verify: bool  # whether the next recomputation is to be compared with its forward
     keep: Kept | None = None  # operators whose results are kept; None: of no operator
     calls: Calls | None = None  # which of its calls keep all their results; None: no call
+    number: Call | None = None  # of a call that has come through `run_compiled`
+    keeps: bool = False  # whether that call keeps all its results
     host_state: bool = True  # whether its forward may change what torch doesn't replay: see _HostState
     recomputed: bool = False
 
@@ -159,10 +163,41 @@ def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterat
         _keeping = before
 
 
-def input_context(block: nn.Module) -> AbstractContextManager[Any]:
-    """Return the context of ``inputs_kept_in`` for a wrapped block that is compiled whole: all it saves is inputs."""
+def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return ``compiled(block, *args, **kwargs)``, which compiles what `forward` does with a wrapped block.
+
+    Whether the call keeps its results is decided here, outside the graph: either has a graph, whatever the number of
+    blocks. So is where inputs are saved, which is all that such a block saves.
+    """
     wrap: _Wrap | None = block.__dict__.get(_WRAP)
-    return nullcontext() if wrap is None or wrap.keep is not None else _keeping()
+    run = partial(compiled, block, *args, **kwargs)
+    if wrap is None or not torch.is_grad_enabled():
+        return run()
+    calls = wrap.calls
+    try:
+        if calls is not None:
+            wrap.number = calls.number(wrap.name)
+            if calls.counting:
+                wrap.keeps = True
+                calls.compiled[wrap.number] = _saved_when_compiled(block, run, (args, kwargs))
+            wrap.keeps = wrap.number in calls.kept
+        with nullcontext() if wrap.keeps or wrap.keep is not None else _keeping():
+            return run()
+    finally:
+        wrap.number, wrap.keeps = None, False
+
+
+def _saved_when_compiled(block: nn.Module, run: Callable[[], Any], inputs: Any) -> int:
+    """Return the bytes that a block's compiled forward saves for backward, and leave no other trace of it."""
+    device = next((p.device for p in block.parameters()), torch.device("cpu"))
+    rollback, host = Rollback(block, device), _HostState(block)
+    rollback.save()
+    try:
+        with uncounted():
+            return saved_bytes(run, inputs, list(block.parameters()), list(block.buffers()))
+    finally:
+        rollback.restore()
+        host.restore()
 
 
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
@@ -188,11 +223,13 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             "write use_cache=False, or set callback.activation_checkpointing aside for this model"
         )
     if torch.compiler.is_compiling():
+        if wrap.keeps:
+            return original(*args, **kwargs)
         wrap.recomputed = True  # from here on it is the compiler's
         if wrap.keep is not None:  # partial, since torch.compile takes no method there
             kwargs["context_fn"] = partial(Kept.contexts, wrap.keep)
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
-    number = None if wrap.calls is None else wrap.calls.number(wrap.name)
+    number = None if wrap.calls is None else wrap.number or wrap.calls.number(wrap.name)
     if wrap.calls is not None and number in wrap.calls.kept:
         return original(*args, **kwargs)
     call = _Call(block, wrap, original, args, kwargs, number)

@@ -100,7 +100,7 @@ class Trained:
         self.calls.start((), ledger)
         with ledger:
             self.step()
-        found = options(ledger, self.calls.passes)
+        found = options(ledger, self.calls)
         assert found.peak() == ledger.peak_bytes
         return found
 

@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 from contextlib import ExitStack
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +14,14 @@ import lightning.pytorch as lightning_pytorch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_solo.cards.budget import parse_budget
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
+from lightning_solo.machine import cxx_compiler
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.planner import Planner
@@ -25,6 +29,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
+from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
 from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import lines_with, mentions
@@ -118,7 +123,140 @@ def test_with_every_second_block_the_others_are_always_kept(make_trainer):
     assert peaks.kept[-1] == 1
 
 
+BACKENDS = ["aot_eager", long("inductor", marks=pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler"))]
+
+
+class Saved(lightning_pytorch.Callback):
+    """Counts the bytes that each batch saves for backward, the blocks kept in it, and the graphs compiled until then.
+
+    A ledger would do the first, but under one nothing is compiled.
+    """
+
+    def __init__(self, technique: ActivationCheckpointing, compilation: RegionalCompilation) -> None:
+        self.technique, self.compilation = technique, compilation
+        self.bytes: list[int] = []
+        self.kept: list[int] = []
+        self.graphs: list[int] = []
+        self.on = ExitStack()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        storages: dict[int, Any] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[id(tensor.untyped_storage())] = tensor.untyped_storage()
+            return tensor
+
+        self.storages = storages
+        self.on.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.on.close()
+        self.bytes.append(sum(storage.nbytes() for storage in self.storages.values()))
+        self.kept.append(len(self.technique.kept))
+        self.graphs.append(self.compilation.graphs)
+
+
+def compiled_fit(
+    make_trainer: Any, budget: int | float | str | None, backend: str = "aot_eager", **options: Any
+) -> Any:
+    """Return the counts of a fit with compiled blocks, and the module behind it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    home = lightning_pytorch
+    module = regression(home, options.pop("net", None) or Stack(BLOCKS, WIDTH, dropout=0.1))
+    blocks = options.pop("blocks", "auto")
+    technique = ActivationCheckpointing(budget=budget, blocks=blocks)
+    compilation = RegionalCompilation(backend=backend, blocks=blocks)
+    counts = options.pop("counts", Saved)(technique, compilation)
+    module.training_step = options.pop("step", lambda step: step)(module.training_step)
+    data = options.pop("data", None) or loader(5, 256, WIDTH)
+    make_trainer(home, callbacks=[counts, technique, compilation], **options).fit(module, data)
+    return counts, module
+
+
+@pytest.mark.cpu_only("the graphs are the same there")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_compiled_blocks_a_share_is_kept_in_a_graph_of_its_own(make_trainer, backend):
+    none, half, every = (compiled_fit(make_trainer, share, backend)[0] for share in (0.0, 0.5, 1.0))
+    assert (none.kept, half.kept, every.kept) == ([0] * 5, [0, 3, 3, 3, 3], [0, 6, 6, 6, 6])
+    # for the first block and for all others, kept once to count, and recomputed
+    assert (none.graphs, half.graphs, every.graphs) == ([2, 4, 4, 4, 4], [2, 4, 4, 4, 4], [2, 2, 2, 2, 2])
+    assert 0 < 2 * (half.bytes[-1] - none.bytes[-1]) == pytest.approx(every.bytes[-1] - none.bytes[-1], rel=1e-3)
+
+
 # Parity and memory
+
+
+class Allocated(lightning_pytorch.Callback):
+    """Measures the peak of each batch by torch's allocator on the CPU, which Inductor's buffers come from, too."""
+
+    def __init__(self, *_: Any) -> None:
+        self.peaks: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        ledger = Ledger(pl_module, trainer.optimizers)
+        ledger.see_owned()
+        self.held = ledger.live_bytes
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profile.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.profile.__exit__(None, None, None)
+        events = self.profile.profiler.kineto_results.events()
+        changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+        self.peaks.append(self.held + max(accumulate(changes)))
+
+
+@pytest.mark.long
+@pytest.mark.cpu_only("needs a compiler of its own there")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_of_compiled_blocks_stay_in_the_budget_by_the_allocator(make_trainer, backend):
+    def peak(budget: int | float) -> int:
+        options = {"net": Stack(BLOCKS, 64), "counts": Allocated, "data": loader(4, 1024, 64)}
+        return compiled_fit(make_trainer, budget, backend, **options)[0].peaks[-1]
+
+    least, most = peak(0.0), peak(1.0)
+    budget = (least + most) // 2
+    assert 0.75 * budget < peak(budget) <= budget
+
+
+class Counting(nn.Module):
+    """A block whose forward changes running statistics and draws random numbers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.BatchNorm1d(width), nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+@pytest.mark.cpu_only("the graphs are the same there")
+def test_what_compiled_blocks_save_is_counted_without_a_trace(make_trainer):
+    ends = []
+    for budget in (None, 0.5):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[Counting(WIDTH) for _ in range(4)], nn.Linear(WIDTH, 1))
+        counts, module = compiled_fit(make_trainer, budget, net=net, blocks=["Counting"])
+        assert counts.kept[-1] == (2 if budget else 0)
+        ends.append(list(module.state_dict().values()))
+    assert equal(*ends)
+
+
+@pytest.mark.simcuda
+def test_fewer_compiled_blocks_are_kept_where_the_allocator_shows_more(make_trainer):
+    def larger_from_the_third(step: Any) -> Any:
+        def training_step(batch: Any, batch_idx: int) -> Tensor:
+            extra = torch.zeros(2**18 if batch_idx > 1 else 1, device=batch[0].device)
+            return step(batch, batch_idx) + 0 * extra.sum()
+
+        return training_step
+
+    with pytest.warns(UserWarning, match=mentions("budget=", "callback.activation_checkpointing.budget")):
+        counts, _ = compiled_fit(
+            make_trainer, "3MiB", net=Stack(BLOCKS, WIDTH), step=larger_from_the_third, accelerator="cuda"
+        )
+    assert 0 < counts.kept[3] < counts.kept[2]
 
 
 @pytest.mark.parametrize(
@@ -375,13 +513,6 @@ def test_compiled_blocks_are_refused(home, make_trainer):
     module.net.blocks[1].compile(backend="eager")
     with pytest.raises(ConflictError, match=mentions("budget=0.5", "net.blocks.1", "budget=None")):
         fitted(home, make_trainer, ActivationCheckpointing(budget=0.5), module=module)
-
-
-def test_a_preset_that_compiles_is_refused():
-    overrides = ["callback.activation_checkpointing.budget=0.5"]
-    assert compose("checkpointing", overrides)
-    with pytest.raises(ConflictError, match=mentions("budget=0.5", "~callback.regional_compilation")):
-        compose(["checkpointing", "compile"], overrides)
 
 
 def test_results_inside_blocks_and_whole_blocks_are_not_chosen_both():

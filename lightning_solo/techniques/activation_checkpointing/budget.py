@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from lightning_solo.data.batch_size import fits_into, shapes_of
 from lightning_solo.errors import BudgetError
 from lightning_solo.memory.category_peaks import counted_as_written
-from lightning_solo.nn.activation_budget import Call, Calls, WorkLedger, options
+from lightning_solo.nn.activation_budget import Call, Calls, Options, WorkLedger, options
 from lightning_solo.units import format_bytes
 
 _PLACES = {
@@ -30,13 +31,17 @@ class Choice:
 
     Attributes:
         shapes: of the batch that was counted.
+        options: that there are.
         kept: calls of blocks that aren't recomputed.
+        is_compiled: whether blocks are compiled, whose memory no ledger sees.
         is_checked: whether a batch was counted under it.
     """
 
     shapes: Sequence[tuple[int, ...]]
+    options: Options
     kept: frozenset[Call]
-    is_checked: bool = False
+    is_compiled: bool
+    is_checked: bool
 
 
 class BudgetedBatches:
@@ -59,6 +64,7 @@ class BudgetedBatches:
         self._ledger: WorkLedger | None = None
         self._outside = 0  # bytes on the device that no ledger sees
         self._on = ExitStack()
+        self._before: int | None = None  # the allocator's peak before a batch that is checked by it
         self._last_count = -1
         self._refuses = True
 
@@ -75,8 +81,10 @@ class BudgetedBatches:
             self._ledger = WorkLedger(module, optimizers, counted) if steady or is_share else None
             self.calls.start((), self._ledger)
         else:
-            is_done = self._choice.is_checked or is_share
-            self._ledger = None if is_done else WorkLedger(module, optimizers, counted)
+            if not self._choice.is_checked and self._choice.is_compiled:
+                self._before = None if counted is None else torch.cuda.max_memory_allocated(device)
+            elif not self._choice.is_checked:
+                self._ledger = WorkLedger(module, optimizers, counted)
             self.calls.start(self._choice.kept)
         if self._ledger is not None:
             self._on.enter_context(counted_as_written(self._ledger))
@@ -86,7 +94,7 @@ class BudgetedBatches:
     def stop(self) -> None:
         """Count no longer, and forget what this batch has counted."""
         self._on.close()
-        self._ledger = None
+        self._ledger = self._before = None
         self.calls.start()
 
     def end(self, ends_window: bool) -> tuple[str, str]:
@@ -99,25 +107,34 @@ class BudgetedBatches:
             BudgetError: the budget is below what a step takes with every block recomputed, as batches up to the end of
                 the first whole window show; later ones only warn.
         """
-        ledger, passes = self._ledger, self.calls.passes
+        ledger, before, calls = self._ledger, self._before, copy(self.calls)
         self.stop()
         messages = "", ""
         if ledger is not None and self._choice is None:
             with no_dispatch():  # in a plan, tensors that the choice computes with would have no numbers
-                messages = self._choose(ledger, passes)
+                messages = self._choose(ledger, calls)
         elif ledger is not None and self._choice is not None:
-            self._choice.is_checked = True
-            messages = "", self._check(ledger.peak_bytes + self._outside)
+            messages = "", self._check(self._choice, ledger.peak_bytes + self._outside)
+        elif before is not None and self._choice is not None:
+            peak = torch.cuda.max_memory_allocated()
+            messages = "", self._check(self._choice, peak if peak > before else 0)  # 0: no more than batches before it
         if ends_window and self._choices:
             self._refuses = False
         return messages
 
-    def _check(self, peak: int) -> str:
+    def _check(self, choice: Choice, peak: int) -> str:
+        """Return a warning if a batch took more than the budget; fewer calls are kept in the next, if any were."""
+        choice.is_checked = True
         if peak <= self.budget:
             return ""
+        if choice.kept and choice.is_compiled:
+            choice.options.base += peak - choice.options.peak(choice.kept)
+            fewer = choice.options.within(int(self.budget))
+            choice.is_checked, choice.kept = fewer == choice.kept, fewer
         return (
             f"activation checkpointing: a step took {format_bytes(peak)}, above budget={self._named}, as it did more"
-            " than the one that was counted; write a smaller callback.activation_checkpointing.budget"
+            f" than the one that was counted; {len(choice.kept)} blocks are kept in the next. Write a smaller"
+            " callback.activation_checkpointing.budget"
         )
 
     @property
@@ -129,10 +146,10 @@ class BudgetedBatches:
         fitting = [choice for choice in self._choices.get(kind, ()) if fits_into(shapes, choice.shapes)]
         return min(fitting, key=lambda choice: sum(map(sum, choice.shapes)), default=None)
 
-    def _choose(self, ledger: WorkLedger, passes: Any) -> tuple[str, str]:
+    def _choose(self, ledger: WorkLedger, calls: Calls) -> tuple[str, str]:
         kind, shapes = self._place
         choices = self._choices.setdefault(kind, [])
-        counts = options(ledger, passes)
+        counts = options(ledger, calls)
         counts.base += self._outside
         if isinstance(self.budget, float):
             kept = counts.share(self.budget)
@@ -140,7 +157,8 @@ class BudgetedBatches:
             kept = counts.within(self.budget)
         least = counts.peak()
         is_too_small = isinstance(self.budget, int) and least > self.budget
-        choices.append(Choice(shapes, kept, is_checked=is_too_small))
+        is_checked = is_too_small or isinstance(self.budget, float)
+        choices.append(Choice(shapes, counts, kept, bool(calls.compiled), is_checked))
         if is_too_small:
             message = (
                 f"activation checkpointing: budget={self._named}, and with every block recomputed a step takes"

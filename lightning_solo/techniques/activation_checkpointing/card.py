@@ -9,7 +9,6 @@ from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.budget import budget_setting, parse_budget
 from lightning_solo.cards.card import Card, Rung
-from lightning_solo.cards.composition import Composition
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError
@@ -48,17 +47,6 @@ class Settings:
             )
 
 
-def _compiled(settings: Settings, composition: Composition) -> str | None:
-    compilers = [chosen for chosen in composition.techniques if chosen.card.phase is Phase.COMPILE]
-    if settings.budget is None or not compilers:
-        return None
-    return (
-        f"callback.activation_checkpointing.budget={settings.budget} counts what blocks keep as they are written, and"
-        f" {compilers[0].choice} compiles them; write callback.activation_checkpointing.budget=null, or"
-        f" {compilers[0].removal}"
-    )
-
-
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it without the comparison of numbers, which is in the first step only; under a budget to the third step."""
     tracing = replace(tracing, node={**(tracing.node or {}), "verify_recomputation": False})
@@ -83,7 +71,6 @@ CARD = Card(
     reference="Chen et al. 2016, https://arxiv.org/abs/1604.06174;"
     " https://docs.pytorch.org/docs/stable/checkpoint.html",
     exact=True,
-    rules=(_compiled,),
     owns=frozenset({"saved_tensors"}),
     rung=Rung("checkpointing", order=20),
     planned="lightning_solo.techniques.activation_checkpointing.card:planned",

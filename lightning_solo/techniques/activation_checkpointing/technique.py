@@ -14,6 +14,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.activation_budget import Calls
 from lightning_solo.nn.blocks import counted, named_blocks
+from lightning_solo.nn.compilation import is_compiled_alone
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, has_recomputed, restore_blocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -106,13 +107,15 @@ class ActivationCheckpointing(Technique):
         self._first_step, self._loss_scale = trainer.global_step, 0.0
         if self._batches is None:
             return
+        blocks = self._wrapped.values()
         for name, part in pl_module.named_modules():
-            if is_compiled(part) and any(
-                block in part.modules() or part in block.modules() for block in self._wrapped.values()
-            ):
+            if not is_compiled(part) or (part in blocks and is_compiled_alone(part)):
+                continue
+            if any(block in part.modules() or part in block.modules() for block in blocks):
                 raise ConflictError(
-                    f"activation checkpointing: budget={self.budget} counts what blocks keep as they are written, and"
-                    f" {name or 'the whole module'} is compiled; write budget=None, or don't compile it"
+                    f"activation checkpointing: budget={self.budget} decides for single blocks, and"
+                    f" {name or 'the whole module'} is compiled; write budget=None, or compile just these blocks, as"
+                    " the preset compile does"
                 )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
