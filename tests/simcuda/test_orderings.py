@@ -250,6 +250,48 @@ def test_gradients_get_other_room_while_they_are_under_way() -> None:
 SHAPE = (32, 64)
 
 
+class Convolutional(nn.Module):
+    """A residual block of convolutions over rows as images of 4 x 4 with 4 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.reshape(32, 4, 4, 4)
+        return (images + self.second(self.first(images).relu().roll(1, 0))).reshape(SHAPE)
+
+
+class Recurrent(nn.Module):
+    """A layer with a gate and a state, over rows as 8 sequences of 4 steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.new = nn.Linear(128, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:8]), []
+        for step in x.reshape(8, 4, 64).unbind(1):
+            gate = self.gate(torch.cat([step, state], 1)).sigmoid()
+            state = gate * state + (1 - gate) * torch.tanh(self.new(step))
+            states.append(state)
+        return torch.stack(states, 1).reshape(SHAPE)
+
+
+class Graph(nn.Module):
+    """A layer that sends messages along edges between rows, which are nodes, and adds them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.update = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        source = torch.arange(96, device=x.device) % 32
+        target = (source * 7 + torch.arange(96, device=x.device) // 32) % 32
+        received = torch.zeros_like(x).index_add(0, target, self.message(x)[source].relu())
+        return x + self.update(received)
+
+
 def saved_gradients(
     net: nn.Module, offloader: Offloader | None, checkpointed: bool, scale: float = 1.0
 ) -> list[Tensor]:
@@ -291,6 +333,25 @@ def test_published_races_of_saved_tensors_on_the_host(
         made = [gradient.clone() for gradient in saved_gradients(net, offloader, checkpointed, scale)]
         plain = saved_gradients(net, None, checkpointed, scale)
         assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
+    assert offloader.moved_bytes > offloader.host_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [Convolutional, Recurrent, Graph])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_saved_tensors_of_other_kinds_of_modules(
+    kind: Callable[[], nn.Module], checkpointed: bool, held_back: Any
+) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(*[kind() for _ in range(4)]).to(CUDA)
+    if checkpointed:
+        checkpoint_blocks(dict(net.named_children()), verify=False)
+    offloader = Offloader(CUDA, 256, 1)
+    offloader.leave(net)
+    for scale in (1.0, 2.0, 3.0):
+        made = [gradient.clone() for gradient in saved_gradients(net, offloader, checkpointed, scale)]
+        plain = saved_gradients(net, None, checkpointed, scale)
+        assert all(torch.equal(one, other) for one, other in zip(made, plain, strict=True))
+        assert any(gradient.count_nonzero() for gradient in plain)
     assert offloader.moved_bytes > offloader.host_bytes > 0
 
 
