@@ -342,6 +342,19 @@ def prefetch_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, command, explained)
 
 
+def loader_advice_table(result: dict[str, Any]) -> str:
+    """Return what options of a loader were said to save at most, and what they saved."""
+    rows = []
+    for row in result["rows"]:
+        option = f"`{row['write']}`" if row["write"] else "none named"
+        rows.append([row["case"], f"{row['batch_ms']:.1f} ms", option, f"{row['at_most']:.1%}", f"{row['saved']:.1%}"])
+    heads = ["loader", "a batch's time", "option", "said to save at most", "saved"]
+    explained = "Loaders and steps of 25 ms that sleep; savings are shares of the time per batch, each from two fits."
+    explained += f" The observer takes {result['cost_us']:.1f} µs per batch."
+    command = "python examples/measure_loader_advice.py --write examples/results/loader_advice_cpu.json"
+    return table(heads, rows) + note(result, command, explained)
+
+
 def low_precision_table(result: dict[str, Any]) -> str:
     """Return the loss after training in each format, and its gap to bf16 with the same seeds."""
     plain = result["rows"][0]["held_out"]
@@ -645,6 +658,7 @@ TABLES = {
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
     "prefetch_cpu.json": prefetch_table,
+    "loader_advice_cpu.json": loader_advice_table,
 }
 
 

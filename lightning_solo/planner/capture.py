@@ -112,7 +112,7 @@ def capture(
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))
             # a batch is copied, as a move to the device would: here both are the CPU
-            stack.enter_context(batches_through(trainer.strategy, lambda batch: mapped(batch, torch.clone)))
+            stack.enter_context(batches_through(trainer.strategy, _cloned))
         elif fake:
             stack.enter_context(cpu_rules())
         if mode is not None:
@@ -131,6 +131,10 @@ def capture(
             raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
         assumptions, sizes = list(tracer.assumptions), sizes_of(module)
         return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, tracer.host_peak_bytes, sizes)
+
+
+def _cloned(move: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: mapped(move(*args, **kwargs), torch.clone)
 
 
 def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:

@@ -8,7 +8,7 @@ test each, in `tests/seams/test_patches.py` and for both homes, fails where the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial, wraps
 from typing import Any
@@ -107,10 +107,38 @@ def without_distributed_sampler(trainer: Any) -> Any:
     return replaced(trainer._accelerator_connector, "use_distributed_sampler", False)
 
 
-def batches_through(strategy: Any, change: Callable[[Any], Any]) -> Any:
-    """Change each batch when it has come to the device."""
-    stock = strategy.batch_to_device
-    return replaced(strategy, "batch_to_device", lambda *args, **kwargs: change(stock(*args, **kwargs)))
+def batches_through(strategy: Any, around: Around) -> Any:
+    """Put a function around the way of each batch to the device."""
+    return replaced(strategy, "batch_to_device", around(strategy.batch_to_device))
+
+
+@contextmanager
+def fetches(trainer: Any, begin: Callable[..., None], end: Callable[[], None]) -> Iterator[None]:
+    """Call functions where a wait for a batch of training begins, and where it ends.
+
+    ``begin(with_epoch=True)`` is where an epoch begins, before the loader makes its iterator and starts its workers;
+    the wait for the first batch begins there, and once more with its own ``begin()``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    start, before, after = loop.on_run_start, loop._on_before_fetch, loop._on_after_fetch
+
+    def on_run_start(data_fetcher: Any) -> None:
+        begin(with_epoch=True)
+        start(data_fetcher)
+
+    def on_before_fetch() -> None:
+        before()
+        begin()
+
+    def on_after_fetch() -> None:
+        end()
+        after()
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(loop, "on_run_start", on_run_start))
+        stack.enter_context(replaced(loop, "_on_before_fetch", on_before_fetch))
+        stack.enter_context(replaced(loop, "_on_after_fetch", on_after_fetch))
+        yield
 
 
 def micro_batches(trainer: Any, around: Around) -> Any:

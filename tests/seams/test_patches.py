@@ -152,10 +152,33 @@ def test_batches_on_their_way_to_the_device(home: ModuleType, make_trainer: Make
         return stock(batch, batch_idx)
 
     module.training_step = step
-    with patches.batches_through(trainer.strategy, lambda batch: [batch[0], torch.full_like(batch[1], 7)]):
+
+    def sevens(move: Any) -> Any:
+        return lambda *args, **kwargs: [torch.full_like(part, 7) for part in move(*args, **kwargs)]
+
+    with patches.batches_through(trainer.strategy, sevens):
         trainer.fit(module, loader(1))
     assert seen == [True]
     assert "batch_to_device" not in vars(trainer.strategy)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_waits_for_batches(home: ModuleType, make_trainer: Make, sized: bool) -> None:
+    calls: list[str] = []
+    trainer = make_trainer(home, max_epochs=2)
+    before = dict(vars(trainer.fit_loop.epoch_loop))
+    data = loader(3) if sized else type("Stream", (), {"__iter__": lambda self: iter(list(loader(3)))})()
+
+    def begin(*, with_epoch: bool = False) -> None:
+        calls.append("epoch" if with_epoch else "begin")
+
+    with patches.fetches(trainer, begin, lambda: calls.append("end")):
+        trainer.fit(regression(home), data, loader(1))
+    fetches = ["begin", "end"] * 3
+    # of a loader without length the first batch of the first epoch comes before, and one wait ends with no batch
+    epochs = [fetches, fetches] if sized else [fetches, [*fetches, "begin", "end"]]
+    assert calls == ["epoch", *epochs[0], "epoch", *epochs[1]]
+    assert vars(trainer.fit_loop.epoch_loop).keys() == before.keys()
 
 
 @pytest.mark.parametrize("factor", [1, 2])

@@ -1,0 +1,36 @@
+"""The card of `loader_advice`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+
+
+def _not_a_share(value: float) -> str | None:
+    return None if 0 <= value < 1 else "allowed is a share of the time, from 0 to below 1, such as 0.02"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of LoaderAdvice."""
+
+    min_share: float = setting(0.02, "share of the time in training below which nothing is advised", check=_not_a_share)
+
+
+CARD = Card(
+    name="loader_advice",
+    target="lightning_solo.techniques.loader_advice.technique:LoaderAdvice",
+    phase=Phase.OBSERVE,
+    settings=Settings,
+    saves="nothing; it observes, and changes nothing of the loader",
+    costs="of each batch eight readings of a clock, on a GPU five events; one synchronisation at the end of a fit;"
+    " measured by examples/measure_loader_advice.py",
+    numerics="bit-exact",
+    conflicts="none",
+    reference="https://docs.pytorch.org/docs/stable/data.html (workers, memory pinning)",
+    exact=True,
+    planned="left out",
+)

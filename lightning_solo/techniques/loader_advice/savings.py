@@ -1,0 +1,123 @@
+"""What an option of the loader would save at most, from the seconds of a fit without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from lightning_solo.data.prefetch import Prefetcher
+from lightning_solo.techniques.loader_advice.times import Times
+from lightning_solo.units import format_seconds
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a loader loads, or several together.
+
+    Attributes:
+        workers: the fewest that one of them has; None where none of them takes any.
+        ahead: whether batches are loaded during the steps before.
+        starts_workers: whether workers start with each epoch.
+        prefetched: whether the batches of all are prefetched.
+    """
+
+    workers: int | None = None
+    ahead: bool = False
+    starts_workers: bool = False
+    prefetched: bool = False
+
+    @classmethod
+    def of(cls, loader: Any) -> Loading:
+        """Return how one loader loads."""
+        workers, prefetched = getattr(loader, "num_workers", None), isinstance(loader, Prefetcher)
+        starts = bool(workers) and not getattr(loader, "persistent_workers", False)
+        return cls(workers, prefetched or bool(workers), starts, prefetched)
+
+    def beside(self, other: Loading) -> Loading:
+        """Return how this and another one load together."""
+        counts = [count for count in (self.workers, other.workers) if count is not None]
+        return Loading(
+            min(counts, default=None),
+            self.ahead or other.ahead,
+            self.starts_workers or other.starts_workers,
+            self.prefetched and other.prefetched,
+        )
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What an option would save.
+
+    Attributes:
+        option: ``num_workers``, ``pin_memory``, ``persistent_workers``, ``caching`` or ``prefetch``.
+        write: how it is written.
+        seconds: of the training that was measured, at most.
+        share: of it.
+    """
+
+    option: str
+    write: str
+    seconds: float
+    share: float
+
+
+def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[Saving]:
+    """Return what options would save at most, each alone, the largest first.
+
+    >>> times = Times(batches=100, total_s=6.0, wait_s=4.0, copy_s=0.0, load_s=4.0, collate_s=1.0)
+    >>> [(saving.write, saving.seconds) for saving in savings(times, Loading(workers=0), cores=8, cuda=False)]
+    [('DataLoader(num_workers=2)', 4.0), ('caching items (from the second epoch on)', 3.0), ('solo.Prefetch()', 2.0)]
+    """
+    found: dict[str, tuple[str, float]] = {}
+    if loading.workers is not None:
+        workers, seconds = _more_workers(times, loading, cores)
+        found["num_workers"] = f"DataLoader(num_workers={workers})", seconds
+        found["pin_memory"] = "DataLoader(pin_memory=True)", times.copy_s if times.is_pageable else 0.0
+    if loading.starts_workers:
+        found["persistent_workers"] = "DataLoader(persistent_workers=True)", times.start_s + times.first_s
+    # what is loaded ahead is not seen, but it can't be waited for any longer than for batches
+    items = times.wait_s + times.first_s if loading.ahead else min(times.wait_s, times.items_s)
+    found["caching"] = "caching items (from the second epoch on)", items
+    if not loading.prefetched and (cuda or not loading.workers):
+        # beside the steps; during a validation the first ones of those behind it are loaded too
+        hidden = times.wait_s + (times.copy_s if cuda else 0.0)
+        found["prefetch"] = "solo.Prefetch()", min(hidden, times.step_s + times.validation_s)
+    every = [Saving(name, write, s, s / times.total_s) for name, (write, s) in found.items() if s > 0]
+    return sorted(every, key=lambda saving: -saving.seconds)
+
+
+def _more_workers(times: Times, loading: Loading, cores: int) -> tuple[int, float]:
+    """Return how many workers would load as fast as steps run, cores permitting, and the seconds they save at most."""
+    present = loading.workers or 0
+    if times.wait_s <= 0:
+        return present, 0.0
+    between = times.wait_s + times.copy_s + times.step_s
+    # where batches are loaded ahead and waited for all the same, loading hardly pauses
+    load = max(present, 1) * between if loading.ahead else times.load_s
+    enough = ceil(load / max(between - times.wait_s, between / cores))
+    workers = min(max(enough, present + 1), cores)
+    if workers <= present:
+        return workers, 0.0
+    # all that was loaded between steps takes at least the workers' share of it
+    return workers, times.wait_s if loading.ahead else min(times.wait_s, max(between - load / workers, 0.0))
+
+
+def report(times: Times, advised: Sequence[Saving], min_share: float) -> str:
+    """Return one sentence, and the figures behind it."""
+    sentence = f"no option of the loader would save {min_share:.1%} of the time in training"
+    if advised:
+        first, *others = advised
+        sentence = f"{first.write} would save at most {first.share:.0%} of the time in training"
+        sentence += "".join(f", {other.write} at most {other.share:.0%}" for other in others)
+
+    def each(seconds: float) -> str:
+        return format_seconds(seconds / times.batches)
+
+    loading = f" (items {each(times.items_s)}, collation {each(times.collate_s)})" if times.collate_s else ""
+    start = f", start of workers {each(times.start_s + times.first_s)}" if times.start_s else ""
+    return (
+        f"loader_advice: {sentence}. Per batch, of {times.batches}: wait for data {each(times.wait_s)}{loading}{start},"
+        f" copy {each(times.copy_s)}, step {each(times.step_s)}."
+    )

@@ -1,0 +1,142 @@
+"""Seconds waited for data, and one sentence on which option of the loader would help, at the end of a fit."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_solo.seams.patches import batches_through, fetches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.loader_advice.card import CARD
+from lightning_solo.techniques.loader_advice.savings import Loading, Saving, report, savings
+from lightning_solo.techniques.loader_advice.times import Times, Watch
+
+
+class LoaderAdvice(Technique):
+    """Measures how long training waits for its batches, and says at the end of a fit what would help, and how much.
+
+    It tries nothing: what it says are upper bounds, each of one option alone, from the seconds that the option could
+    save at all. The first batch is left out, and so are validations. On a GPU the seconds are the device's: those in
+    which it had nothing to do.
+
+    Args:
+        min_share: of the time in training, below which an option isn't named.
+
+    Attributes:
+        times: of the last fit; None before the first, and where there were fewer than two batches.
+        savings: of the last fit, those below ``min_share`` too; the largest first.
+
+    Raises:
+        PresetError: an argument is out of range.
+    """
+
+    phase = CARD.phase
+
+    def __init__(self, min_share: float = 0.02) -> None:
+        CARD.check_call(locals())
+        self.min_share = min_share
+        self._start()
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    def _start(self) -> None:
+        self.times: Times | None = None
+        self.savings: tuple[Saving, ...] = ()
+        self._loading: Loading | None = None
+        self._watch: Watch | None = None
+
+    # --- when ---
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Start afresh for a fit."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._start()
+
+    def loader(self, ctx: Run, loader: Any) -> Any:
+        """Look at how a loader loads, and have its ``collate_fn`` timed where it runs between steps."""
+        loading = Loading.of(loader)
+        self._loading = loading if self._loading is None else self._loading.beside(loading)
+        if isinstance(loader, DataLoader) and not loading.ahead and not isinstance(loader.collate_fn, _Timed):
+            loader.collate_fn = timed = _Timed(self, loader.collate_fn)
+            ctx.undo.callback(_restore, weakref.ref(loader), timed)  # loaders may be made every epoch: keep none
+        return loader
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to measure."""
+        assert self.ctx is not None
+        loading = self._loading or Loading()
+        self._watch = watch = Watch(
+            self.ctx.device, starts_workers=loading.starts_workers, loads_here=not loading.ahead
+        )
+        self.ctx.undo.callback(setattr, self, "_watch", None)
+        self.ctx.undo.enter_context(fetches(trainer, watch.begin_wait, watch.end_wait))
+        self.ctx.undo.enter_context(batches_through(trainer.strategy, watch.copying))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        if self._watch is not None:
+            self._watch.end_batch()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Leave validation out."""
+        if self._watch is not None:
+            self._watch.begin_validation()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave validation out."""
+        if self._watch is not None:
+            self._watch.end_validation()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say what would help."""
+        assert self.ctx is not None
+        assert self._watch is not None
+        times = self._watch.finish()
+        if times.batches < 1 or times.total_s <= 0:
+            self.ctx.info("loader_advice: nothing to say of one batch, which is left out; train on at least two")
+            return
+        cuda = self.ctx.device.type == "cuda"
+        self.times = times
+        self.savings = tuple(savings(times, self._loading or Loading(), cores=_cores(), cuda=cuda))
+        advised = [saving for saving in self.savings if saving.share >= self.min_share]
+        self.ctx.info(report(times, advised, self.min_share))
+        each = {"wait": times.wait_s, "copy": times.copy_s, "step": times.step_s}
+        figures = {f"loader/{name}_s": seconds / times.batches for name, seconds in each.items()}
+        for logger in trainer.loggers:
+            # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
+            logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class _Timed:
+    """A ``collate_fn`` whose seconds count; copied and pickled, it is the user's own."""
+
+    def __init__(self, advice: LoaderAdvice, collate_fn: Any) -> None:
+        self.advice = advice
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Any:
+        watch = self.advice._watch
+        return self.collate_fn(samples) if watch is None else watch.collating(self.collate_fn, samples)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.collate_fn,)
+
+
+def _itself(thing: Any) -> Any:
+    return thing
+
+
+def _restore(loader: weakref.ref[DataLoader[Any]], timed: _Timed) -> None:
+    if (known := loader()) is not None and known.collate_fn is timed:
+        known.collate_fn = timed.collate_fn
+
+
+def _cores() -> int:
+    """Return the cores that this process may use, as torch counts them for workers."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,207 @@
+"""Seconds of a fit by what they are spent on: waiting for a batch, its copy to the device, the step."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lightning_solo.data.batch_size import tensors_of
+
+
+class HostClock:
+    """The host's clock, for training on a CPU."""
+
+    def mark(self) -> float:
+        """Return the present moment."""
+        return perf_counter()
+
+    def has_passed(self, mark: float) -> bool:
+        """Return whether `between` need not wait for a moment."""
+        return True
+
+    def between(self, first: float, last: float) -> float:
+        """Return the seconds between two moments."""
+        return last - first
+
+
+class DeviceClock:
+    """A CUDA device's clock: a moment is when the device has done what was launched before it.
+
+    While the host waits for a batch, the device may still have work. Between two moments around that wait are only the
+    seconds in which it had none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        """Return the moment that the device comes to next."""
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def has_passed(self, mark: Any) -> bool:
+        """Return whether the device has come to a moment."""
+        return bool(mark.query())
+
+    def between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two moments, as soon as the device has come to them."""
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the batches of a fit, its first batch and its validations left out.
+
+    Attributes:
+        batches: that were trained on.
+        total_s: of them all.
+        wait_s: in which the device waited for a batch.
+        copy_s: for the batches' way to the device.
+        start_s: for the start of workers, where they start anew with each epoch.
+        first_s: in which such an epoch's first batch was waited for.
+        validation_s: in between; not part of the total.
+        load_s: of the host in the loader, where it loads in the training thread; else 0.
+        collate_s: of these, in ``collate_fn``.
+        is_pageable: whether a GPU gets batches from memory of the host that isn't pinned.
+    """
+
+    batches: int
+    total_s: float
+    wait_s: float
+    copy_s: float
+    start_s: float = 0.0
+    first_s: float = 0.0
+    validation_s: float = 0.0
+    load_s: float = 0.0
+    collate_s: float = 0.0
+    is_pageable: bool = False
+
+    @property
+    def step_s(self) -> float:
+        """All the rest: forward, backward, the optimizer, callbacks."""
+        return self.total_s - self.wait_s - self.copy_s - self.start_s - self.first_s
+
+    @property
+    def items_s(self) -> float:
+        """Of the host in the loader, but for ``collate_fn``: the data set's items."""
+        return self.load_s - self.collate_s
+
+
+class Watch:
+    """Sums up the seconds of a fit, from its second batch on: the first one has others, of setting up.
+
+    Args:
+        device: that trains.
+        starts_workers: whether workers start with each epoch.
+        loads_here: whether the loader loads in this thread, between steps.
+    """
+
+    def __init__(self, device: torch.device, *, starts_workers: bool, loads_here: bool) -> None:
+        self._clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+        self._starts_workers = starts_workers
+        self._loads_here = loads_here
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._pending: deque[tuple[str, Any, Any]] = deque()  # what the device has not come to
+        self._origin: Any = None
+        self._fetched = self._batches = 0
+        self._epoch: Any = None  # when it began, until its first batch is waited for
+        self._wait: tuple[Any, float, str] | None = None  # the moment, the host's, and as what it counts
+        self._validation: Any = None
+        self._is_pageable: bool | None = None if device.type == "cuda" else False
+
+    def begin_wait(self, *, with_epoch: bool = False) -> None:
+        """Wait for a batch from here on; or with the epoch for the loader's iterator."""
+        moment = self._clock.mark()
+        if with_epoch:
+            self._epoch = moment
+            return
+        epoch, self._epoch = self._epoch, None
+        began = moment if epoch is None else epoch
+        if self._fetched == 1:
+            self._origin = began
+        if epoch is not None and self._starts_workers:
+            self._add("start", epoch)
+            self._wait = moment, perf_counter(), "first"
+        else:
+            self._wait = began, perf_counter(), "wait"
+
+    def end_wait(self) -> None:
+        """The batch is there, or there is no more."""
+        assert self._wait is not None
+        (moment, begun, name), self._wait = self._wait, None
+        self._fetched += 1
+        self._add(name, moment)
+        if self._loads_here:
+            self._count("load", perf_counter() - begun)
+
+    def collating(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+        """Return ``collate(samples)``; its seconds count where a batch for training is waited for."""
+        begun = perf_counter()
+        batch = collate(samples)
+        if self._wait is not None:
+            self._count("collate", perf_counter() - begun)
+        return batch
+
+    def copying(self, copy: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what copies a batch to the device; its seconds count, but for validation."""
+
+        def copied(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._validation is not None:
+                return copy(batch, *args, **kwargs)
+            if self._is_pageable is None:
+                hosted = [tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu"]
+                self._is_pageable = not all(tensor.is_pinned() for tensor in hosted)
+            moment = self._clock.mark()
+            batch = copy(batch, *args, **kwargs)
+            self._add("copy", moment)
+            return batch
+
+        return copied
+
+    def end_batch(self) -> None:
+        """A batch has been trained on."""
+        self._batches += self._origin is not None
+
+    def begin_validation(self) -> None:
+        """Validation begins."""
+        self._validation = self._clock.mark()
+
+    def end_validation(self) -> None:
+        """Validation is over."""
+        moment, self._validation = self._validation, None
+        self._add("validation", moment)
+
+    def finish(self) -> Times:
+        """Return the seconds up to now; the device is waited for."""
+        self._add("all", self._origin)
+        self._settle(wait=True)
+        seconds = {f"{name}_s": self._seconds[name] for name in ("wait", "copy", "start", "first", "validation")}
+        return Times(
+            self._batches,
+            self._seconds["all"] - self._seconds["validation"],
+            **seconds,
+            load_s=self._seconds["load"],
+            collate_s=self._seconds["collate"],
+            is_pageable=bool(self._is_pageable),
+        )
+
+    def _add(self, name: str, since: Any) -> None:
+        if self._origin is not None:
+            self._pending.append((name, since, self._clock.mark()))
+            self._settle()
+
+    def _count(self, name: str, seconds: float) -> None:
+        if self._origin is not None:
+            self._seconds[name] += seconds
+
+    def _settle(self, *, wait: bool = False) -> None:
+        while self._pending and (wait or self._clock.has_passed(self._pending[0][2])):
+            name, first, last = self._pending.popleft()
+            self._seconds[name] += self._clock.between(first, last)
