@@ -227,11 +227,16 @@ def test_several_loaders_count_as_one(make_trainer: Make, clock: Clock) -> None:
 
 
 def test_validation_is_left_out(make_trainer: Make, clock: Clock) -> None:
-    shared = DataLoader(Slow(clock, 1), 2)  # collated for both
+    def collate(samples: Any) -> Any:
+        clock.advance(4)
+        return default_collate(samples)
+
+    shared = DataLoader(Slow(clock, 1), 2, collate_fn=collate)
     observer = advice(make_trainer, stepping(clock, 10), shared, shared, val_check_interval=2)
-    assert observer.times.validation_s == 4 * 4 * 52
-    assert observer.times.wait_s == observer.times.load_s == 7 * 2
-    assert observer.times.total_s == 7 * 12
+    assert observer.times.validation_s == 4 * 4 * (6 + 50)
+    assert observer.times.wait_s == observer.times.load_s == 7 * 6
+    assert observer.times.collate_s == 7 * 4
+    assert observer.times.total_s == 7 * (6 + 10)
 
 
 def test_under_manual_optimization_and_a_window(make_trainer: Make, clock: Clock) -> None:
