@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_solo.data.batch_weights import IGNORED
 from lightning_solo.memory.ledger import Ledger
 
 CLASSES = 32
@@ -65,7 +67,10 @@ def regression(
     loss: Callable[[Tensor, Tensor], Tensor] = squares,
     **attributes: Any,
 ) -> Any:
-    """Return a LightningModule of ``home`` that fits ``net`` to targets by a loss, of mean squares, with AdamW."""
+    """Return a LightningModule of ``home`` that fits ``net`` to targets by a loss, of mean squares, with AdamW.
+
+    Of a batch of documents it takes each token, and as its target the next one.
+    """
 
     class Regression(home.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -73,7 +78,7 @@ def regression(
             self.net = Stack() if net is None else net
 
         def step(self, batch: Any) -> Tensor:
-            x, y = batch
+            x, y = tokens_of(batch, self.net.head) if isinstance(batch, Mapping) else batch
             return loss(self.net(x), y)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -124,6 +129,45 @@ def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batches * batch_size, width, generator=generator)
     return DataLoader(Rows(x, x.sum(1, keepdim=True)), batch_size=batch_size)
+
+
+class Documents(Dataset[Any]):
+    """Tokens by index, the first of which is the index."""
+
+    def __init__(self, lengths: Sequence[int], vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
+        for index, tokens in enumerate(self.tokens):
+            tokens[:1] = index % vocabulary
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+def collate_documents(items: list[Tensor]) -> dict[str, Tensor]:
+    """Collate as Hugging Face does: padded on the right, to a multiple of 4."""
+    width = -(-max(map(len, items)) // 4) * 4
+    padding = [torch.zeros(width - len(item), dtype=torch.int64) for item in items]
+    tokens = pad_sequence([torch.cat(pair) for pair in zip(items, padding, strict=True)], batch_first=True)
+    mask = (torch.arange(width)[None] < torch.tensor([len(item) for item in items])[:, None]).long()
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, IGNORED)}
+
+
+def documents(lengths: Sequence[int], vocabulary: int = CLASSES // 2, **options: Any) -> DataLoader[Any]:
+    """Return a loader of documents of these lengths, 4 to a batch."""
+    options = {"batch_size": 4, "collate_fn": collate_documents, **options}
+    return DataLoader(Documents(lengths, vocabulary), **options)
+
+
+def tokens_of(batch: Mapping[str, Tensor], head: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Return the tokens of documents that have a next one, as a model's inputs (tokens, width), and the next ones."""
+    has_next = batch["labels"][:, 1:] != IGNORED
+    tokens = batch["input_ids"][:, :-1][has_next]
+    x = torch.sin(tokens[:, None] * torch.arange(1, head.in_features + 1, device=tokens.device))
+    return x.to(head.weight.dtype), batch["labels"][:, 1:][has_next][:, None]
 
 
 class Held(Callback):

@@ -8,19 +8,21 @@ from enum import IntEnum
 class Phase(IntEnum):
     """When a technique acts, compared with others. Within a phase the order of the list counts."""
 
-    DATA = 0
+    BATCHES = 0
+    """Puts documents or items together to other batches; those behind count them."""
+    DATA = 1
     """Changes the loader or its batches."""
-    ADAPT = 1
+    ADAPT = 2
     """Adds or freezes parameters, as adapters do."""
-    REWRITE = 2
+    REWRITE = 3
     """Replaces modules, or the precision in which weights are stored."""
-    SAVED_TENSORS = 3
+    SAVED_TENSORS = 4
     """Changes what is kept for backward."""
-    COMPILE = 4
+    COMPILE = 5
     """Compiles what the phases before have made."""
-    STATES = 5
+    STATES = 6
     """Replaces optimizers, or moves their states."""
-    STEP = 6
+    STEP = 7
     """Changes when gradients are summed, used and freed."""
-    OBSERVE = 7
+    OBSERVE = 8
     """Only looks."""

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_solo.data.epoch_batches import EpochBatches
@@ -58,6 +59,15 @@ def require_own_batches(loader: Any, technique: str) -> None:
             f"{technique} and the sampler {type(sampler).__name__}, which chooses items: write"
             f" DataLoader(shuffle=True), over a torch.utils.data.Subset where items are left out, or drop {technique}"
         )
+
+
+def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[list[int]]:
+    """Return the batches that a loader makes itself of so many items, in an order of the seed's where it shuffles."""
+    generator = torch.Generator().manual_seed(seed)
+    ordered = type(loader.sampler) is SequentialSampler
+    order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
+    batches = [batch.tolist() for batch in torch.split(order, loader.batch_size or 1)]
+    return batches[:-1] if loader.drop_last and len(batches[-1]) != loader.batch_size else batches
 
 
 class Resumable(DataLoader[Any]):

@@ -1,14 +1,13 @@
-"""Packing: several documents in each row of a batch, with the boundaries that attention and loss need."""
+"""Several documents in each row of a batch, packed, with the boundaries that attention and loss need."""
 
 from __future__ import annotations
 
-import inspect
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_solo.data.batch_weights import IGNORED
@@ -16,6 +15,9 @@ from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 from lightning_solo.data.item_lengths import Length, item_lengths
 from lightning_solo.data.loaders import require_own_batches, with_batches
 from lightning_solo.errors import ConflictError, PresetError
+
+TRIED_ROWS = 16
+"""Rows that are looked through for two documents with labels."""
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -190,6 +192,7 @@ def packed_loader(
     rows: int | None = None,
     length: Length = "auto",
     seed: int = 0,
+    report: Callable[[int, int], None] | None = None,
 ) -> Any:
     """Return a loader of the user's documents, packed; it keeps workers and all else, and its place by ``state_dict``.
 
@@ -199,16 +202,22 @@ def packed_loader(
         rows: of a batch; by default so many that it has about as many documents as the loader's.
         length: of a document, as `lightning_solo.data.item_lengths.item_lengths` takes it.
         seed: of the order.
+        report: called with (documents read, all documents) every 10 seconds.
 
     Raises:
-        ConflictError: the loader makes no batches itself, or a document is longer than ``capacity``.
+        ConflictError: the loader makes no batches itself, no document has a token, or one more than ``capacity``.
         PresetError: ``capacity`` or ``rows`` is below 1.
     """
-    require_own_batches(loader, "packing")
+    require_own_batches(loader, "packed_loader")
     for name, value in (("capacity", capacity), ("rows", rows)):
         if value is not None and value < 1:
             raise PresetError(f"packing: {name}={value}; write an integer of at least 1")
-    lengths = item_lengths(loader.dataset, length, loader.collate_fn)
+    lengths = item_lengths(loader.dataset, length, loader.collate_fn, report)
+    if not lengths.sum():
+        raise ConflictError(
+            f"packing: the {len(lengths)} documents of {type(loader.dataset).__name__} have no tokens, by"
+            f" length={length!r}; write the name of a column, collated, or a function of an item"
+        )
     capacity = int(lengths.max()) if capacity is None else capacity
     if rows is None:
         rows = max(1, round((loader.batch_size or 1) * float(lengths.float().mean()) / capacity))
@@ -222,47 +231,59 @@ def packed_loader(
     )
 
 
-def require_boundaries(module: nn.Module, documents: Sequence[Tensor], tolerance: float = 1e-2) -> None:
-    """Check that a model keeps packed documents apart: the row's logits are those of each document alone.
+class TwoDocuments(NamedTuple):
+    """Batches of two documents, in which the second alone has labels: its loss must be the same in the first three.
 
-    Args:
-        module: takes ``input_ids`` and ``position_ids``, both (rows, tokens); returns logits, or an object with them.
-        documents: two or more, as (tokens,), on the module's device.
-        tolerance: largest difference, relative to the largest logit.
+    Attributes:
+        in_row: both in a row.
+        beside_other: the same, with other tokens in the first one.
+        by_itself: the second document.
+        joined: as ``in_row``, with positions of one document, whose tokens see all before them.
+        joined_to_other: as ``beside_other``, likewise.
+    """
+
+    in_row: dict[str, Tensor]
+    beside_other: dict[str, Tensor]
+    by_itself: dict[str, Tensor]
+    joined: dict[str, Tensor]
+    joined_to_other: dict[str, Tensor]
+
+
+def two_documents(loader: Any) -> TwoDocuments:
+    """Return batches of two documents of a loader of `packed_loader`, to try whether a model keeps them apart.
+
+    Where the loader's batches have several rows, these have two, which are the same: some kernels look for documents in
+    batches of one row alone.
 
     Raises:
-        ConflictError: it takes no ``position_ids``, or documents see one another, as in a model of Hugging Face that
-            makes a cache in every forward.
-        PresetError: fewer than two documents.
+        ConflictError: in the first rows no second document has labels, or the collate function makes something else
+            than `PackedCollate` takes.
     """
-    if len(documents) < 2:
-        raise PresetError(f"packing: {len(documents)} documents can't see one another; write two or more")
-    name = type(module).__name__
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise ConflictError(
-            f"packing and {name}, whose forward takes no position_ids: documents of a row would see one another; use"
-            " batches of similar length instead (LengthBatches)"
-        )
+    batches = loader.batch_sampler
+    rows = [row for batch in batches.batches(batches.epoch) for row in batch if len(row) > 1][:TRIED_ROWS]
+    for row in rows:
+        batch: dict[str, Tensor] = loader.collate_fn([loader.dataset[row[:2]]])
+        second = int(batch["position_ids"][0, 1:].eq(0).nonzero()[:1].sum()) + 1
+        if batch["labels"][:, second:].ne(IGNORED).any():
+            return _tried({name: tensor.repeat(min(batches.rows, 2), 1) for name, tensor in batch.items()}, second)
+    raise ConflictError(
+        f"packing: in {len(rows)} rows no second document has labels behind its first token, so that there is no loss"
+        " to compare; write a collate function whose labels are the tokens to predict"
+    )
 
-    def logits(tokens: Tensor, positions: Tensor) -> Tensor:
-        output = module(input_ids=tokens[None], position_ids=positions[None])
-        return getattr(output, "logits", output)[0]  # type: ignore[no-any-return]
 
-    positions = [torch.arange(len(tokens), device=tokens.device) for tokens in documents]
-    training = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            alone = torch.cat([logits(*each) for each in zip(documents, positions, strict=True)])
-            packed = logits(torch.cat(list(documents)), torch.cat(positions))
-    finally:
-        for part, was_training in training.items():
-            part.training = was_training
-    difference = float((packed.float() - alone.float()).abs().max() / alone.float().abs().max())
-    if not difference <= tolerance:
-        raise ConflictError(
-            f"packing and {name}: logits of a packed row differ from those of the documents alone by {difference:.1%}"
-            " of the largest, so its attention doesn't stop at restarted position_ids; write config.use_cache=False,"
-            " with which models of Hugging Face look for them, or use batches of similar length instead"
-            " (LengthBatches)"
-        )
+def _tried(documents: dict[str, Tensor], second: int) -> TwoDocuments:
+    labels = documents["labels"].clone()
+    labels[:, :second] = IGNORED
+    in_row = {**documents, "labels": labels}
+    tokens = documents["input_ids"]
+    other = (tokens + 1) % (max(int(tokens.max()), 1) + 1)  # each another one, and none that isn't there
+    beside_other = {**in_row, "input_ids": torch.cat([other[:, :second], tokens[:, second:]], 1)}
+    joined = {"position_ids": torch.arange(tokens.shape[1]).repeat(len(tokens), 1)}
+    return TwoDocuments(
+        in_row,
+        beside_other,
+        {name: tensor[:, second:] for name, tensor in in_row.items()},
+        {**in_row, **joined},
+        {**beside_other, **joined},
+    )

@@ -17,11 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import own_cards
-from tests.modules import Classifier, classification, loader
+from tests.modules import Classifier, classification, documents, loader
 
 WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
 BATCHES = 6
 PRECISION = "bf16-mixed"
+OF_DOCUMENTS = {"packing"}  # techniques for batches of tokens alone
+LENGTHS = [1 + 7 * row % 20 for row in range(24)]
 ON_CPU = [card for card in own_cards().values() if card.on_cpu is not None]
 
 
@@ -50,6 +52,13 @@ def module_of(home: ModuleType) -> Any:
     """Return the module that is trained, the same each time: a classifier, with blocks and a head for its classes."""
     torch.manual_seed(3)
     return classification(home, Attending(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
+
+
+def batches_of(*cards: Card) -> Any:
+    """Return a loader that techniques take: of as many batches of rows, or of 24 documents."""
+    if OF_DOCUMENTS.isdisjoint(card.name for card in cards):
+        return loader(BATCHES, width=WIDTH)
+    return documents(LENGTHS)
 
 
 def trainer_of(home: ModuleType, folder: Path, preset: Mapping[str, Any], **arguments: Any) -> Any:
@@ -90,13 +99,18 @@ def weights_of(module: Any) -> dict[str, Tensor]:
 
 
 def fit(
-    folder: Path, *cards: Card, home: str = "lightning.pytorch", precision: str = PRECISION, **arguments: Any
+    folder: Path,
+    *cards: Card,
+    home: str = "lightning.pytorch",
+    precision: str = PRECISION,
+    batches: Any = None,
+    **arguments: Any,
 ) -> Fit:
-    """Train under techniques and return what came of it."""
+    """Train under techniques, on batches that they take, and return what came of it."""
     package = importlib.import_module(home)
     module = module_of(package)
     before = copy.deepcopy(weights_of(module))
     trainer = trainer_of(package, folder, fields(*cards, precision=precision), **arguments)
     torch.manual_seed(4)
-    trainer.fit(module, loader(BATCHES, width=WIDTH))
+    trainer.fit(module, batches_of(*cards) if batches is None else batches)
     return Fit(module, trainer, before, weights_of(module))

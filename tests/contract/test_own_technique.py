@@ -155,7 +155,7 @@ BROKEN = {
     "same_name": (CARD.format(**{**GOOD, "name": "memory_logger"}), "the name 'memory_logger' is taken"),
     "no_default": (CARD.format(**{**GOOD, "default": "field()"}).replace("import dataclass", "import dataclass, field"),
                    "the setting 'size' has no default"),
-    "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: DATA"),
+    "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: BATCHES, DATA"),
     "no_need": (CARD.format(**GOOD).replace('reference=""', 'reference="", requires=(1,)'), "a tuple of Requirement"),
     "no_plan": (CARD.format(**GOOD).replace('reference=""', 'reference="", planned="left-out"'), "write 'attached'"),
     "typo": (CARD.format(**GOOD).replace("trained_parameters", "saved_tensor"), nearest("saved_tensors")),

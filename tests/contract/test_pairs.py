@@ -15,7 +15,8 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
 from tests.conftest import long
-from tests.contract.runs import ON_CPU, PRECISION, Fit, fields, fit
+from tests.contract.runs import LENGTHS, OF_DOCUMENTS, ON_CPU, PRECISION, Fit, fields, fit
+from tests.modules import documents
 
 # pairs in which what is skipped steps otherwise than under either alone: several draws in a step; gradients of zero;
 # draws and windows over other batches
@@ -24,6 +25,8 @@ WITHOUT_REFERENCE = (
     {"layer_drop", "zero_offload"},
     {"length_bucketing", "layer_drop"},
     {"length_bucketing", "accumulation_schedule"},
+    {"packing", "layer_drop"},
+    {"packing", "accumulation_schedule"},
 )
 CARDS = sorted(own_cards().values(), key=lambda card: (card.phase, card.name))
 PAIRS = list(combinations(CARDS, 2))
@@ -41,8 +44,9 @@ pytestmark = [
 def alone(tmp_path_factory: pytest.TempPathFactory) -> functools.partial[Fit]:
     """Train under one technique, once for all its pairs."""
 
-    def run(card: Card, precision: str) -> Fit:
-        return fit(tmp_path_factory.mktemp(card.name), card, precision=precision)
+    def run(card: Card, precision: str, of_documents: bool) -> Fit:
+        batches = documents(LENGTHS) if of_documents else None
+        return fit(tmp_path_factory.mktemp(card.name), card, precision=precision, batches=batches)
 
     return functools.cache(run)  # type: ignore[return-value]
 
@@ -81,19 +85,20 @@ def test_refused_or_trained_with_parity(one: Card, other: Card, alone: functools
     # what observers run uncompiled rounds elsewhere under autocast than what is compiled
     compiled = Phase.COMPILE in (one.phase, other.phase) and (one.exact or other.exact)
     precision = "32-true" if compiled else PRECISION
+    of_documents = not OF_DOCUMENTS.isdisjoint({one.name, other.name})
     together = fit(tmp_path, one, other, precision=precision)
     assert together.trainer.global_step > 0
     assert together.updates.abs().max() > 0
     for exact, its_rival in ((one, other), (other, one)):
         if exact.exact:  # it changes no bit of what the other gives
-            assert torch.equal(together.updates, alone(its_rival, precision).updates)
-            assert together.trainer.global_step == alone(its_rival, precision).trainer.global_step
+            assert torch.equal(together.updates, alone(its_rival, precision, of_documents).updates)
+            assert together.trainer.global_step == alone(its_rival, precision, of_documents).trainer.global_step
     if not one.exact and not other.exact:
         # both change numbers: as many steps as under the one that accumulates, and most of each update the same as
         # under the one of them that changes more
-        steps = {card: alone(card, precision).trainer.global_step for card in (one, other)}
+        steps = {card: alone(card, precision, of_documents).trainer.global_step for card in (one, other)}
         assert together.trainer.global_step == min(steps.values())
-        rivals = [alone(card, precision).updates for card in steps if steps[card] == min(steps.values())]
+        rivals = [alone(card, precision, of_documents).updates for card in steps if steps[card] == min(steps.values())]
         changes = [float((together.updates - each).abs().mean() / each.abs().mean()) for each in rivals]
         assert min(changes) < 0.2 or {one.name, other.name} in WITHOUT_REFERENCE
 

@@ -9,7 +9,7 @@ import lightning.pytorch as package
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_solo.cards.card import Card
+from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.phase import Phase
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
@@ -44,7 +44,7 @@ def planned(*cards: Card) -> Any:
 CARDS = [
     (long if card.phase == Phase.OBSERVE else pytest.param)(card, id=card.name)
     for card in ON_CPU
-    if card.phase != Phase.DATA or card.planned != "left out"
+    if "batches" not in resources(card.owns, card.settings())
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_solo.cards.card import Card
 from tests.conftest import HOMES
-from tests.contract.runs import BATCHES, ON_CPU, WIDTH, fields, fit, module_of, trainer_of, weights_of
+from tests.contract.runs import ON_CPU, WIDTH, batches_of, fields, fit, module_of, trainer_of, weights_of
 from tests.modules import loader
 
 pytestmark = [
@@ -52,7 +52,7 @@ def test_no_trace_after_a_fit_nor_after_a_failing_one(card: Card, home: str, tmp
     module = module_of(package)
     trainer = trainer_of(package, tmp_path, fields(card))
     before = traces(module, trainer)
-    trainer.fit(module, loader(BATCHES, width=WIDTH))
+    trainer.fit(module, batches_of(card))
     assert traces(module, trainer) == before
     step = module.training_step
 
@@ -64,7 +64,7 @@ def test_no_trace_after_a_fit_nor_after_a_failing_one(card: Card, home: str, tmp
     module.training_step = failing
     trainer.fit_loop.max_epochs = 2
     with pytest.raises(StepError):
-        trainer.fit(module, loader(BATCHES, width=WIDTH))
+        trainer.fit(module, batches_of(card))
     module.training_step = step
     del module.training_step
     assert traces(module, trainer) == before
@@ -84,7 +84,7 @@ def test_a_second_trainer_and_a_second_fit_train_alike(card: Card, tmp_path: Pat
     assert torch.equal(first.updates, second.updates)
     trainer = second.trainer
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(second.module, loader(BATCHES, width=WIDTH))
+    trainer.fit(second.module, batches_of(card))
     again = weights_of(second.module)
     assert any(not torch.equal(again[name], weight) for name, weight in second.after.items())
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_resumed_ends_where_the_undisturbed_one_does(card: Card, t
             package, folder, fields(card), max_epochs=count, enable_checkpointing=True,
             callbacks=[ModelCheckpoint(folder.parent / "saved", filename=folder.name, enable_version_counter=False)],
         )  # fmt: skip
-        trainer.fit(module, loader(BATCHES, width=WIDTH), ckpt_path=path, weights_only=path and True)
+        trainer.fit(module, batches_of(card), ckpt_path=path, weights_only=path and True)
         return weights_of(module)
 
     whole = epochs(tmp_path / "whole", 2)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_solo.data.packing import (
     IGNORED,
@@ -21,45 +20,20 @@ from lightning_solo.data.packing import (
     pack_best_fit,
     packed_loader,
     packed_padding,
-    require_boundaries,
+    two_documents,
 )
 from lightning_solo.errors import ConflictError, PresetError
 from tests.messages import mentions
-from tests.modules import regression
+from tests.modules import collate_documents, documents, regression
 
 VOCABULARY = 61
-
-
-class Documents(Dataset[Any]):
-    """Tokens by index, the first of which is the index."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
-        for index, tokens in enumerate(self.tokens):
-            tokens[0] = index
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.tokens[index]
-
-
-def collate(items: list[Tensor]) -> dict[str, Tensor]:
-    """As Hugging Face's collators: padded on the right, to a multiple of 4."""
-    width = -(-max(map(len, items)) // 4) * 4
-    padding = [torch.zeros(width - len(item), dtype=torch.int64) for item in items]
-    tokens = pad_sequence([torch.cat(pair) for pair in zip(items, padding, strict=True)], batch_first=True)
-    mask = (torch.arange(width)[None] < torch.tensor([len(item) for item in items])[:, None]).long()
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, IGNORED)}
 
 
 LENGTHS = [5, 9, 3, 7, 2, 8, 4, 6, 1, 9, 3, 5]
 
 
 def loader(lengths: list[int] = LENGTHS, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Documents(lengths), **{"batch_size": 4, "collate_fn": collate, **options})
+    return documents(lengths, VOCABULARY, **options)
 
 
 def model(implementation: str = "sdpa", cache: bool = False) -> Any:
@@ -117,7 +91,9 @@ def test_loss_and_gradients_are_those_of_the_documents(implementation: str) -> N
 
 
 def test_boundaries_are_in_positions_and_labels() -> None:
-    batch = PackedCollate(collate, 5)([[torch.tensor([4, 5, 6]), torch.tensor([7, 8])], [torch.tensor([9, 1])]])
+    batch = PackedCollate(collate_documents, 5)(
+        [[torch.tensor([4, 5, 6]), torch.tensor([7, 8])], [torch.tensor([9, 1])]]
+    )
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8], [9, 1, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
     assert batch["labels"].tolist() == [[-100, 5, 6, -100, 8], [-100, 1, -100, -100, -100]]
@@ -138,6 +114,28 @@ def test_each_epoch_has_every_document_in_other_rows(drop_last: bool) -> None:
         frozenset(row) for batch in epochs[1] for row in batch
     }
     assert batches.batches(1) == epochs[1]
+
+
+def test_documents_that_are_compared_are_of_one_row_with_labels() -> None:
+    def few_labels(items: list[Tensor]) -> dict[str, Tensor]:
+        made = collate_documents(items)
+        return made if int(made["input_ids"][0, 0]) == 3 else {**made, "labels": made["labels"].fill_(IGNORED)}
+
+    tried = two_documents(packed_loader(loader([9, 9, 4, 4], collate_fn=few_labels), capacity=13, rows=2))
+    row, other = tried.in_row["input_ids"], tried.beside_other["input_ids"]
+    assert row.shape == (2, 13)
+    assert row[:, 9].tolist() == [3, 3]
+    assert torch.equal(row[:, 9:], other[:, 9:])
+    assert row[:, :9].ne(other[:, :9]).all()
+    assert set(other.flatten().tolist()) <= set(range(VOCABULARY))
+    assert tried.in_row["labels"][0].tolist() == [*[IGNORED] * 10, *row[0, 10:].tolist()]
+    assert tried.in_row["position_ids"].tolist() == [[*range(9), *range(4)]] * 2
+    assert tried.joined["position_ids"].tolist() == [[*range(13)]] * 2
+    assert {name: tensor.tolist() for name, tensor in tried.by_itself.items()} == {
+        name: tensor[:, 9:].tolist() for name, tensor in tried.in_row.items()
+    }
+    with pytest.raises(ConflictError, match=mentions("packing", "labels")):
+        two_documents(packed_loader(loader([9, 4], collate_fn=few_labels), capacity=13))
 
 
 # --- no trace, and resuming ---
@@ -175,43 +173,11 @@ def test_lightning_trains_on_it(make_trainer: Any) -> None:
 # --- what is refused ---
 
 
-class Leaking(nn.Module):
-    """A model whose tokens see all before them, whatever their positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.head(self.embedding(input_ids).cumsum(1))
-
-
-class Plain(Leaking):
-    """A model that takes no positions."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
-        return self.head(self.embedding(input_ids))
-
-
-def test_a_model_whose_documents_see_one_another_is_refused() -> None:
-    documents = [torch.arange(5), torch.arange(9, 16)]
-    for implementation in ("sdpa", "eager"):
-        net = model(implementation)
-        net.train()
-        require_boundaries(net, documents, 1e-9)
-        assert all(part.training for part in net.modules())
-    for kind in (Leaking, Plain):
-        with pytest.raises(ConflictError, match=mentions(kind.__name__, "position_ids", "LengthBatches")):
-            require_boundaries(kind(), documents)
-    with pytest.raises(ConflictError, match=mentions("config.use_cache=False")):
-        require_boundaries(model(cache=True), documents, 1e-6)
-
-
 def test_documents_that_the_collate_function_makes_longer_are_refused() -> None:
     def padded(items: list[Tensor]) -> dict[str, Tensor]:
-        return {name: each for name, each in collate(items).items() if name != "attention_mask"}
+        return {name: each for name, each in collate_documents(items).items() if name != "attention_mask"}
 
-    source = DataLoader(Documents(LENGTHS), batch_size=4, collate_fn=padded)
+    source = loader(collate_fn=padded)
     with pytest.raises(ConflictError, match=mentions("capacity=9", "length='collated'", "attention_mask")):
         list(packed_loader(source, 9, length=len))
 
@@ -219,12 +185,12 @@ def test_documents_that_the_collate_function_makes_longer_are_refused() -> None:
 @pytest.mark.parametrize("options", [{"capacity": 0}, {"rows": 0}])
 def test_rows_without_room_and_batches_without_rows(options: dict[str, int]) -> None:
     with pytest.raises(PresetError, match=mentions(f"{next(iter(options))}=0", "at least 1")):
-        packed_loader(DataLoader(Documents(LENGTHS), collate_fn=collate), **options)
+        packed_loader(loader(), **options)
 
 
-def test_one_document_shows_no_boundary() -> None:
-    with pytest.raises(PresetError, match=mentions("two or more")):
-        require_boundaries(nn.Linear(1, 1), [torch.arange(3)])
+def test_documents_without_tokens_are_refused() -> None:
+    with pytest.raises(ConflictError, match=mentions("2 documents", "length='auto'", "column")):
+        packed_loader(loader([0, 0]))
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:
@@ -237,7 +203,7 @@ def test_a_document_longer_than_a_row_is_refused() -> None:
     [
         (lambda items: items[0][None], ["Tensor", "input_ids"]),
         (lambda items: {"input_ids": items[0][None]}, ["labels"]),
-        (lambda items: {**collate(items), "pixels": torch.zeros(1)}, ["pixels"]),
+        (lambda items: {**collate_documents(items), "pixels": torch.zeros(1)}, ["pixels"]),
         (lambda items: {"input_ids": items[0][None, :-1], "labels": items[0][None, 1:]}, ["labels", "shifted"]),
     ],
 )

@@ -33,7 +33,7 @@ class Settings:
 CARD = Card(
     name="length_bucketing",
     target="lightning_solo.techniques.length_bucketing.technique:LengthBucketing",
-    phase=Phase.DATA,
+    phase=Phase.BATCHES,
     settings=Settings,
     saves="the arithmetic and activations of padding: items of similar length share a batch",
     costs="each item of the data set is read once before the fit; with a column of lengths that column alone",

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import SequentialSampler
 
 from lightning_solo.data.item_lengths import item_lengths
 from lightning_solo.data.length_batches import LengthBatches, padding_share
-from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.data.loaders import plain_batches, require_own_batches, with_batches
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -64,7 +63,7 @@ class LengthBucketing(Technique):
 
         with isolate_rng():  # items may be augmented at random
             lengths = item_lengths(loader.dataset, self.length, loader.collate_fn, report)
-        before = padding_share(lengths, _plain_batches(loader, len(lengths), self.seed))
+        before = padding_share(lengths, plain_batches(loader, len(lengths), self.seed))
         if before == 0 and not self.max_tokens:
             raise NothingToDoError(
                 f"length_bucketing: no batch of {type(loader.dataset).__name__} is padded, by length={self.length!r}:"
@@ -81,15 +80,6 @@ class LengthBucketing(Technique):
             f" tokens {after:.1%} are padding, in plain batches {before:.1%}"
         )
         return with_batches(loader, batches, batch_size=batches.batch_size)
-
-
-def _plain_batches(loader: Any, count: int, seed: int) -> list[list[int]]:
-    """Return the batches that a loader makes itself, in an order that is drawn here where it shuffles."""
-    generator = torch.Generator().manual_seed(seed)
-    ordered = type(loader.sampler) is SequentialSampler
-    order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
-    batches = [batch.tolist() for batch in torch.split(order, loader.batch_size)]
-    return batches[:-1] if loader.drop_last and count % loader.batch_size else batches
 
 
 def _range(lengths: torch.Tensor) -> str:

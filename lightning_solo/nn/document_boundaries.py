@@ -1,0 +1,94 @@
+"""Checks that a model keeps the documents of a row apart: by the loss of one beside another, and by itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.attributes import replaced
+from lightning_solo.errors import ConflictError
+from lightning_solo.nn.rollback import Rollback
+
+
+def require_boundaries(
+    module: nn.Module, loss: Callable[[dict[str, Tensor]], Tensor], batches: Sequence[Any], rounding: float = 1e-3
+) -> None:
+    """Check that the loss of a document in a row is its own: whatever the document before is, and without one.
+
+    Forwards without gradients and dropout; random numbers, buffers and metrics are put back.
+
+    Args:
+        module: what ``loss`` runs.
+        loss: of a batch, as the mean over its labels, such as ``lambda batch: model(**batch).loss``.
+        batches: of `lightning_solo.data.packing.two_documents`.
+        rounding: by how much, relative to it, the loss may differ between rows of one document and of two, which
+            kernels compute otherwise.
+
+    Raises:
+        ConflictError: documents see one another, or the loss is another one in a row of two.
+    """
+    name = type(module).__name__
+    with _without_trace(module) as put_back:
+
+        def loss_of(batch: dict[str, Tensor]) -> float:
+            try:
+                return float(loss(batch))
+            finally:
+                put_back()
+
+        in_row, beside_other, by_itself = map(loss_of, batches[:3])
+        difference, most = abs(in_row - beside_other), 1e-6 * abs(in_row)
+        if not difference <= most:  # experts round otherwise for other tokens: hardly, beside what attention would do
+            joined, joined_to_other = map(loss_of, batches[3:])
+            most += 1e-2 * abs(joined - joined_to_other)
+    if not difference <= most:
+        raise ConflictError(
+            f"packing and {name}: documents of a row see one another. With other tokens in the first document the loss"
+            f" of the second changes from {in_row:.7g} to {beside_other:.7g}. Only position_ids say where documents"
+            " begin: hand them on, self.net(**batch), without an attention mask, to a model that looks for them there"
+            f" (taking position_ids: {', '.join(_taking_positions(module)) or 'none'}); Hugging Face's"
+            " flash_attention_2 does in batches of rows=1; or use batches of similar length, by length_bucketing"
+        )
+    if not abs(in_row - by_itself) <= rounding * abs(in_row):
+        raise ConflictError(
+            f"packing and {name}: the loss of a document is {in_row:.7g} in a row behind another one, and"
+            f" {by_itself:.7g} in a row of its own; return the mean over all labels but -100, and hand position_ids on"
+            " to what adds positions; or use batches of similar length, by length_bucketing"
+        )
+
+
+@contextmanager
+def _without_trace(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Have forwards without gradients, dropout and compilation, and yield what puts back what they change."""
+    rollback = Rollback(module, next((p.device for p in module.parameters()), torch.device("cpu")))
+    with ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(replaced(part, "training", False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # these sizes don't come again
+        rollback.save()
+        yield rollback.restore
+
+
+def _taking_positions(module: nn.Module) -> list[str]:
+    """Return the parts whose forward takes ``position_ids``, the outermost ones, with their classes."""
+    taking: dict[str, str] = {}
+    for name, part in module.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in taking)
+        if not inside and "position_ids" in inspect.signature(part.forward).parameters:
+            taking[name] = f"{name} ({type(part).__name__})".strip()
+    return list(taking.values())
+
+
+def caching_configs(module: nn.Module) -> list[Any]:
+    """Return the configurations of Hugging Face's models in a module that have them make a cache in every forward.
+
+    With a cache they don't look for documents; of a training step nothing is read from it.
+    """
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]

@@ -1,0 +1,59 @@
+"""The card of `packing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
+
+
+def _no_length(value: object) -> str | None:
+    if callable(value) or (isinstance(value, str) and value):
+        return None
+    return "write auto, collated, the name of a column, or in Python a function of an item"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of Packing."""
+
+    capacity: int | None = setting(None, "tokens of a row; null: of the longest document", at_least=1)
+    rows: int | None = setting(
+        None, "rows of a batch; null: as many as hold about the loader's batch of documents", at_least=1
+    )
+    length: str | Callable[[Any], int] = setting(  # noqa: RUF009 - the default is a string
+        "auto", "``auto``, ``collated``, the name of a column, or in Python a function of an item", check=_no_length
+    )
+    seed: int = setting(0, "of the order of the batches", at_least=0)
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan the batch that is given, and say so."""
+    size = f"{settings.rows or 'the'} rows of {settings.capacity or 'the longest document'}"
+    given = f"packing: planned for the batch that is given; packed ones have {size} tokens, and no padding"
+    return replace(tracing, node=None, assumptions=(*tracing.assumptions, given))
+
+
+CARD = Card(
+    name="packing",
+    target="lightning_solo.techniques.packing.technique:Packing",
+    phase=Phase.BATCHES,
+    settings=Settings,
+    saves="the arithmetic and activations of padding: several documents share a row",
+    costs="each document is read once before the fit; with a column of lengths that column alone. What keeps documents"
+    " apart is the attention kernel's: a mask of tokens x tokens, or none",
+    numerics="of the same documents loss and gradients are those of a padded batch, where the loss is the mean over"
+    " labels; the first batch shows for two documents that they don't see one another",
+    conflicts="modules whose documents would see one another, found in the first batch; labels that are shifted before;"
+    " manual optimization; iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place"
+    " itself (all refused); other techniques that make the batches",
+    reference="Ding et al. 2024, arXiv 2404.10830, section 3.2",
+    owns=frozenset({"batches"}),
+    instead={"batches": "drop callback.packing"},
+    planned="lightning_solo.techniques.packing.card:planned",
+)

@@ -1,0 +1,159 @@
+"""Models that keep the documents of a row apart pass, and those that don't are refused by name."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.data.packing import TwoDocuments, packed_loader, two_documents
+from lightning_solo.errors import ConflictError
+from lightning_solo.nn.document_boundaries import caching_configs, require_boundaries
+from tests.messages import mentions
+from tests.modules import documents
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY = 61
+SIZES = {
+    "hidden_size": 32, "n_embd": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def pair(rows: int | None = None) -> TwoDocuments:
+    return two_documents(packed_loader(documents([12, 9, 7, 5, 8, 4], VOCABULARY), capacity=22, rows=rows))
+
+
+def model(kind: str = "Llama", implementation: str = "eager", **options: Any) -> Any:
+    """Return a small model of Hugging Face, with the arguments of ``SIZES`` that its configuration knows."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")
+    known = {**vars(config()), **getattr(config, "attribute_map", {})}
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    if kind == "GPTNeo":
+        sizes["attention_types"] = [[["global", "local"], 1]]
+    made = config(vocab_size=VOCABULARY, **{**sizes, "use_cache": False, **options})
+    return getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")._from_config(
+        made, attn_implementation=implementation
+    )
+
+
+class Cumulative(nn.Module):
+    """A model whose tokens see all before them, whatever their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids).cumsum(1))
+
+
+class Plain(Cumulative):
+    """A model that takes no positions, but numbers its tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        places = torch.arange(input_ids.shape[1]) / input_ids.shape[1]
+        return self.head(self.embedding(input_ids) + places[:, None])
+
+
+def mean_loss(logits: Tensor, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def of_hugging_face(net: nn.Module) -> Any:
+    return lambda batch: net(**batch).loss
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_cache_is_what_lets_documents_see_one_another(implementation: str, dtype: torch.dtype) -> None:
+    tried, net = pair(), model("Llama", implementation).to(dtype)
+    rounding = 2e-2 if dtype == torch.bfloat16 else 1e-3
+    require_boundaries(net, of_hugging_face(net), tried, rounding)
+    assert caching_configs(net) == []
+    net.config.use_cache = True
+    assert caching_configs(net) == [net.config]
+    with pytest.raises(ConflictError, match=mentions("LlamaForCausalLM", "position_ids", "rows=1", "length_bucketing")):
+        require_boundaries(net, of_hugging_face(net), tried, rounding)
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementations"),
+    [
+        *((kind, ["eager", "sdpa"]) for kind in ("Llama", "GPT2", "Qwen2", "Mistral", "GPTNeoX", "Phi", "Mixtral")),
+        ("Gemma2", ["eager"]),
+        ("GPTNeo", ["eager"]),
+    ],
+)
+def test_these_keep_documents_apart(kind: str, implementations: list[str]) -> None:
+    for implementation in implementations:
+        net = model(kind, implementation)
+        for rows in (1, 2):
+            require_boundaries(net, of_hugging_face(net), pair(rows), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Falcon", "OPT", "Bloom", "Mamba"])
+def test_these_take_positions_for_nothing(kind: str) -> None:
+    net = model(kind)
+    with pytest.raises(ConflictError, match=mentions(f"{kind}ForCausalLM", "position_ids", "length_bucketing")):
+        require_boundaries(net, of_hugging_face(net), pair())
+
+
+def test_what_sees_all_tokens_or_numbers_them_through_is_refused_by_name() -> None:
+    tried, leaking, plain = pair(), Cumulative(), Plain()
+    with pytest.raises(ConflictError, match=mentions("Cumulative", "taking position_ids", "length_bucketing")):
+        require_boundaries(leaking, lambda b: mean_loss(leaking(b["input_ids"], b["position_ids"]), b), tried)
+    with pytest.raises(ConflictError, match=mentions("Plain", "row of its own", "position_ids", "length_bucketing")):
+        require_boundaries(plain, lambda b: mean_loss(plain(b["input_ids"]), b), tried)
+
+
+def test_a_sum_over_labels_is_refused_and_a_mean_over_rows_too() -> None:
+    net, tried = model(), pair()
+    for wrong in (
+        lambda batch: net(**batch).loss / batch["labels"].numel(),
+        lambda batch: net(**batch).loss * batch["labels"].shape[1],
+    ):
+        with pytest.raises(ConflictError, match=mentions("mean over all labels")):
+            require_boundaries(net, wrong, tried)
+
+
+def test_rounding_that_depends_on_other_tokens_is_none_of_attention() -> None:
+    net, tried = model(), pair()
+    first = int(tried.in_row["input_ids"][0, 0])
+
+    def rounded(error: float) -> Any:
+        return lambda batch: net(**batch).loss * (1 + error * (batch["input_ids"][0, 0] == first))
+
+    require_boundaries(net, rounded(3e-6), tried)  # as experts do, whose batches are of other sizes
+    with pytest.raises(ConflictError, match=mentions("LlamaForCausalLM", "position_ids")):
+        require_boundaries(net, rounded(3e-4), tried)
+
+
+def test_the_comparison_leaves_no_trace() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.drop = model(), nn.Dropout(0.5)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, batch: Any) -> Tensor:
+            self.calls += 1
+            assert not torch.is_grad_enabled()
+            assert not any(part.training for part in self.modules())
+            noise = torch.rand(()) + random.random()
+            return self.drop(self.net(**batch).loss) + noise
+
+    counting = Counting()
+    counting.net.model.eval()
+    before = [part.training for part in counting.modules()]
+    state, python = torch.get_rng_state(), random.getstate()
+    require_boundaries(counting, counting, pair())
+    assert [part.training for part in counting.modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    assert counting.calls == 0
+    assert all(p.grad is None for p in counting.parameters())
