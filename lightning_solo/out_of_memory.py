@@ -37,18 +37,26 @@ HOST_MEMORY = (
 )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+LOST_DEVICE = ("CUDA error", "CUDA driver error", "HIP error", "device-side assert", "ILLEGAL_ADDRESS")
+"""In other errors than those: behind an invalid access the device can't be used any more."""
+
+
+def is_out_of_memory(error: BaseException, outer: BaseException | None = None) -> bool:
     """Return whether an error, or one that it was raised from, says that device or host had too little memory.
 
     An error that was raised while another one was handled counts by that one too, unless by ``from None`` its author
-    said otherwise. An invalid access is none of them: behind it the device can't be used any more.
+    said otherwise, or it says that the device is lost, as after an invalid access.
+
+    Args:
+        error: what was raised.
+        outer: what was being handled before the work began, and says nothing of it.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory", 2)), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)
     """
     seen: set[int] = set()
     link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    while link is not None and link is not outer and id(link) not in seen:
         seen.add(id(link))
         if isinstance(link, SoloError) or not isinstance(link, Exception):
             return False
@@ -58,5 +66,7 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         if isinstance(link, RuntimeError) and any(words in text for words in DEVICE_MEMORY + HOST_MEMORY):
             return True
+        if any(words in text for words in LOST_DEVICE):
+            return False
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False

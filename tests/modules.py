@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_solo.data.batch_weights import IGNORED
+from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.memory.ledger import Ledger
 
 CLASSES = 32

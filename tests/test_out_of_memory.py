@@ -107,6 +107,29 @@ def test_an_interrupt_or_an_error_of_ours_is_what_it_is(last: BaseException) -> 
     assert not is_out_of_memory(raised(last, MemoryError(), cause=MemoryError()))
 
 
+LOST = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+    RuntimeError("cuLaunchKernel failed: CUDA_ERROR_ILLEGAL_ADDRESS"),
+    RuntimeError("HIP error: unspecified launch failure"),
+]
+
+
+@pytest.mark.parametrize("last", LOST, ids=str)
+def test_a_device_that_is_lost_while_memory_is_short(last: BaseException) -> None:
+    assert not is_out_of_memory(raised(last, MemoryError()))
+    assert not is_out_of_memory(raised(last, MemoryError(), cause=MemoryError()))
+    assert not is_out_of_memory(raised(RuntimeError("the layer failed"), MemoryError(), cause=last))
+
+
+def test_what_was_handled_before_the_work_began_says_nothing_of_it() -> None:
+    outer = MemoryError()
+    error = raised(RuntimeError("shapes differ"), outer)
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(error, outer)
+    assert is_out_of_memory(raised(torch.OutOfMemoryError(), outer), outer)
+
+
 def test_a_circle_of_causes_ends() -> None:
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one

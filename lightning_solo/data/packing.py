@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_solo.data.batch_weights import IGNORED
 from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 from lightning_solo.data.item_lengths import Length, item_lengths
 from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import ConflictError, PresetError
 
 TRIED_ROWS = 16

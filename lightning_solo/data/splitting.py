@@ -165,27 +165,42 @@ def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim
     return mapped_leaves(batch, cut)
 
 
-def even_ranges(samples: int, most: int) -> list[tuple[int, int]]:
-    """Return as few ranges as have at most ``most`` samples each; their lengths differ by one at most.
+def even_ranges(samples: int, max_samples: int) -> list[tuple[int, int]]:
+    """Return as few ranges as have at most ``max_samples`` each; their lengths differ by one at most.
 
     >>> even_ranges(10, 4), even_ranges(8, 8)
     ([(0, 4), (4, 7), (7, 10)], [(0, 8)])
     """
-    count = -(-samples // most)
+    count = -(-samples // max_samples)
     length, longer = divmod(samples, count)
     ends = [index * length + min(index, longer) for index in range(count + 1)]
     return list(pairwise(ends))
 
 
-def split_evenly(batch: Any, most: int, batch_dim: BatchDim = 0) -> list[tuple[Any, int]]:
-    """Return a batch in parts of at most ``most`` samples, each with its number of samples.
+def split_evenly(batch: Any, max_samples: int, batch_dim: BatchDim = 0) -> list[tuple[Any, int]]:
+    """Return a batch in parts of at most ``max_samples``, each with its number of samples.
 
     Raises:
         ConflictError: as `samples_of`.
     """
     samples = samples_of(batch, batch_dim)
-    if samples <= most:
+    if samples <= max_samples:
         return [(batch, samples)]
     return [
-        (part_of(batch, first, last, samples, batch_dim), last - first) for first, last in even_ranges(samples, most)
+        (part_of(batch, first, last, samples, batch_dim), last - first)
+        for first, last in even_ranges(samples, max_samples)
     ]
+
+
+def is_plain(batch: Any) -> bool:
+    """Return whether a batch is made of tensors, numbers, texts, lists, tuples and dicts alone, as checkpoints are."""
+    if type(batch) is dict:
+        return all(map(is_plain, batch)) and all(map(is_plain, batch.values()))
+    if type(batch) in (list, tuple):
+        return all(map(is_plain, batch))
+    return type(batch) in (torch.Tensor, str, int, float, bool, type(None))
+
+
+def moved(batch: Any, device: torch.device | str) -> Any:
+    """Return a batch whose tensors are copies on a device."""
+    return mapped_leaves(batch, lambda _, leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,21 +23,24 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
     it is gone when this function returns: frames are cleared, of the errors too from which it was raised, cycles are
     collected and the device's cached memory is released. Other errors are raised as they are.
     """
-    failure = None
+    failure, outer = None, sys.exc_info()[1]
     try:
         return function(), None
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not is_out_of_memory(error, outer):
             raise
         failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
-        clear_frames(error)
+        clear_frames(error, outer)
     release_memory()
     return None, failure
 
 
-def clear_frames(error: BaseException) -> None:
-    """Take the tensors from an error and from those that it was raised from: their frames' variables."""
-    seen: set[int] = set()
+def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
+    """Take the tensors from an error and from those that it was raised from: their frames' variables.
+
+    Not from ``outer``, which was being handled before, and whose frames are others'.
+    """
+    seen = {id(outer)}
     ahead: list[BaseException | None] = [error]
     while ahead:
         link = ahead.pop()

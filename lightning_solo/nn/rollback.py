@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,12 @@ from lightning_solo.errors import ConflictError
 class Rollback:
     """Puts a module and the random numbers back to where they were at the last `save`.
 
-    Copied are the state of the random numbers of torch (on the CPU and on ``device``), Python and, where it is
-    imported, NumPy, the states of metrics of torchmetrics, and buffers. Of the buffers all are copied once, and from
-    then on those that change: masks and tables of positions are large, and never do.
+    Saved are random numbers (torch on the CPU and on ``device``, Python, NumPy where it is imported, and generators of
+    these three that are attributes of modules), buffers, and the states of metrics of torchmetrics. Buffers and
+    submodules that were registered since are taken away.
+
+    All tensors are copied once; from then on those that differ in the second `save`, or of which torch counts a change
+    later. Masks and tables of positions are large, and never change.
 
     >>> module = nn.BatchNorm1d(2)
     >>> rollback = Rollback(module, torch.device("cpu")); rollback.save()
@@ -29,88 +34,189 @@ class Rollback:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
         self._device = device
-        self._buffers = [_Buffer(part, name, path) for path, part in module.named_modules() for name in part._buffers]
-        self._metrics = [part for part in module.modules() if isinstance(getattr(part, "_defaults", None), dict)]
-        self._undo: list[Callable[[], None]] = []
+        self._collect()
 
+    def _collect(self) -> None:
+        """Look for what there is to be saved in the module as it is now."""
+        self._modules = dict(self._module.named_modules())
+        modules = self._modules.items()
+        self._registers = [each for _, module in modules for each in (module._modules, module._buffers)]
+        self._registered = [{*register} for register in self._registers]
+        self._lengths = [*map(len, self._registers)]
+        buffers = [_Place(module._buffers, name, path) for path, module in modules for name in module._buffers]
+        metrics = [_Place(vars(module), name, path) for path, module in modules for name in _names_in_metric(module)]
+        self._values = _Values(buffers), _Values(metrics)  # apart: a metric replaces its values, a buffer stays
+        self._generators = [*_common_generators(self._device), *_generators_in(self._modules.values())]
+        self._states: list[Any] = []
+
+    @torch.no_grad()
     def save(self) -> None:
         """Remember how things are now."""
-        self._undo = [*map(_saved_metric, self._metrics)]
-        for buffer in self._buffers:
-            buffer.save()
-        generators: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-            (torch.get_rng_state, torch.set_rng_state),
-            (random.getstate, random.setstate),
-        ]
-        if self._device.type in ("cuda", "xpu"):
-            back_end, device = getattr(torch, self._device.type), self._device
-            generators.append(
-                (lambda: back_end.get_rng_state(device), lambda state: back_end.set_rng_state(state, device))
-            )
-        elif self._device.type == "mps":
-            generators.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            generators.append((numpy.random.get_state, numpy.random.set_state))
-        for get, put in generators:
-            self._undo.append(partial(put, get()))
+        if [*map(len, self._registers)] != self._lengths:
+            self._collect()
+        for values in self._values:
+            values.save()
+        self._states = [get() for get, _ in self._generators]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put all of it back; it may be restored several times.
 
         Raises:
-            ConflictError: a buffer changed for the first time since it was last copied.
+            ConflictError: a buffer changed for the first time since it was last copied, or is of a module that has
+                taken the place of another.
         """
-        for undo in self._undo:
-            undo()
-        for buffer in self._buffers:
-            buffer.restore()
+        for register, names in zip(self._registers, self._registered, strict=True):
+            for name in register.keys() - names:
+                del register[name]
+        known = {*self._modules.values()}
+        for path, module in self._module.named_modules():
+            if module not in known and module._buffers:
+                raise ConflictError(
+                    f"{path} has taken the place of another module, and its buffers can't be put back after a step that"
+                    " ran out of memory: resume from the last checkpoint with a smaller micro-batch"
+                )
+        for values in self._values:
+            values.restore()
+        for (_, put), state in zip(self._generators, self._states, strict=True):
+            put(state)
 
 
-_UNCOUNTED = ("running_mean", "running_var")
-"""Buffers that kernels of batch norm write without counting a version of the tensor."""
+class _Place(NamedTuple):
+    """Where a value is stored: in a module's buffers or attributes, under a name."""
+
+    owner: Any
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether kernels of batch norm write it without counting a version of the tensor."""
+        return self.name in ("running_mean", "running_var")
 
 
-class _Buffer:
-    """One buffer of a module, with a copy unless it has never changed."""
+_ABSENT: Any = object()
+_version = attrgetter("_version")
 
-    def __init__(self, owner: nn.Module, name: str, path: str) -> None:
-        self._owner, self._name = owner, name
-        self.path = f"{path}.{name}" if path else name
-        self._tensor: Tensor | None = None
-        self._version = -1
-        self._copy: Tensor | None = None
-        self._changes: bool | None = None  # not known before the second save
 
-    def _is_as_saved(self) -> bool:
-        if self._name in _UNCOUNTED:
-            return False
-        tensor = self._owner._buffers.get(self._name)
-        return tensor is self._tensor and (tensor is None or tensor._version == self._version)
+def _at(places: Iterable[_Place]) -> list[Any]:
+    return [owner.get(name, _ABSENT) for owner, name, _ in places]
+
+
+def _written(value: Any) -> bool:
+    """Return whether a value is a tensor that can change in place; one of inference mode can't."""
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+class _Values:
+    """Values at places, with copies of the tensors among them that change.
+
+    It runs in each step, and nearly always in vain: what is done there is done by built-in functions over lists.
+    """
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._changing = places
+        self._values: list[Any] = []  # at these places
+        self._copies: list[Any] = []  # of these values; of what can't change in place the value itself
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # copies and tensors of one device and type
+        self._lists: list[int] = []
+        self._saves = 0
+        self._constant: list[_Place] = []
+        self._constants: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
 
     def save(self) -> None:
-        if self._changes is False and self._is_as_saved():  # most of them, each time
-            return
-        if self._version >= 0:
-            self._changes = bool(self._changes) or not self._is_as_saved()
-        tensor = self._owner._buffers.get(self._name)
-        self._tensor, self._version = tensor, 0 if tensor is None else tensor._version
-        self._copy = None if tensor is None or self._changes is False else tensor.clone()
+        self._saves += 1
+        if self._saves == 2:
+            self._settle()
+        elif not self._are_constant():
+            self._give_up_constants()
+        values = _at(self._changing)
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            self._values = values
+            self._group()
+        for copies, tensors in self._groups:
+            torch._foreach_copy_(copies, tensors)
+        for index in self._lists:
+            self._copies[index] = [*values[index]]
+
+    def _group(self) -> None:
+        """Have a copy for each tensor."""
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        self._copies += [None] * (len(self._values) - len(self._copies))
+        self._lists = [index for index, value in enumerate(self._values) if isinstance(value, list)]
+        for index, value in enumerate(self._values):
+            if not _written(value):
+                self._copies[index] = value
+                continue
+            copy, kind = self._copies[index], (value.device, value.dtype)
+            if not _written(copy) or (copy.device, copy.dtype) != kind or copy.shape != value.shape:
+                copy = self._copies[index] = torch.empty_like(value)
+            copies, tensors = groups.setdefault(kind, ([], []))
+            copies.append(copy)
+            tensors.append(value)
+        self._groups = [*groups.values()]
+
+    def _settle(self) -> None:
+        """Tell what stays from what changes, when one step has been taken: by content, since kernels may not count."""
+        rows = [*zip(self._changing, self._values, self._copies, _at(self._changing), strict=True)]
+        stays = [now is value and _is_equal(place, value, copy) for place, value, copy, now in rows]
+        constant = [place for place, stay in zip(self._changing, stays, strict=True) if stay]
+        self._changing = [place for place, stay in zip(self._changing, stays, strict=True) if not stay]
+        self._copies = [copy for copy, stay in zip(self._copies, stays, strict=True) if not stay]
+        self._values = []
+        self._take_as_constant(constant)
+
+    def _take_as_constant(self, places: list[_Place]) -> None:
+        self._constant, self._constants = places, _at(places)
+        self._tensors = [value for value in self._constants if _written(value)]
+        self._versions = [*map(_version, self._tensors)]
+
+    def _are_constant(self) -> bool:
+        same = all(map(is_, _at(self._constant), self._constants))
+        return same and [*map(_version, self._tensors)] == self._versions
+
+    def _changed_constants(self) -> Iterator[tuple[_Place, bool]]:
+        """Yield places whose value is another or has changed, and whether it has changed in place."""
+        versions = iter(self._versions)
+        for place, value in zip(self._constant, self._constants, strict=True):
+            in_place = _written(value) and value._version != next(versions)
+            if in_place or place.owner.get(place.name, _ABSENT) is not value:
+                yield place, in_place
+
+    def _give_up_constants(self) -> None:
+        changed = [place for place, _ in self._changed_constants()]
+        self._changing = self._changing + changed
+        self._take_as_constant([place for place in self._constant if place not in changed])
 
     def restore(self) -> None:
-        if self._is_as_saved():
-            return
-        if self._tensor is not None and self._copy is None:
+        lost = [place for place, in_place in self._changed_constants() if in_place]
+        if lost:
             raise ConflictError(
-                f"{self.path} changed in a step that ran out of memory, for the first time, and can't be put back:"
+                f"{lost[0]} changed in a step that ran out of memory, for the first time, and can't be put back:"
                 " resume from the last checkpoint with a smaller micro-batch"
             )
-        if self._tensor is not None and self._copy is not None:
-            self._tensor.copy_(self._copy)
-            self._version = self._tensor._version
-        self._owner._buffers[self._name] = self._tensor
-        self._changes = True
+        for place, value in zip(self._constant + self._changing, self._constants + self._values, strict=True):
+            if value is _ABSENT:
+                place.owner.pop(place.name, None)
+            else:
+                place.owner[place.name] = value
+        for copies, tensors in self._groups:
+            torch._foreach_copy_(tensors, copies)
+        for index in self._lists:
+            self._values[index][:] = self._copies[index]
+
+
+def _is_equal(place: _Place, value: Any, copy: Any) -> bool:
+    if isinstance(value, list) or place.is_unseen:
+        return False
+    return torch.equal(value, copy) if _written(value) else True
 
 
 _METRIC_ATTRIBUTES = (
@@ -119,18 +225,38 @@ _METRIC_ATTRIBUTES = (
 )
 
 
-def _saved_metric(metric: Any) -> Callable[[], None]:
-    """Return what puts a torchmetrics metric back: sums that it adds to in place, and lists that it appends to."""
-    names = [*metric._defaults, *_METRIC_ATTRIBUTES]
-    saved = {name: vars(metric)[name] for name in names if name in vars(metric)}
+def _names_in_metric(module: nn.Module) -> tuple[str, ...]:
+    """Return the attributes that make the state of a torchmetrics metric; of another module none."""
+    defaults = getattr(module, "_defaults", None)
+    return (*defaults, *_METRIC_ATTRIBUTES) if isinstance(defaults, dict) else ()
 
-    def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
 
-    copies = {name: copied(value) for name, value in saved.items()}
+_Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""What returns the state of a generator of random numbers, and what sets it."""
 
-    def undo() -> None:
-        for name, value in copies.items():
-            vars(metric)[name] = copied(value)
 
-    return undo
+def _common_generators(device: torch.device) -> Iterator[_Generator]:
+    """Yield those that all code shares."""
+    yield torch.get_rng_state, torch.set_rng_state
+    yield random.getstate, random.setstate
+    if device.type in ("cuda", "xpu"):
+        back_end = getattr(torch, device.type)
+        yield partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
+    elif device.type == "mps":
+        yield torch.mps.get_rng_state, torch.mps.set_rng_state
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random.get_state, numpy.random.set_state
+
+
+def _generators_in(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
+    """Yield those that are attributes of modules."""
+    numpy = sys.modules.get("numpy")
+    for value in chain.from_iterable(vars(module).values() for module in modules):
+        if isinstance(value, torch.Generator):
+            yield value.get_state, value.set_state
+        elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+            yield value.getstate, value.setstate
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            yield value.get_state, value.set_state
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")

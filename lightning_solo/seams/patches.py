@@ -148,27 +148,27 @@ def micro_batches(trainer: Any, around: Around) -> Any:
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     stock = loop._make_closure
-    owed: list[Callable[[], None]] = []
+    pending_zero: list[Callable[[], None]] = []
 
     def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = stock(kwargs, optimizer, batch_idx)
         own_zero = closure._zero_grad_fn  # not the closure: in a circle of references the batch would outlive the step
 
         def zero() -> None:
-            while owed:
-                owed.pop()()
+            while pending_zero:
+                pending_zero.pop()()
 
-        def proceed(batch: Any = None, weight: float = 1.0) -> Any:
-            arguments = kwargs if batch is None else type(kwargs)({**kwargs, "batch": batch})
+        def proceed(weight: float = 1.0, **replaced: Any) -> Any:
+            arguments = type(kwargs)({name: replaced.get(name, value) for name, value in kwargs.items()})
             micro_batch = stock(arguments, optimizer, batch_idx)
-            micro_batch._zero_grad_fn = zero if owed else None
+            micro_batch._zero_grad_fn = zero if pending_zero else None
             if weight != 1 and micro_batch._backward_fn is not None:
                 micro_batch._backward_fn = partial(_weighted, micro_batch._backward_fn, weight)
             return micro_batch.closure()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if own_zero is not None:
-                owed[:] = [own_zero]
+                pending_zero[:] = [own_zero]
             return around(proceed)()
 
         closure.closure = run

@@ -55,8 +55,9 @@ class Technique(Callback):
     def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
         """Run one micro-batch: forward, and backward of the loss; under automatic optimization.
 
-        ``proceed(batch=None, weight=1.0)`` does so for the loader's batch, or for a part of it with its weight in the
-        loss, and returns Lightning's ``ClosureResult``. Gradients are zeroed in its first call, where they are at all.
+        ``proceed(batch=..., batch_idx=..., weight=1.0)`` does so for the loader's batch, or for a part of it or another
+        one with its weight in the loss, and returns Lightning's ``ClosureResult``. Gradients are zeroed in its first
+        call, where they are at all.
         """
         return proceed()
 

@@ -16,11 +16,10 @@ def fit(size: MicroBatchSize, samples: int, steps: int) -> list[int | None]:
 
 def test_it_halves_until_it_fits() -> None:
     size = MicroBatchSize()
-    assert (size.now, size.of(64)) == (None, 64)
+    assert size.current is None
     for samples, half in [(64, 32), (32, 16), (11, 5)]:  # the last ones were of 11: an even part
         size.failed(samples)
-        assert size.now == half
-        assert (size.of(64), size.of(3)) == (half, 3)
+        assert size.current == half
 
 
 def test_a_single_sample_has_no_half() -> None:
@@ -31,7 +30,7 @@ def test_a_single_sample_has_no_half() -> None:
 def test_what_always_fitted_is_left() -> None:
     size = MicroBatchSize()
     assert fit(size, 64, 2 * GROW_AFTER) == [None] * 2 * GROW_AFTER
-    assert size.now is None
+    assert size.current is None
 
 
 def test_after_a_while_the_middle_is_tried() -> None:
@@ -39,7 +38,7 @@ def test_after_a_while_the_middle_is_tried() -> None:
     size.failed(64)
     size.failed(32)
     assert fit(size, 64, GROW_AFTER) == [*[None] * (GROW_AFTER - 1), 24]  # of 16 and 32
-    assert size.now == 24
+    assert size.current == 24
     assert fit(size, 64, GROW_AFTER)[-1] == 32  # of 24 and 32 it is 28, but that would again be 3 parts of 64
 
 
@@ -53,7 +52,7 @@ def test_a_try_that_failed_is_taken_back_and_the_next_waits_twice_as_long() -> N
         larger = tries[-1]
         assert larger is not None
         size.failed(larger)
-        assert (size.now, size.too_large) == (16, larger)
+        assert (size.current, size.too_large) == (16, larger)
 
 
 def test_a_failure_starts_the_wait_again() -> None:
@@ -70,7 +69,7 @@ def test_a_try_below_which_a_smaller_batch_failed_is_not_returned_to() -> None:
     size.failed(32)
     fit(size, 64, GROW_AFTER)
     size.failed(10)  # a batch of 10 long ones, where 16 of others had fitted
-    assert size.now == 5
+    assert size.current == 5
 
 
 def test_a_batch_smaller_than_a_try_does_not_prove_it() -> None:
@@ -80,7 +79,7 @@ def test_a_batch_smaller_than_a_try_does_not_prove_it() -> None:
     fit(size, 64, GROW_AFTER)
     size.fitted(7)  # the last batch of an epoch
     size.failed(24)
-    assert (size.now, size.wait) == (16, 2 * GROW_AFTER)
+    assert (size.current, size.wait) == (16, 2 * GROW_AFTER)
 
 
 def test_at_the_edge_what_was_too_large_is_tried_again() -> None:
@@ -98,7 +97,7 @@ def test_a_batch_that_is_not_divided_tries_nothing() -> None:
 
 def test_most_is_never_exceeded() -> None:
     size = MicroBatchSize(24)
-    assert (size.now, size.of(64), size.of(5)) == (24, 24, 5)
+    assert size.current == 24
     assert set(fit(size, 64, GROW_AFTER)) == {None}
     size.failed(22)
     assert fit(size, 64, GROW_AFTER)[-1] == 16
@@ -120,7 +119,7 @@ def test_a_try_is_not_known() -> None:
     size = MicroBatchSize()
     size.failed(64)
     fit(size, 64, GROW_AFTER)
-    assert (size.now, size.state()["micro_batch"]) == (64, 32)
+    assert (size.current, size.state()["micro_batch"]) == (64, 32)
 
 
 def test_a_size_of_ones_own_is_stronger_than_what_is_loaded() -> None:
@@ -128,23 +127,27 @@ def test_a_size_of_ones_own_is_stronger_than_what_is_loaded() -> None:
     for most, now in [(8, 8), (16, 16), (24, 16), (None, 16)]:
         size = MicroBatchSize(most)
         size.load(state)
-        assert size.now == now
+        assert size.current == now
     size = MicroBatchSize(8)
     size.load(MicroBatchSize().state())
-    assert size.now == 8
+    assert size.current == 8
 
 
 @given(limit=st.integers(1, 40), samples=st.integers(1, 64), most=st.none() | st.integers(1, 40))
 def test_it_comes_to_the_fewest_parts_that_fit(limit: int, samples: int, most: int | None) -> None:
     """Whatever fits, no batch fails for ever, and after some tries there are as few parts as could be."""
     size = MicroBatchSize(most)
+
+    def part() -> int:
+        return min(size.current or samples, samples)
+
     failures = 0
     for _ in range(30 * GROW_AFTER):
-        while size.of(samples) > limit:
-            size.failed(size.of(samples))
+        while part() > limit:
+            size.failed(part())
             failures += 1
         size.fitted(samples)
-        assert most is None or size.of(samples) <= most
+        assert most is None or part() <= most
     fewest = -(-samples // min(limit, most or limit))
-    assert -(-samples // size.of(samples)) == fewest
+    assert -(-samples // part()) == fewest
     assert failures <= 6 + 6  # halvings of 64, and tries, each of which doubles the wait

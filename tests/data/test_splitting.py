@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_solo.data.batch_weights import labels_of, weight_of
+from lightning_solo.data.loss_weights import labels_of, weight_of
 from lightning_solo.data.splitting import even_ranges, samples_of, split_evenly
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions, nearest

@@ -32,6 +32,29 @@ def test_random_numbers_are_drawn_again() -> None:
         assert drawn() == first
 
 
+class Own(nn.Module):
+    """A module with generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.old = numpy.random.default_rng(1), numpy.random.RandomState(1)
+        self.python, self.torch = random.Random(1), torch.Generator().manual_seed(1)
+
+    def forward(self) -> list[float]:
+        drawn = float(torch.rand((), generator=self.torch))
+        return [self.numpy.random(), self.old.rand(), self.python.random(), drawn]
+
+
+def test_generators_of_modules_draw_again() -> None:
+    module = nn.Sequential(Own())
+    rollback = Rollback(module, CPU)
+    module[0]()
+    rollback.save()
+    first = module[0]()
+    rollback.restore()
+    assert module[0]() == first
+
+
 class Counting(nn.Module):
     """A module with a table that stays, a count that changes in place and a mask that is replaced."""
 
@@ -83,6 +106,89 @@ def test_what_changes_for_the_first_time_in_a_failing_step() -> None:
     module[0].table += 1
     with pytest.raises(ConflictError, match=mentions("0.table", "smaller micro-batch")):
         rollback.restore()
+
+
+class Growing(nn.Module):
+    """A module that registers a buffer and a submodule in a forward, as caches of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grows = False
+
+    def forward(self) -> None:
+        if self.grows and not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(3))
+            self.norm = nn.BatchNorm1d(2)
+
+
+def test_what_a_failing_forward_registers_is_taken_away() -> None:
+    module = nn.Sequential(Growing())
+    rollback = Rollback(module, CPU)
+    rollback.save()
+    module[0].grows = True
+    module[0]()
+    rollback.restore()
+    assert not list(module.buffers())
+    assert len(list(module.modules())) == 2
+
+
+def test_what_a_forward_registers_is_saved_from_the_next_step_on() -> None:
+    module = nn.Sequential(Growing())
+    rollback = Rollback(module, CPU)
+    rollback.save()
+    module[0].grows = True
+    module[0]()
+    rollback.save()
+    module[0].table += 1
+    module[0].norm(torch.randn(4, 2))
+    rollback.restore()
+    assert module[0].table.tolist() == [0, 1, 2]
+    assert module[0].norm.running_mean.tolist() == [0, 0]
+
+
+def test_a_module_in_the_place_of_another_is_refused_not_forgotten() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    rollback = Rollback(module, CPU)
+    rollback.save()
+    module[0] = nn.BatchNorm1d(2)
+    rollback.save()
+    with pytest.raises(ConflictError, match=mentions("0", "smaller micro-batch")):
+        rollback.restore()
+
+
+def test_a_change_of_data_which_torch_does_not_count() -> None:
+    """Codebooks are updated so."""
+    module = Counting()
+    rollback = Rollback(module, CPU)
+    for step in range(4):
+        rollback.save()
+        for _ in range(2):
+            module.table.data.add_(1)
+            rollback.restore()
+            assert module.table.tolist() == [step, step + 1, step + 2]
+        module.table.data.add_(1)
+
+
+def test_buffers_of_inference_mode_which_count_nothing() -> None:
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("table", torch.arange(3))
+    rollback, table = Rollback(module, CPU), module.table
+    for _ in range(3):
+        rollback.save()
+        module.table = table + 1
+        rollback.restore()
+        assert module.table is table
+
+
+def test_what_never_changes_is_copied_once() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), Counting())
+    rollback = Rollback(module, CPU)
+    for _ in range(3):
+        rollback.save()
+        module[0](torch.randn(4, 2))
+    copied = [copy for values in rollback._values for copies, _ in values._groups for copy in copies]
+    assert sum(copy.numel() for copy in copied) == 2 + 2 + 1  # mean, variance and count of batch norm
 
 
 METRICS: list[Any] = [

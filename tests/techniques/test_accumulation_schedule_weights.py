@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_solo.data.batch_weights import weight_of
+from lightning_solo.data.loss_weights import weight_of
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.optim.noise_scale import AVERAGED, NoiseScale, noise_and_signal
 from lightning_solo.techniques.accumulation_schedule.milestones import Epoch, count_optimizer_steps, epoch_of, factor_at

@@ -185,7 +185,7 @@ def test_after_ten_failures_the_weights_are_those_of_an_undisturbed_run(
 
     class Forgetful(L.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            technique._size.now = None  # as if nothing had been learned: each batch fails at 8, 4 and 2
+            technique._size.current = None  # as if nothing had been learned: each batch fails at 8, 4 and 2
 
     other, _ = trained(make_trainer, disturbed, technique, *[other() for other in others], Forgetful())
     assert technique.retries == 12 == disturbed.failures

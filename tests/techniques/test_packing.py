@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from lightning_solo.data.batch_weights import IGNORED
 from lightning_solo.data.loaders import with_batches
+from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.packing import PackedBatches
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_solo.cards.card import resources
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.data.batch_size import size_of
-from lightning_solo.data.batch_weights import weight_of
+from lightning_solo.data.loss_weights import weight_of
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.optim.noise_scale import NoiseScale, squared_norm
 from lightning_solo.optim.param_groups import parameters_of
@@ -83,7 +83,7 @@ class AccumulationSchedule(Technique):
             or ``"tokens"`` (labels other than -100) of all batches so far, or ``"noise_scale"``, the number of samples
             at which the gradient's noise equals its signal.
         weight_by: ``"batches"``, which all count alike; or what a batch counts by: ``"samples"``, ``"tokens"``,
-            ``"shifted_tokens"`` or a key, as `lightning_solo.data.batch_weights.weight_of` has them.
+            ``"shifted_tokens"`` or a key, as `lightning_solo.data.loss_weights.weight_of` has them.
 
     Raises:
         PresetError: the milestones are ill-formed, or begin with one batch by noise.

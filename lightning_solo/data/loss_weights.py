@@ -1,4 +1,4 @@
-"""The weight of a batch, or of a part of one, in a mean over several: its samples, its valid tokens, or a key's sum."""
+"""What the loss of a batch, or of a part of one, counts by in a mean over several: samples, tokens, a key's sum."""
 
 from __future__ import annotations
 

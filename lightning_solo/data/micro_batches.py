@@ -1,0 +1,102 @@
+"""Batches in micro-batches of limited size, each with its share in the mean over all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lightning_solo.data.loss_weights import weight_of
+from lightning_solo.data.splitting import BatchDim, samples_of, split_evenly
+from lightning_solo.errors import ConflictError
+
+
+class MicroBatch(NamedTuple):
+    """What goes through forward and backward at once.
+
+    Attributes:
+        data: a batch, or a part of one.
+        samples: in it.
+        batch: the index of the batch it is from.
+        share: in the mean over all samples or tokens of all batches; at 0 there is nothing to learn from it, and its
+            loss may be a mean over nothing: NaN.
+    """
+
+    data: Any
+    samples: int
+    batch: int
+    share: float
+
+
+class Splitter:
+    """Splits batches along their batch dimension, or by a function.
+
+    Args:
+        batch_dim: as in `lightning_solo.data.splitting`.
+        split: function of (batch, size) that returns a list of pairs (part, its samples), of ``size`` at most.
+        weight_by: what a part counts by, as in `lightning_solo.data.loss_weights`.
+    """
+
+    def __init__(
+        self, batch_dim: BatchDim = 0, split: Callable[..., Any] | None = None, weight_by: str = "samples"
+    ) -> None:
+        self.batch_dim = batch_dim
+        self.split = split
+        self.weight_by = weight_by
+
+    def samples(self, batch: Any) -> int:
+        """Return the samples in a batch.
+
+        Raises:
+            ConflictError: it can't be split.
+        """
+        if self.split is None:
+            return samples_of(batch, self.batch_dim)
+        return sum(samples for _, samples in self.parts(batch, sys.maxsize))
+
+    def parts(self, batch: Any, max_samples: int) -> list[tuple[Any, int]]:
+        """Return a batch in parts of at most so many samples, each with its samples.
+
+        Raises:
+            ConflictError: it can't be split, or the function returned something else.
+        """
+        if self.split is None:
+            return split_evenly(batch, max_samples, self.batch_dim)
+        parts: list[tuple[Any, int]] = self.split(batch, max_samples)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts):
+            raise ConflictError("micro-batches: split must return a list of pairs (part, its samples, an integer)")
+        largest = max((samples for _, samples in parts), default=0)
+        if not 0 < largest <= max_samples:
+            raise ConflictError(
+                f"micro-batches: split(batch, {max_samples}) returned {len(parts)} parts, the largest of {largest}"
+                " samples; return a list of (part, its samples) with at most as many"
+            )
+        return parts
+
+    def micro_batches(self, batches: Sequence[Any], max_samples: int | None = None) -> list[MicroBatch]:
+        """Return batches in micro-batches of at most so many samples, of which a step takes the mean.
+
+        >>> import torch
+        >>> [(part.samples, part.share) for part in Splitter().micro_batches([torch.zeros(8, 1)], max_samples=3)]
+        [(3, 0.375), (3, 0.375), (2, 0.25)]
+
+        Raises:
+            ConflictError: a batch can't be split, or the function lost samples.
+        """
+        pieces: list[tuple[Any, int, int]] = []
+        for index, batch in enumerate(batches):
+            parts = self.parts(batch, max_samples or sys.maxsize)
+            returned = sum(samples for _, samples in parts)
+            if self.split is not None and max_samples and returned != (samples := self.samples(batch)):
+                raise ConflictError(
+                    f"micro-batches: split returned {returned} samples in {len(parts)} parts of a batch of {samples};"
+                    " return all of them, whatever the size"
+                )
+            pieces += [(*part, index) for part in parts]
+        if len(pieces) == 1:
+            return [MicroBatch(*pieces[0], 1.0)]
+        weights = [weight_of(data, samples, self.weight_by) for data, samples, _ in pieces]
+        if not sum(weights):  # no valid token at all: as without parts the loss is what the module makes of it
+            weights = [float(samples) for _, samples, _ in pieces]
+        total = sum(weights)
+        return [MicroBatch(*piece, weight / total) for piece, weight in zip(pieces, weights, strict=True)]

@@ -1,0 +1,52 @@
+"""Whether a loss over samples is the mean over its parts: two runs compared by loss and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class LossAndGradient(NamedTuple):
+    """What forward and backward gave; all gradients in one tensor, in float64 on the host."""
+
+    loss: float
+    gradient: Tensor
+
+
+def loss_and_gradient(loss: Tensor, parameters: Iterable[Tensor]) -> LossAndGradient:
+    """Return a loss with the gradients that parameters have."""
+    gradients = [p.grad.detach().double().flatten().cpu() for p in parameters if p.grad is not None]
+    return LossAndGradient(float(loss), torch.cat([*gradients, torch.zeros(1, dtype=torch.float64)]))
+
+
+def difference(whole: LossAndGradient, split: LossAndGradient) -> float:
+    """Return by how much two runs differ at most, in loss and in gradient, relative to the first.
+
+    >>> whole = LossAndGradient(2.0, torch.tensor([3.0, 4.0], dtype=torch.float64))
+    >>> difference(whole, LossAndGradient(2.0, whole.gradient * 1.25))
+    0.25
+    """
+    if whole.gradient.shape != split.gradient.shape:  # parameters without a gradient in one of them
+        return math.inf
+    of_loss = abs(whole.loss - split.loss) / (abs(whole.loss) or 1.0)
+    of_gradient = float((whole.gradient - split.gradient).norm() / (whole.gradient.norm() or 1.0))
+    return float(torch.tensor([of_loss, of_gradient], dtype=torch.float64).max())  # NaN where one of them is
+
+
+@contextmanager
+def same_for_parts(module: nn.Module) -> Iterator[None]:
+    """Have no dropout, whose draws differ between a batch and its parts, and no statistics of BatchNorm."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    layers = [part for part in module.modules() if isinstance(part, kinds) and part.training]
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()

@@ -1,0 +1,70 @@
+"""How many batches of the loader make an optimizer step of so many samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning_solo.errors import ConflictError
+
+
+class GlobalBatch:
+    """The samples of an optimizer step, and how many batches of the loader they are.
+
+    Args:
+        samples: in an optimizer step; None where accumulation says how many batches make one.
+
+    Attributes:
+        factor: batches in a step; None before it is known.
+    """
+
+    def __init__(self, samples: int | None) -> None:
+        self.samples = samples
+        self.factor: int | None = None
+        self._in_first_batch: int | None = None  # where the loader doesn't say
+
+    def see_loader(self, loader: Any) -> None:
+        """Learn from a loader how many samples its batches have, if it says so."""
+        sampler = getattr(loader, "batch_sampler", None)
+        in_batch = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if self.samples is not None and isinstance(in_batch, int):
+            self.factor = self._batches_of(in_batch)
+
+    @property
+    def needs_batches(self) -> bool:
+        """Whether only the batches tell: then they have to be of one size."""
+        return self.samples is not None and (self.factor is None or self._in_first_batch is not None)
+
+    def see_batch(self, in_batch: int, batch_idx: int, *, is_last: bool) -> None:
+        """Learn from the first batch, and see that the others are as large.
+
+        Raises:
+            ConflictError: no number of batches makes a step, or one has another size.
+        """
+        if self._in_first_batch is None:
+            self._in_first_batch, self.factor = in_batch, self._batches_of(in_batch)
+        elif not is_last and in_batch != self._in_first_batch:
+            raise ConflictError(
+                f"micro_batching: global_batch={self.samples} needs batches of one size, and batch {batch_idx} has"
+                f" {in_batch} samples where the first had {self._in_first_batch}; write global_batch=null, and how"
+                " many batches make a step by accumulate_grad_batches"
+            )
+
+    def _batches_of(self, in_batch: int) -> int:
+        assert self.samples is not None  # asked for
+        factor, rest = divmod(self.samples, in_batch)
+        if rest or not factor:
+            lower = f"{factor * in_batch} or " if factor else ""
+            raise ConflictError(
+                f"micro_batching: global_batch={self.samples} is no multiple of the loader's batch of {in_batch}; write"
+                f" global_batch={lower}{(factor + 1) * in_batch}, or a batch_size that divides {self.samples}"
+            )
+        return factor
+
+    def count_steps(self, trainer: Any, stock: int | float) -> int | float:
+        """Return the optimizer steps of a fit; where they aren't known, Lightning's own count."""
+        batches = trainer.num_training_batches
+        if self.factor is None or trainer.max_epochs == -1 or batches == math.inf:
+            return stock
+        steps = -(-int(batches) // self.factor) * max(int(trainer.max_epochs), 1)
+        return steps if trainer.max_steps == -1 else min(steps, int(trainer.max_steps))

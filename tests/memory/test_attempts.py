@@ -1,0 +1,117 @@
+"""Of work that ran out of memory nothing is alive, whoever has kept its error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_solo.memory.attempts import attempt
+
+KEPT: list[Any] = []
+
+
+def work() -> None:
+    """Run out of memory with a tensor in each of three frames: of the call, of the cause, of what was handled."""
+
+    def inner() -> None:
+        tensor = made()
+        raise torch.OutOfMemoryError(f"out of memory beside {tensor.numel()}")
+
+    tensor = made()
+    try:
+        inner()
+    except torch.OutOfMemoryError as error:
+        kept = made()
+        try:
+            raise KeyError("a context")
+        except KeyError:
+            raise RuntimeError(f"wrapped {tensor.numel() + kept.numel()}") from error
+
+
+ALIVE: list[weakref.ref[Tensor]] = []
+
+
+def made() -> Tensor:
+    tensor = torch.zeros(4)
+    ALIVE.append(weakref.ref(tensor))
+    return tensor
+
+
+def none_keeps(error: BaseException) -> None:
+    return
+
+
+def a_list_keeps(error: BaseException) -> None:
+    KEPT.append(error)
+
+
+def the_interpreter_keeps(error: BaseException) -> None:
+    sys.last_exc = sys.last_value = error  # type: ignore[attr-defined]
+    sys.last_traceback = error.__traceback__
+
+
+def a_log_record_keeps(error: BaseException) -> None:
+    KEPT.append(logging.LogRecord("a", 0, "", 0, "", (), (type(error), error, error.__traceback__)))
+
+
+def another_error_keeps(error: BaseException) -> None:
+    other = ValueError("another")
+    other.__context__ = error
+    KEPT.append(other)
+
+
+def a_summary_keeps(error: BaseException) -> None:
+    KEPT.append(traceback.TracebackException.from_exception(error))
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [none_keeps, a_list_keeps, the_interpreter_keeps, a_log_record_keeps, another_error_keeps, a_summary_keeps],
+)
+def test_no_tensor_is_alive(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("last_exc", "last_value", "last_traceback"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+    KEPT.clear()
+    ALIVE.clear()
+
+    def kept() -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            keep(error)
+            raise
+
+    result, failure = attempt(kept)
+    assert result is None
+    assert failure is not None
+    assert "wrapped 8" in failure
+    assert len(ALIVE) == 3
+    assert [ref() for ref in ALIVE] == [None] * 3
+    KEPT.clear()
+
+
+def test_an_error_that_was_being_handled_keeps_its_traceback() -> None:
+    try:
+        raise torch.OutOfMemoryError("of another time")
+    except torch.OutOfMemoryError as outer:
+        _, failure = attempt(work)
+        assert failure is not None
+        where = outer.__traceback__
+        assert where is not None
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            attempt(fails)
+
+
+def fails() -> None:
+    raise RuntimeError("shapes differ")
+
+
+def test_a_result_is_returned() -> None:
+    assert attempt(lambda: 3) == (3, None)
