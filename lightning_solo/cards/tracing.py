@@ -32,6 +32,7 @@ class Tracing:
         splits: whether a batch is run in several micro-batches, as large as fit.
         at_most: examples in one of them; None for what fits.
         scales: whether micro-batches of any size do the same, so that those of two sizes tell of all.
+        ahead: batches of the loader that wait for their step: on a GPU, where a stream of their own copies them.
         assumptions: where the trace differs from the run, in words.
     """
 
@@ -43,4 +44,5 @@ class Tracing:
     splits: bool = False
     at_most: int | None = None
     scales: bool = True
+    ahead: int = 0
     assumptions: tuple[str, ...] = ()

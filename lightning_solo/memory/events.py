@@ -35,11 +35,13 @@ class EventLog:
         events: (storage, bytes gained or lost), as they happened.
         labels: storage -> category, the last one that it had.
         held: storage -> bytes before the first event.
+        aside: of these, the ones that another stream allocated, which keeps its memory to itself.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     held: dict[int, int] = field(default_factory=dict)
+    aside: frozenset[int] = frozenset()
 
     def born(self, label: str) -> int:
         """Return the index of a new storage."""

@@ -1,6 +1,7 @@
 """A simulation of PyTorch's caching allocator: reserved bytes, and the smallest memory in which a run survives.
 
-The default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), one stream, without expandable segments.
+The default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), without expandable segments, of one stream
+beside what others hold all along.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ class CachingAllocator:
                 block = self._join(*((other, block) if other is block.before else (block, other)))
         insort(self._free[block.small], (block.size, block.number))
 
+    def serve_another_stream(self) -> None:
+        """Leave what is free in the segments so far to the stream that they were allocated for."""
+        self._free = {True: [], False: []}
+
     def _best_fit(self, size: int, *, small: bool) -> _Block | None:
         pool = self._free[small]
         index = bisect_left(pool, (size, -1))
@@ -159,10 +164,14 @@ def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> Ca
             handles[storage] = allocator.allocate(size)
         sizes[storage] = size
 
+    for storage in sorted(log.aside):
+        resize(storage, log.held[storage])
+    allocator.serve_another_stream()
     if workspace:
         allocator.allocate(workspace)
     for storage, size in log.held.items():
-        resize(storage, size)
+        if storage not in log.aside:
+            resize(storage, size)
     for storage, change in log.events:
         resize(storage, sizes.get(storage, 0) + change)
     return allocator

@@ -63,6 +63,18 @@ def examples(batch: Any) -> int:
     return max(set(lengths), key=lengths.count)
 
 
+def storage_bytes(batch: Any, examples: int, size: int) -> list[int]:
+    """Return the bytes of each tensor in a batch, as they are with ``size`` examples."""
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> None:
+        scales = tensor.dim() and tensor.shape[0] == examples
+        sizes.append(tensor.nbytes // examples * size if scales else tensor.nbytes)
+
+    mapped(batch, note)
+    return sizes
+
+
 def sized(batch: Any, examples: int, size: int) -> Any:
     """Return the batch with ``size`` examples: its own, repeated."""
 

@@ -72,6 +72,7 @@ def capture(
     cuda: bool = True,
     attention: str = "fused",
     steps: int = 2,
+    moves_batches: bool = True,
 ) -> Trace:
     """Train for some optimizer steps, and return their trace.
 
@@ -83,6 +84,7 @@ def capture(
         cuda: whether kernels and temporaries are those of a CUDA device.
         attention: as `cuda_rules`.
         steps: how many; an optimizer has its states from the second on.
+        moves_batches: whether a batch is copied to a CUDA device when it is due, and counted from then on.
 
     Raises:
         PlanError: the module makes no optimizer step, or one without gradients; an index in the batch is out of range;
@@ -111,8 +113,8 @@ def capture(
         if cuda:
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))
-            # a batch is copied, as a move to the device would: here both are the CPU
-            stack.enter_context(batches_through(trainer.strategy, _cloned))
+            if moves_batches:  # here both are the CPU
+                stack.enter_context(batches_through(trainer.strategy, _cloned))
         elif fake:
             stack.enter_context(cpu_rules())
         if mode is not None:

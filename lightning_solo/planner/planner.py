@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_solo.cards.footprint import ELEMENT_BYTES
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import peak_allocated, replay, smallest_capacity, survives
-from lightning_solo.planner.batches import examples, first_batch, sized
+from lightning_solo.planner.batches import examples, first_batch, sized, storage_bytes
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
@@ -62,25 +63,17 @@ class Planner:
         scalable = self._trace(arranged, size)
         if arranged.splits and size == self.micro_batch:
             undivided = arrange(config, self.trainer, self.allow, undivided=True)
-            if not undivided.splits and self._fits_at((whole := self._trace(undivided, size)).at(size)):
+            if not undivided.splits and self._fits_at(self._at(size, undivided, whole := self._trace(undivided, size))):
                 arranged, scalable = undivided, whole
         device_assumptions = assumed(self.device, arranged.precision)
         assumptions = [*scalable.trace.assumptions, *arranged.assumptions, *device_assumptions]
-
-        def at(size: int) -> Trace:
-            trace = scalable.at(size)
-            if arranged.states is None:
-                return trace
-            return _with_buffers(
-                trace,
-                *arranged.states.buffers(trace.sizes, arranged.precision, max(arranged.accumulation, arranged.window)),
-            )
-
-        largest = None if scalable.affine is None else self._largest(at)
+        largest = None
+        if scalable.affine is not None:
+            largest = self._largest(partial(self._at, arranged=arranged, scalable=scalable))
         if arranged.splits:
             size = min(size, largest or size)
             arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
-        planned = at(size)
+        planned = self._at(size, arranged, scalable)
         peak, breakdown = self._peak(planned)
         needed = self._needed(planned)
         seconds, flops, moved, timeline = self._cost(planned, arranged)
@@ -105,6 +98,33 @@ class Planner:
             accumulation=arranged.accumulation,
             timeline=tuple(timeline),
         )
+
+    def _at(self, size: int, arranged: Arrangement, scalable: ScalableTrace) -> Trace:
+        """Return the trace of a micro-batch of ``size`` examples, with what isn't traced."""
+        trace = scalable.at(size)
+        if arranged.states is not None:
+            window = max(arranged.accumulation, arranged.window)
+            trace = _with_buffers(trace, *arranged.states.buffers(trace.sizes, arranged.precision, window))
+        return self._with_batches(trace, arranged, size)
+
+    def _with_batches(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
+        """Return the trace with the batches of the loader that wait for their step, and on a GPU the one in training.
+
+        Those on a GPU are copied from pinned memory, which is taken until the copies have arrived: at most by all that
+        wait.
+        """
+        if not arranged.ahead:
+            return trace
+        assert self.micro_batch is not None
+        batch = storage_bytes(self.batch, self._examples, self.micro_batch if arranged.splits else size)
+        host_bytes = trace.host_bytes + arranged.ahead * sum(batch)
+        if not self._cuda:
+            return replace(trace, host_bytes=host_bytes)
+        first, copies = len(trace.log.labels), batch * (arranged.ahead + 1)
+        held = dict(enumerate(copies, first))
+        labels = [*trace.log.labels, *["other"] * len(copies)]
+        log = replace(trace.log, labels=labels, held={**trace.log.held, **held}, aside=frozenset(held))
+        return replace(trace, log=log, host_bytes=host_bytes)
 
     # --- memory ---
 
@@ -179,15 +199,24 @@ class Planner:
 
     def _trace(self, arranged: Arrangement, micro_batch: int) -> ScalableTrace:
         arguments = arranged.arguments()
-        key = repr((arguments, micro_batch))
+        moves_batches = not (arranged.ahead and self._cuda)  # those that waited are on the device when they are due
+        key = repr((arguments, micro_batch, moves_batches))
         if key not in self._traces:
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
             def one(size: int, *, fake: bool, attention: str) -> Trace:
                 batch = sized(self.batch, self._examples, size)
                 cuda = self._cuda
-                arguments, steps = arranged.arguments(), arranged.steps
-                return capture(self.make, batch, arguments, fake=fake, cuda=cuda, attention=attention, steps=steps)
+                return capture(
+                    self.make,
+                    batch,
+                    arranged.arguments(),
+                    fake=fake,
+                    cuda=cuda,
+                    attention=attention,
+                    steps=arranged.steps,
+                    moves_batches=moves_batches,
+                )
 
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
             self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,13 @@ def test_a_workspace_and_rounding_count() -> None:
     log = log_of((0, 1), (1, 513), (0, -1))
     assert peak_allocated(log) == 512 + 1024
     assert peak_allocated(log, workspace=100) == 512 + 512 + 1024
+
+
+def test_another_stream_keeps_its_segments_to_itself() -> None:
+    log = EventLog([(1, 512), (2, 3 * MiB)], ["other"] * 4, {0: 512, 3: 3 * MiB})
+    assert replay(log).peak_reserved == (2 + 20) * MiB
+    assert replay(replace(log, aside=frozenset({0, 3}))).peak_reserved == 2 * (2 + 20) * MiB
+    assert smallest_capacity(replace(log, aside=frozenset({3}))) == (2 + 20 + 20) * MiB
 
 
 @settings(deadline=None, max_examples=60)

@@ -10,7 +10,7 @@ import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -25,11 +25,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_solo.data.prefetch import Prefetcher, Upload, prefetched
 from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.planner.device import device
+from lightning_solo.planner.planner import Planner
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.prefetch.technique import Prefetch
+from lightning_solo.units import GiB
+from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 
 Make = Callable[..., Any]
+WIDTH = 64
 WAIT_S = 20  # for what comes at once, or never
 
 
@@ -248,6 +254,75 @@ def test_what_is_loaded_and_not_trained_comes_after_a_resume(make_trainer: Make,
     assert saved == [{"at": 4}]
     resumed = run(12, Prefetch(), path=path)
     assert equal(run(12), resumed)
+
+
+# --- memory ---
+
+
+def plans(batch: Any, on: str, *callbacks: dict[str, Any]) -> list[Any]:
+    """Return plans of a `regression` under techniques, on a device without what CUDA and its libraries take."""
+    bare = replace(device(on), workspace_bytes=0, context_bytes=0)
+    planner = Planner(lambda: regression(L, Stack(blocks=1, width=WIDTH)), batch, {}, bare, 4 * GiB)
+    presets = [compose({"precision": "32-true", "callback": callback}) for callback in callbacks]
+    return [planner.plan("tried", preset) for preset in presets]
+
+
+@pytest.mark.parametrize("depth", [1, long(3)])
+def test_plans_count_the_batches_that_wait(depth: int) -> None:
+    (batch,) = loader(1, batch_size=6, width=WIDTH)
+    tensors = [4 * 6 * WIDTH, 4 * 6]  # bytes of x and y, in fp32
+    for on, blocks in (("rtx_4090", sum(-(-size // 512) * 512 for size in tensors)), ("cpu", 0)):
+        without, ahead = plans(batch, on, {}, {"prefetch": {"depth": depth}})
+        assert ahead.peak_bytes - without.peak_bytes == depth * blocks
+        assert (without.host_bytes, ahead.host_bytes) == (0, depth * sum(tensors))
+        assert ahead.largest_micro_batch <= without.largest_micro_batch
+
+
+def test_under_micro_batches_whole_batches_wait() -> None:
+    (batch,) = loader(1, batch_size=6, width=WIDTH)
+    (plan,) = plans(batch, "rtx_4090", {"prefetch": {}, "micro_batching": {"micro_batch": 2}})
+    assert (plan.micro_batch, plan.host_bytes) == (2, 2 * (4 * 6 * WIDTH + 4 * 6))
+
+
+@pytest.mark.simcuda
+@pytest.mark.parametrize("depth", [3, long(1)])
+def test_a_run_holds_what_is_planned(make_trainer: Make, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    from tests.simcuda import device as simulated
+
+    send, sent, changed = Upload.send, list[int](), threading.Condition()
+
+    def sending(self: Upload, batch: Any) -> Any:
+        copied = send(self, batch)
+        with changed:
+            sent.append(1)
+            changed.notify_all()
+        return copied
+
+    def peak(*callbacks: Any) -> int:
+        sent.clear()
+        module = regression(L, Stack(blocks=1, width=WIDTH))
+        step = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            with changed:  # two are loaded by the caller; as many as may be wait while this step runs
+                expected = min(batch_idx + depth - 1, 6) if callbacks and batch_idx >= 1 else 0
+                assert changed.wait_for(lambda: len(sent) >= expected, WAIT_S)
+            return step(batch, batch_idx)
+
+        module.training_step = training_step
+        data = DataLoader(loader(8, batch_size=64, width=WIDTH).dataset, batch_size=64, pin_memory=True)
+        gc.collect()
+        with simulated.counted() as counts:
+            make_trainer(L, callbacks=list(callbacks), accelerator="gpu").fit(module, data)
+        return counts.peak_allocated
+
+    monkeypatch.setattr(Upload, "send", sending)
+    (batch,) = loader(1, batch_size=64, width=WIDTH)
+    without, ahead = plans(batch, "rtx_4090", {}, {"prefetch": {"depth": depth}})
+    assert peak(Prefetch(depth)) - peak() == ahead.peak_bytes - without.peak_bytes
+    assert peak(Prefetch(depth)) <= ahead.peak_bytes
+    with simulated.memory_of(ahead.needed_bytes):
+        assert peak(Prefetch(depth))
 
 
 # --- errors ---

@@ -18,9 +18,9 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan without it, and say what it adds."""
-    ahead = f"without the {settings.depth} batches that prefetch holds on the device ahead of their step"
-    return replace(tracing, node=None, assumptions=(*tracing.assumptions, ahead))
+    """Plan the batches that it holds, without its thread."""
+    assumption = "prefetch: batches wait on the device, unless hooks of the module or data module transfer them"
+    return replace(tracing, node=None, ahead=settings.depth, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(
