@@ -17,6 +17,8 @@ from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.memory.ledger import Ledger
 
 CLASSES = 32
+OF_DOCUMENTS = {"packing"}
+"""Techniques, and the presets of their names, that take batches of documents alone."""
 
 
 class Block(nn.Module):
@@ -131,6 +133,9 @@ def loader(batches: int = 10, batch_size: int = 4, width: int = 8, seed: int = 1
     return DataLoader(Rows(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
+LENGTHS = [1 + 7 * row % 20 for row in range(24)]
+
+
 class Documents(Dataset[Any]):
     """Tokens by index, the first of which is the index."""
 
@@ -156,7 +161,7 @@ def collate_documents(items: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, IGNORED)}
 
 
-def documents(lengths: Sequence[int], vocabulary: int = CLASSES // 2, **options: Any) -> DataLoader[Any]:
+def documents(lengths: Sequence[int] = LENGTHS, vocabulary: int = CLASSES // 2, **options: Any) -> DataLoader[Any]:
     """Return a loader of documents of these lengths, 4 to a batch."""
     options = {"batch_size": 4, "collate_fn": collate_documents, **options}
     return DataLoader(Documents(lengths, vocabulary), **options)

@@ -67,6 +67,11 @@ class Composition:
         return tuple(chosen for chosen in self.techniques if chosen.owned() & {"accumulation_factor", "micro_batches"})
 
     @property
+    def makes_batches(self) -> bool:
+        """Whether a technique makes other batches than the loader's, which a plan doesn't know."""
+        return any("batches" in chosen.owned() for chosen in self.techniques)
+
+    @property
     def first_factor(self) -> int:
         """How many micro-batches make the first optimizer step."""
         for chosen in self.techniques:

@@ -117,6 +117,9 @@ def candidates(
         if composition(preset).accumulates:
             refused[name] = "its optimizer step is of several micro-batches: another global batch, another training"
             continue
+        if composition(preset).makes_batches:
+            refused[name] = "its batches are others than the loader's, for which presets are planned"
+            continue
         candidate = replace(
             preset,
             precision=config.precision,

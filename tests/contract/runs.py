@@ -17,13 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import own_cards
-from tests.modules import Classifier, classification, documents, loader
+from tests.modules import OF_DOCUMENTS, Classifier, classification, documents, loader
 
 WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
 BATCHES = 6
 PRECISION = "bf16-mixed"
-OF_DOCUMENTS = {"packing"}  # techniques for batches of tokens alone
-LENGTHS = [1 + 7 * row % 20 for row in range(24)]
 ON_CPU = [card for card in own_cards().values() if card.on_cpu is not None]
 
 
@@ -58,7 +56,7 @@ def batches_of(*cards: Card) -> Any:
     """Return a loader that techniques take: of as many batches of rows, or of 24 documents."""
     if OF_DOCUMENTS.isdisjoint(card.name for card in cards):
         return loader(BATCHES, width=WIDTH)
-    return documents(LENGTHS)
+    return documents()
 
 
 def trainer_of(home: ModuleType, folder: Path, preset: Mapping[str, Any], **arguments: Any) -> Any:

@@ -15,8 +15,8 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
 from tests.conftest import long
-from tests.contract.runs import LENGTHS, OF_DOCUMENTS, ON_CPU, PRECISION, Fit, fields, fit
-from tests.modules import documents
+from tests.contract.runs import ON_CPU, PRECISION, Fit, fields, fit
+from tests.modules import OF_DOCUMENTS, documents
 
 # pairs in which what is skipped steps otherwise than under either alone: several draws in a step; gradients of zero;
 # draws and windows over other batches
@@ -45,7 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> functools.partial[Fit]:
     """Train under one technique, once for all its pairs."""
 
     def run(card: Card, precision: str, of_documents: bool) -> Fit:
-        batches = documents(LENGTHS) if of_documents else None
+        batches = documents() if of_documents else None
         return fit(tmp_path_factory.mktemp(card.name), card, precision=precision, batches=batches)
 
     return functools.cache(run)  # type: ignore[return-value]

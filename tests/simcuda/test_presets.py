@@ -13,7 +13,7 @@ from torch import nn
 import lightning_solo as solo
 from lightning_solo.machine import is_installed
 from lightning_solo.presets.compose import compose
-from tests.modules import Classifier, classification, loader
+from tests.modules import OF_DOCUMENTS, Classifier, classification, documents, loader
 from tests.simcuda import device
 
 pytestmark = [
@@ -52,8 +52,8 @@ def module() -> Any:
     return classification(L, Classifier(blocks=2, width=WIDTH))
 
 
-def batches(count: int = 6) -> Any:
-    return loader(batches=count, batch_size=8, width=WIDTH)
+def batches(preset: str = "", count: int = 6) -> Any:
+    return documents() if preset in OF_DOCUMENTS else loader(batches=count, batch_size=8, width=WIDTH)
 
 
 def kwargs_of(preset: str, callbacks: list[Any]) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def test_trains_validates_and_frees_the_device(preset: str, tmp_path: Path) -> N
     ours = module()
     start = weights(ours)
     run = trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False)
-    run.fit(ours, batches(), batches(2))
-    loss = run.validate(ours, batches(2), verbose=False)[0]["validation/loss"]
+    run.fit(ours, batches(preset), batches(count=2))
+    loss = run.validate(ours, batches(count=2), verbose=False)[0]["validation/loss"]
     assert torch.isfinite(torch.tensor(loss))
     assert all(torch.isfinite(p).all() for p in weights(ours))
     assert any(not torch.equal(p, q) for p, q in zip(weights(ours), start, strict=True))
@@ -90,12 +90,12 @@ def test_trains_validates_and_frees_the_device(preset: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("preset", PLAIN)
 def test_a_resumed_run_is_the_undisturbed_one(preset: str, tmp_path: Path) -> None:
     undisturbed, first, second = module(), module(), module()
-    trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False).fit(undisturbed, batches())
+    trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False).fit(undisturbed, batches(preset))
     begun = trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False)
-    begun.fit(first, batches())
+    begun.fit(first, batches(preset))
     begun.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
     again = trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False)
-    again.fit(second, batches(), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    again.fit(second, batches(preset), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
     assert again.global_step > begun.global_step
     for one, other in zip(weights(second), weights(undisturbed), strict=True):
         assert torch.equal(one, other)
@@ -113,10 +113,10 @@ def test_a_fit_that_fails_leaves_a_module_that_trains(preset: str, tmp_path: Pat
 
     broken.training_step = fail
     with pytest.raises(ArithmeticError, match="mine"):
-        trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches())
+        trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches(preset))
     assert list(broken.state_dict()) == list(plain.state_dict())
     broken.training_step = stock
-    trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches())
+    trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches(preset))
     assert all(torch.isfinite(p).all() for p in weights(broken))
 
 

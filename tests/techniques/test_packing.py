@@ -17,6 +17,8 @@ from lightning_solo.data.loaders import with_batches
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.packing import PackedBatches
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
+from lightning_solo.planner.rules import arrange
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
@@ -381,6 +383,14 @@ def test_an_epoch_has_the_elements_of_its_documents_and_hardly_more(make_trainer
     assert round(elements * (1 - technique.padding_after)) == sum(lengths)
     padded = sum(lengths) / (1 - technique.padding_before)
     assert elements < 0.6 * padded
+
+
+@pytest.mark.parametrize(("overrides", "tokens"), [([], "longest"), (["callback.packing.capacity=512"], "512")])
+def test_a_plan_is_of_the_batch_that_is_given_and_says_so(overrides: list[str], tokens: str) -> None:
+    arrangement = arrange(compose("packing", overrides), {})
+    assert arrangement.arguments()["callbacks"] == []
+    (assumption,) = arrangement.assumptions
+    assert {"packing", tokens} <= set(assumption.replace("'", " ").replace(":", " ").split())
 
 
 # --- trace, and resuming ---

@@ -34,8 +34,8 @@ class Settings:
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the batch that is given, and say so."""
-    size = f"{settings.rows or 'the'} rows of {settings.capacity or 'the longest document'}"
-    given = f"packing: planned for the batch that is given; packed ones have {size} tokens, and no padding"
+    most = settings.capacity or "the longest document's"
+    given = f"packing: planned for the batch that is given; a row of packed ones has {most} tokens at most"
     return replace(tracing, node=None, assumptions=(*tracing.assumptions, given))
 
 

@@ -65,14 +65,11 @@ class Packing(Technique):
         self.seed = seed
         self.padding_before: float | None = None
         self.padding_after: float | None = None
-        self._forget()
+        self._configs: list[Any] = []  # that make caches
+        self._documents: TwoDocuments | None = None  # that are still to be compared
 
     def __repr__(self) -> str:
         return CARD.repr(self)
-
-    def _forget(self) -> None:
-        self._configs: list[Any] = []
-        self._documents: TwoDocuments | None = None  # that are still to be compared
 
     def transform(self, ctx: Run) -> None:
         """Find what makes caches.
@@ -93,7 +90,6 @@ class Packing(Technique):
                 f"packing and {name}.training_step(dataloader_iter), which takes its batches itself; write"
                 " training_step(batch, batch_idx), or drop packing"
             )
-        ctx.undo.callback(self._forget)
         self._configs = caching_configs(ctx.module)
 
     def loader(self, ctx: Run, loader: Any) -> Any:
@@ -112,7 +108,6 @@ class Packing(Technique):
         with isolate_rng():  # documents may be augmented at random
             packed = packed_loader(loader, self.capacity, self.rows, self.length, self.seed, report)
             batches = packed.batch_sampler
-            batches.set_epoch(ctx.trainer.current_epoch)
             rows = [row for batch in batches.batches(batches.epoch) for row in batch]
             lengths = torch.tensor(batches.lengths)
             before = padding_share(lengths, plain_batches(loader, len(lengths), self.seed))
