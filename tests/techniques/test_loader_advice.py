@@ -8,6 +8,7 @@ import logging
 import math
 import pickle
 import re
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -291,6 +292,35 @@ def test_what_would_not_help_is_not_named(
     assert saved(observer)["num_workers"] == 7  # and can be looked at
 
 
+def test_a_user_ends_the_fit(make_trainer: Make, clock: Clock, said: Callable[[], str]) -> None:
+    module = stepping(clock, 1)
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 5:
+            raise KeyboardInterrupt
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    observer, handler = LoaderAdvice(), signal.getsignal(signal.SIGINT)
+    trainer = make_trainer(L, accelerator="cpu", callbacks=[observer])
+    with pytest.raises(SystemExit):
+        trainer.fit(module, DataLoader(Slow(clock, 3), 1))
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+    assert (observer.times.batches, observer.times.wait_s) == (4, 5 * 3)
+    assert "num_workers=" in said()
+
+
+@pytest.mark.long
+def test_workers_of_a_loader_start_with_each_epoch(make_trainer: Make) -> None:
+    observer = LoaderAdvice()
+    data = DataLoader(loader(3).dataset, 4, num_workers=1)
+    make_trainer(L, accelerator="cpu", callbacks=[observer], max_epochs=3).fit(regression(L), data)
+    assert observer.times.start_s > 0
+    assert "persistent_workers" in saved(observer)
+    assert "prefetch" not in saved(observer)
+
+
 def test_one_batch_says_nothing(make_trainer: Make, clock: Clock, said: Callable[[], str]) -> None:
     observer = advice(make_trainer, stepping(clock, 1), DataLoader(Slow(clock, 1), 8), max_epochs=1)
     assert (observer.times, observer.savings) == (None, ())
@@ -356,12 +386,24 @@ def test_copies_from_memory_that_is_not_pinned(make_trainer: Make, on_cuda: Cloc
     assert isinstance(observer.ctx, type(None))
 
 
-@pytest.mark.simcuda
+@pytest.mark.gpu
 def test_events_of_the_device_itself() -> None:
     clock = DeviceClock(torch.device("cuda", 0))
     first, last = clock.mark(), clock.mark()
     assert clock.between(first, last) >= 0
     assert clock.has_passed(last)
+
+
+@pytest.mark.gpu(needs="time")
+def test_a_device_at_work_does_not_wait() -> None:
+    watch = Watch(torch.device("cuda", 0), starts_workers=False, loads_here=True)
+    for _ in range(4):
+        watch.begin_wait()
+        watch.end_wait()  # on the host: at once
+        torch.cuda._sleep(10_000_000)
+        watch.end_batch()
+    measured = watch.finish()
+    assert measured.wait_s < 0.1 * measured.total_s
 
 
 # --- the bounds hold ---

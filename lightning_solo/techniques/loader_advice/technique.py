@@ -74,7 +74,7 @@ class LoaderAdvice(Technique):
         self._watch = watch = Watch(
             self.ctx.device, starts_workers=loading.starts_workers, loads_here=not loading.ahead
         )
-        self.ctx.undo.callback(setattr, self, "_watch", None)
+        self.ctx.undo.callback(setattr, self, "_watch", None)  # of a fit that fails
         self.ctx.undo.enter_context(fetches(trainer, watch.begin_wait, watch.end_wait))
         self.ctx.undo.enter_context(batches_through(trainer.strategy, watch.copying))
 
@@ -95,9 +95,20 @@ class LoaderAdvice(Technique):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what would help."""
-        assert self.ctx is not None
-        assert self._watch is not None
-        times = self._watch.finish()
+        self._conclude(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Say what would help, where a user ends the fit."""
+        if isinstance(exception, KeyboardInterrupt):
+            self._conclude(trainer)
+
+    # --- what ---
+
+    def _conclude(self, trainer: Any) -> None:
+        watch, self._watch = self._watch, None
+        if self.ctx is None or watch is None:  # the fit has ended, or never begun
+            return
+        times = watch.finish()
         if times.batches < 1 or times.total_s <= 0:
             self.ctx.info("loader_advice: nothing to say of one batch, which is left out; train on at least two")
             return
@@ -107,6 +118,8 @@ class LoaderAdvice(Technique):
         advised = [saving for saving in self.savings if saving.share >= self.min_share]
         self.ctx.info(report(times, advised, self.min_share))
         each = {"wait": times.wait_s, "copy": times.copy_s, "step": times.step_s}
+        if times.collate_s:
+            each["collate"] = times.collate_s
         figures = {f"loader/{name}_s": seconds / times.batches for name, seconds in each.items()}
         for logger in trainer.loggers:
             # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
