@@ -37,7 +37,7 @@ from tests.pages import DOCS, FILES, PAGES, ROOT, TABLES, Page
 
 NUMBER = re.compile(r"\d+\.\d+")
 MEASURED = re.compile(r"\d\s?(?:ms|µs|s|[KMGT]iB|%)(?![\w/])|±")
-QUICK = ("index.md", "start.md", "guides/command_line.md")
+QUICK = ("index.md", "guides/command_line.md")
 """Pages whose Python runs in `make test`; that of the others takes minutes."""
 REALLY_RUN = ("guides/hydra.md", "guides/lightning_cli.md")
 """Pages whose `python ...` commands run in a test, which takes a minute."""
@@ -191,7 +191,14 @@ def check(command: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* of preset .* replaces")  # what the page says of combined presets
-@pytest.mark.parametrize("page", [page for page in PAGES if page.commands()], ids=str)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if str(page) == "guides/planning.md" else (), id=str(page))
+        for page in PAGES
+        if page.commands()
+    ],
+)
 def test_commands_are_accepted(page: Page, folder: Path) -> None:
     if "own_technique" in page.text:
         pytest.skip("its package is installed in tests/contract/test_own_technique.py, which runs these commands")

@@ -30,6 +30,7 @@ from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of
 from lightning_solo.zero.checkpoint import groups_of
+from tests.conftest import long
 from tests.messages import lines_with
 from tests.modules import Stack, loader, regression
 
@@ -242,7 +243,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
-@pytest.mark.parametrize("preset", [True, False])
+@pytest.mark.parametrize("preset", [long(True), False])
 def test_it_shows_numbers_and_with_a_preset_those_that_fit(home: ModuleType, make_trainer: Any, preset: bool) -> None:
     module = small(home)
     n = sum(p.numel() for p in module.parameters())

@@ -395,6 +395,7 @@ def test_a_preset_that_refuses_an_override_leaves_the_others() -> None:
     assert lines_with(str(refused["fp16"]), "trainer.precision='bf16-mixed'", "precision='16-mixed'")
 
 
+@pytest.mark.long
 def test_a_model_that_depends_on_the_preset_is_planned_one_at_a_time() -> None:
     depends = [*THEIRS, "+model.precision=${solo.precision}"]
     with pytest.raises(SoloError, match=mentions("bf16 and bf16_true", "solo=")):

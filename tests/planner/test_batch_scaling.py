@@ -57,7 +57,7 @@ def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False
 # --- equal to a trace of its own ---
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("checkpointing", [long(False, id="plain"), pytest.param(True, id="checkpointing")])
 @pytest.mark.parametrize("precision", [long("32-true"), "bf16-mixed", long("bf16-true")])
 @pytest.mark.parametrize("name", [long("byte_gpt"), long("attending"), "convolutional"])
 def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str, checkpointing: bool) -> None:

@@ -90,6 +90,7 @@ class UNet(nn.Module):
         return self.head(last.mean((2, 3)))
 
 
+@pytest.mark.long
 def test_the_plan_of_a_u_net_is_near_what_the_profiler_sees() -> None:
     batch = (torch.randn(8, 3, 64, 64), torch.randint(5, (8,)))
     planned = capture(lambda: Classifier(UNet()), batch, {"precision": "32-true"}, cuda=False)

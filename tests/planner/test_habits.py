@@ -444,7 +444,7 @@ WRONG: dict[str, tuple[Callable[[], Any], Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", [name if name in ("embedding", "classes") else long(name) for name in WRONG])
+@pytest.mark.parametrize("case", [name if name == "classes" else long(name) for name in WRONG])
 def test_an_index_that_a_real_run_ends_at_is_refused(case: str) -> None:
     make, right, wrong, says = WRONG[case]
     for cuda in (False, True):

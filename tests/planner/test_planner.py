@@ -302,6 +302,7 @@ def custom() -> Custom:
     return Custom(nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 5)))
 
 
+@pytest.mark.long
 def test_an_operator_without_a_rule_is_planned_by_real_steps() -> None:
     plan = planned(custom, vectors(), micro_batch=9)
     assert "real steps" in plan.traced
@@ -319,6 +320,7 @@ def test_a_module_too_large_for_real_steps_is_refused_with_what_it_needs(monkeyp
     assert lines_with(str(caught.value), "AdamW", traces.format_bytes(16 * parameters))
 
 
+@pytest.mark.long
 def test_sparse_gradients() -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
@@ -360,6 +362,7 @@ def test_a_batch_of_the_wrong_shape_names_the_line() -> None:
         planned(dense, (torch.randn(4, 17), torch.randint(5, (4,))))
 
 
+@pytest.mark.long
 def test_a_folder_that_is_called_as_a_library_is_still_ones_own(tmp_path: Path) -> None:
     folder = tmp_path / "lightning" / "torch"
     folder.mkdir(parents=True)

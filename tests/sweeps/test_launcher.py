@@ -101,6 +101,7 @@ def test_jobs_run_side_by_side_where_asked(tmp_path: Path, parallel: int, kind: 
     assert (second[0] < first[1]) is (parallel == 2)
 
 
+@pytest.mark.long
 def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
     script = TRAIN.replace("class Model:", THREAD).replace("return cfg.n * 1.5", "return os.getppid()")
     done = sweep(tmp_path, "n=1,2", "kind=fine,raise", script=script, code=1)
@@ -183,6 +184,7 @@ def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
     assert len(list((tmp_path / "multirun").iterdir())) == 2
 
 
+@pytest.mark.long
 def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2")
     done = sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))

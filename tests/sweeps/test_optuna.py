@@ -196,6 +196,7 @@ MEETS = """
 """
 
 
+@pytest.mark.long
 def test_trials_side_by_side(tmp_path: Path) -> None:
     """Each of a pair ends only when the other has begun; each says which ones had ended before it began."""
     (tmp_path / "begun").mkdir()

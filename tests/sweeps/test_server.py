@@ -39,6 +39,7 @@ def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytes
         assert "opens the CUDA device" in str(forking.why_not_fork())
 
 
+@pytest.mark.long
 def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = TRAIN.replace("class Model:", f"imported = os.environ.get({server.NVML!r})\n\nclass Model:")
     script = script.replace(LAST, f"return [imported, os.environ.get({server.NVML!r})]")

@@ -123,7 +123,8 @@ def test_with_every_second_block_the_others_are_always_kept(make_trainer):
     assert peaks.kept[-1] == 1
 
 
-BACKENDS = ["aot_eager", long("inductor", marks=pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler"))]
+INDUCTOR = [pytest.mark.long, pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
 
 
 class Saved(lightning_pytorch.Callback):
@@ -260,7 +261,7 @@ def test_fewer_compiled_blocks_are_kept_where_the_allocator_shows_more(make_trai
 
 
 @pytest.mark.parametrize(
-    ("factor", "precision"), [(3, "32-true"), (1, "bf16-mixed"), long(1, "32-true"), long(3, "bf16-mixed")]
+    ("factor", "precision"), [(3, "32-true"), long(1, "bf16-mixed"), long(1, "32-true"), long(3, "bf16-mixed")]
 )
 def test_no_step_is_above_the_budget_and_no_bit_changes(home, make_trainer, precision, factor):
     arguments = {"precision": precision, "accumulate_grad_batches": factor, "data": loader(12, 256, WIDTH)}
@@ -433,7 +434,8 @@ def test_what_is_kept_is_planned(make_trainer):
 
 
 @pytest.mark.cpu_only("planned for a CPU")
-@pytest.mark.parametrize(("share", "kept"), [(0.5, 3), long(1, BLOCKS)])
+@pytest.mark.long
+@pytest.mark.parametrize(("share", "kept"), [(0.5, 3), (1, BLOCKS)])
 def test_a_share_is_planned_as_it_trains(make_trainer, share, kept):
     home = lightning_pytorch
     data = list(loader(1, 256, WIDTH)) * 5  # from before, counted nowhere

@@ -274,6 +274,7 @@ def test_the_same_weights_with_and_without(home: ModuleType, make_trainer: Any, 
 # Planned
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("a plan there takes real steps of small micro-batches")
 def test_a_plan_counts_the_buffers_on_the_host_and_the_copies() -> None:
     def planned(**settings: Any) -> Any:

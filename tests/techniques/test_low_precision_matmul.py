@@ -23,6 +23,7 @@ from lightning_solo.planner.device import CAPABILITIES, device
 from lightning_solo.planner.tracer import Tracer
 from lightning_solo.techniques.low_precision_matmul.card import FORMATS
 from lightning_solo.techniques.low_precision_matmul.technique import LowPrecisionMatmul
+from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 from tests.pages import TABLES
@@ -158,8 +159,8 @@ def test_validation_multiplies_as_before() -> None:
     assert torch.equal(module.eval()(x), stack()(x))
 
 
-@every_format
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("kind", [kind if kind in ("int8", "float8_tensorwise") else long(kind) for kind in FORMATS])
+@pytest.mark.parametrize("recomputed", [long(False), True])
 def test_compiled_and_recomputed_blocks_multiply_alike(kind: str, recomputed: bool) -> None:
     torch._dynamo.reset()
     module = stack(kind, 3)

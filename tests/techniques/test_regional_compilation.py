@@ -184,6 +184,7 @@ def test_copies_and_pickles_in_a_fit_are_plain(make_trainer, tmp_path: Path):
     assert saves.keys == list(Stack().state_dict())
 
 
+@pytest.mark.long
 def test_blocks_of_many_kinds_and_many_fits_are_all_compiled():
     for _ in range(5):
         counting = CountingBackend("aot_eager")
@@ -246,6 +247,7 @@ class Counter(nn.Module):
         return self.inner(x) if self.mode else x
 
 
+@pytest.mark.long
 def test_compiling_in_every_batch_is_warned_of_once(make_trainer):
     net = nn.Sequential(Counter(), Counter(), nn.Linear(8, 1))
     with pytest.warns(UserWarning, match=mentions("dynamic: true", "TORCH_LOGS=recompiles")) as warnings:
