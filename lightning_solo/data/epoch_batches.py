@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class EpochBatches(Sampler[Any]):
         self.seed = seed
         self.epoch = self.start = 0
 
-    def batches(self, epoch: int) -> list[Any]:
+    def batches(self, epoch: int) -> Iterable[Any]:
         """Return the batches of an epoch."""
         raise NotImplementedError
 
@@ -40,7 +41,7 @@ class EpochBatches(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Return the batches of the present epoch, from ``start`` on."""
-        return iter(self.batches(self.epoch)[self.start :])
+        return islice(self.batches(self.epoch), self.start, None)
 
     @property
     def sampler(self) -> EpochBatches:

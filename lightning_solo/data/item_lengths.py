@@ -1,7 +1,8 @@
-"""Lengths of a data set's items: of their first sequence, of a column, of what a collate function makes of them."""
+"""Lengths of a data set's items, or other numbers: by their first sequence, a column, a function, or as collated."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -74,34 +75,70 @@ def item_lengths(
     Raises:
         ConflictError: an item has no length, or reading it fails; names its index, and has the cause.
     """
+
+    def wrong(value: object) -> bool:
+        return type(value) is not int or value < 0
+
+    return _values(dataset, length, collate_fn, report, torch.int64, wrong, ("length", "length", "an integer"))
+
+
+def item_difficulties(
+    dataset: Any,
+    by: Length | Literal["auto", "collated"],
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> torch.Tensor:
+    """Return a number for every item, as `item_lengths` but any finite one, in float64.
+
+    Raises:
+        ConflictError: as `item_lengths`.
+    """
+
+    def wrong(value: object) -> bool:
+        return isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+
+    return _values(dataset, by, collate_fn, report, torch.float64, wrong, ("by", "difficulty", "a number"))
+
+
+def _values(
+    dataset: Any,
+    length: Length,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    report: Callable[[int, int], None] | None,
+    dtype: torch.dtype,
+    wrong: Callable[[object], bool],
+    words: tuple[str, str, str],
+) -> torch.Tensor:
+    """Return the items' values; ``words`` are the setting's name, that of a value, and what a function returns."""
     count = len(dataset)
     columns = getattr(dataset, "column_names", None) or ()
     if length == "auto" and "length" in columns:
         length = "length"
-    values = dataset[length] if isinstance(length, str) and length in columns else None
-    lengths = torch.empty(count, dtype=torch.int64)
+    column = dataset[length] if isinstance(length, str) and length in columns else None
+    setting, noun, kind = words
+    remedy = f"write {setting}=<name of a column>, {setting}=collated, or a function of an item that returns {kind}"
+    values = torch.empty(count, dtype=dtype)
     last = time.monotonic()
     for index in range(count):
         try:
-            found = _as_length(values[index]) if values is not None else _length(dataset[index], length, collate_fn)
+            value: Any = (
+                _as_length(column[index]) if column is not None else _length(dataset[index], length, collate_fn)
+            )
         except Exception as error:
             raise ConflictError(
-                f"length={_name(length)}: item {index} of {type(dataset).__name__} raised"
-                f" {type(error).__name__}: {error}; {_REMEDY}"
+                f"{setting}={name_of(length)}: item {index} of {type(dataset).__name__} raised"
+                f" {type(error).__name__}: {error}; {remedy}"
             ) from error
-        if type(found) is not int or found < 0:
+        if wrong(value):
             raise ConflictError(
-                f"length={_name(length)}: item {index} of {type(dataset).__name__} has no length, but {found!r};"
-                f" {_REMEDY}"
+                f"{setting}={name_of(length)}: item {index} of {type(dataset).__name__} has no {noun}, but {value!r};"
+                f" {remedy}"
             )
-        lengths[index] = found
+        values[index] = value
         if report is not None and time.monotonic() - last > REPORT_EVERY_S:
             last = time.monotonic()
             report(index + 1, count)
-    return lengths
-
-
-_REMEDY = "write length=<name of a column>, length=collated, or a function of an item that returns an integer"
+    return values
 
 
 def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | None) -> object:
@@ -116,14 +153,15 @@ def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | 
 
 
 def _as_length(value: Any) -> object:
-    """Return an integer as it is, however it is stored, and the length of anything else."""
+    """Return a number as it is, however it is stored, and the length of anything else."""
     if isinstance(value, bool) or value is None:
         return value
-    if isinstance(value, int) or (hasattr(value, "item") and not getattr(value, "shape", (1,))):
-        value = value if isinstance(value, int) else value.item()
-        return int(value) if value == int(value) else value
+    if isinstance(value, int | float) or (hasattr(value, "item") and not getattr(value, "shape", (1,))):
+        value = value if isinstance(value, int | float) else value.item()
+        return int(value) if math.isfinite(value) and value == int(value) else value
     return length_of(value)
 
 
-def _name(length: Length) -> str:
+def name_of(length: Length | Callable[[Any], float]) -> str:
+    """Return what a message calls it."""
     return length if isinstance(length, str) else getattr(length, "__name__", repr(length))

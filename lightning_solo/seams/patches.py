@@ -141,6 +141,18 @@ def fetches(trainer: Any, begin: Callable[..., None], end: Callable[[], None]) -
         yield
 
 
+def loaders_resumed(trainer: Any) -> None:
+    """Load the places of loaders that a checkpoint has, where Lightning has not.
+
+    It does so when it makes the loaders; a module whose ``configure_optimizers`` reads ``estimated_stepping_batches``
+    has it make them before the checkpoint's loops are loaded.
+    """
+    loop = trainer.fit_loop
+    if loop.restarting and loop._combined_loader_states_to_load:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
 def micro_batches(trainer: Any, around: Around) -> Any:
     """Put a function around each micro-batch of automatic optimization: forward, zeroing and backward.
 
@@ -180,6 +192,21 @@ def micro_batches(trainer: Any, around: Around) -> Any:
 def empty_result(trainer: Any) -> Any:
     """Return Lightning's result of a micro-batch that has no loss."""
     return trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(None)
+
+
+def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
+    """Return what the module's ``training_step`` returns for a batch of the loader's; what it logs is left out."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    batch = strategy.batch_to_device(batch, dataloader_idx=0)
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx)
+    with (
+        logged_through(trainer, lambda *args, **kwargs: None),
+        replaced(module, "_current_fx_name", "training_step"),
+        replaced(trainer._logger_connector, "_current_fx", "training_step"),
+        trainer.precision_plugin.train_step_context(),
+    ):
+        return module.training_step(*arguments.values())
 
 
 def logged_through(trainer: Any, log: Callable[..., None]) -> Any:

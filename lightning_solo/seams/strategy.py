@@ -160,6 +160,12 @@ class Seams(Base):
 
     # --- a step ---
 
+    def on_train_start(self) -> None:
+        """Have the loaders begin where a checkpoint was saved."""
+        if (run := self.ctx) is not None:
+            patches.loaders_resumed(run.trainer)
+        super().on_train_start()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch, behind the callbacks, which may have changed the factor."""
         if (run := self.ctx) is not None:

@@ -27,6 +27,7 @@ WITHOUT_REFERENCE = (
     {"length_bucketing", "accumulation_schedule"},
     {"packing", "layer_drop"},
     {"packing", "accumulation_schedule"},
+    {"curriculum", "layer_drop"},
 )
 CARDS = sorted(own_cards().values(), key=lambda card: (card.phase, card.name))
 PAIRS = list(combinations(CARDS, 2))
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
     pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing"),
     pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
+    pytest.mark.filterwarnings("ignore:curriculum. training ends"),
     pytest.mark.filterwarnings("ignore:regional compilation did nothing"),  # where tiles are all there is in a block
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from lightning_solo.attributes import replaced
 from lightning_solo.seams import patches
 from lightning_solo.seams.strategy import Seams
-from tests.modules import loader, regression
+from tests.modules import Resumable, loader, regression
 
 Make = Callable[..., Any]
 
@@ -53,6 +54,7 @@ SEAMED = (
     *("setup_environment", "teardown", "model_sharded_context", "load_model_state_dict", "setup"),
     *(
         "process_dataloader",
+        "on_train_start",
         "on_train_batch_start",
         "training_step",
         "backward",
@@ -179,6 +181,65 @@ def test_waits_for_batches(home: ModuleType, make_trainer: Make, sized: bool) ->
     epochs = [fetches, fetches] if sized else [fetches, [*fetches, "begin", "end"]]
     assert calls == ["epoch", *epochs[0], "epoch", *epochs[1]]
     assert vars(trainer.fit_loop.epoch_loop).keys() == before.keys()
+
+
+def test_a_loss_for_itself_is_that_of_the_step_and_is_not_logged(home: ModuleType, make_trainer: Make) -> None:
+    losses: list[Any] = []
+    module = regression(home)
+    stock = module.training_step
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        loss = stock(batch, batch_idx)
+        module.log("loss", loss)
+        losses.append(loss)
+        return loss
+
+    module.training_step = step
+
+    class Before(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            (batch,) = loader(1)
+            patches.loss_of(trainer, batch, 0)
+            assert trainer.callback_metrics == {}
+            assert (module._current_fx_name, trainer._logger_connector._current_fx) == ("on_train_start", None)
+
+    trainer = make_trainer(home, max_steps=1, callbacks=[Before()])
+    trainer.fit(module, loader(1))
+    assert torch.equal(*losses)
+    assert torch.equal(trainer.callback_metrics["loss"], losses[1].detach())
+
+
+def test_loaders_are_resumed_where_configure_optimizers_has_them_made(
+    home: ModuleType, make_trainer: Make, tmp_path: Path
+) -> None:
+    class Eager(Resumable):
+        def __iter__(self) -> Iterator[Any]:
+            iterator = super().__iter__()
+            return itertools.chain([next(iterator)], iterator)
+
+    class Half(home.Callback):  # type: ignore[name-defined,misc]
+        def __init__(self, resumes: bool) -> None:
+            self.resumes, self.seen = resumes, list[float]()
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if self.resumes:
+                patches.loaders_resumed(trainer)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(float(batch[0].sum()))
+            if len(self.seen) == 2 and not self.resumes:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    def run(path: Any = None) -> list[float]:
+        module, half = regression(home), Half(path is not None)
+        stock = module.configure_optimizers
+        module.configure_optimizers = lambda: module.trainer.estimated_stepping_batches and stock()
+        trainer = make_trainer(home, callbacks=[half])
+        trainer.fit(module, Eager(list(loader(5))), ckpt_path=path, weights_only=path and True)
+        return half.seen
+
+    whole = run()
+    assert run(str(tmp_path / "half.ckpt")) == whole[2:]
 
 
 @pytest.mark.parametrize("factor", [1, 2])

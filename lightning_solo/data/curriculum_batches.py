@@ -1,0 +1,141 @@
+"""A batch sampler that draws from the easiest items alone at first, and from ever more of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a share grows to 1: Platanios et al. 2019, arXiv 1903.09848, equations 6 and 7.
+
+    Attributes:
+        start: the share at position 0.
+        duration: the position at which the share is 1.
+        schedule: ``"linear"``, or ``"root"``, which grows fast at first.
+
+    >>> [Pace(0.1, 100, "linear").share(position) for position in (0, 50, 100, 200)]
+    [0.1, 0.55, 1.0, 1.0]
+    >>> round(Pace(0.1, 100, "root").share(25), 3)
+    0.507
+    """
+
+    start: float
+    duration: int
+    schedule: Literal["linear", "root"] = "linear"
+
+    def share(self, position: float) -> float:
+        """Return the share at a position."""
+        progress = position / self.duration
+        if progress >= 1:
+            return 1.0
+        if self.schedule == "root":
+            return math.sqrt(self.start**2 + progress * (1 - self.start**2))
+        return self.start + progress * (1 - self.start)
+
+
+class CurriculumBatches(EpochBatches):
+    """Batches of items that are drawn at random from the easiest ones, a share of all that grows to 1.
+
+    A batch has no item twice. Up to the end of the epoch in which the share comes to 1, items may come again in an
+    epoch, or not at all; from then on every item comes once per epoch, in another order each time. An epoch has as many
+    batches as without a curriculum. Which items a batch has depends on the arguments and on its place alone: on no
+    batch that was drawn before, so that an epoch may begin anywhere.
+
+    Args:
+        difficulty: of the items, as (items,); ties keep the data set's order.
+        batch_size: items of a batch; only an epoch in which every item comes once may end with a smaller one.
+        pace: of the share, by optimizer steps, or by tokens where there are any.
+        drop_last: leave out as many items as do not fill a batch, others in each epoch.
+        seed: of the draws.
+        tokens: of each item, as (items,); then the position is the sum over all batches so far.
+        batches_used: of an epoch, where not all are.
+        batches_per_step: how many make an optimizer step.
+        begun: an epoch, and the position at which it began.
+        before: is called when the first batch of an epoch is drawn, and may still `rank` the items.
+
+    Attributes:
+        shares: from which the batches of the present epoch were drawn.
+    """
+
+    def __init__(
+        self,
+        difficulty: Tensor,
+        batch_size: int,
+        pace: Pace,
+        drop_last: bool = False,
+        seed: int = 0,
+        tokens: Tensor | None = None,
+        batches_used: int | None = None,
+        batches_per_step: int = 1,
+        begun: tuple[int, int] = (0, 0),
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(seed)
+        self.rank(difficulty)
+        self.batch_size = batch_size
+        self.pace = pace
+        self.drop_last = drop_last
+        self.tokens = tokens
+        self.begun = begun
+        self.before = before
+        self.shares: list[float] = []
+        self.batches_per_step = batches_per_step
+        items = len(self.order)
+        self.count = items // batch_size if drop_last else -(-items // batch_size)
+        self.batches_used = self.count if batches_used is None else batches_used
+
+    def rank(self, difficulty: Tensor) -> None:
+        """Order the items by a difficulty."""
+        self.order = difficulty.sort(stable=True).indices
+
+    def position(self, epoch: int) -> int:
+        """Return the position at which an epoch begins; one that has come to the end may be any behind it."""
+        first, position = self.begun
+        if self.tokens is None:
+            return position + (epoch - first) * -(-self.batches_used // self.batches_per_step)
+        for earlier in range(first, epoch):
+            if self.pace.share(position) == 1:
+                break
+            for batch, _ in islice(self._drawn(earlier, position), self.batches_used):
+                position += int(self.tokens[batch].sum())
+        return position
+
+    def batches(self, epoch: int) -> Iterator[list[int]]:
+        """Yield the batches of an epoch."""
+        self.before()
+        self.shares = []
+        for batch, share in self._drawn(epoch, self.position(epoch)):
+            self.shares.append(share)
+            yield batch
+
+    def _drawn(self, epoch: int, begin: int) -> Iterator[tuple[list[int], float]]:
+        """Yield the batches of an epoch that begins at a position, each with its share."""
+        items, size = len(self.order), self.batch_size
+        if self.pace.share(begin) == 1:
+            order = torch.randperm(items, generator=epoch_generator(self.seed, epoch))
+            for first in range(0, self.count * size, size):
+                yield order[first : first + size].tolist(), 1.0
+            return
+        position = begin
+        for index in range(self.count):
+            if self.tokens is None:
+                position = begin + index // self.batches_per_step
+            share = self.pace.share(position)
+            pool = min(items, max(size, round(share * items)))
+            # a generator for each batch: it depends on none before
+            places = random.Random(f"{self.seed} {epoch} {index}").sample(range(pool), min(size, pool))
+            batch = self.order[places].tolist()
+            yield batch, share
+            if self.tokens is not None:
+                position += int(self.tokens[batch].sum())

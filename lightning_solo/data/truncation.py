@@ -1,0 +1,85 @@
+"""The sequences of a batch, whatever its tensors are nested in, and the batch with shorter ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.data.splitting import mapped_leaves
+from lightning_solo.errors import ConflictError
+
+
+def sequences_of(batch: Any) -> tuple[int, int]:
+    """Return how many sequences a batch has, and their length, padding included.
+
+    They are its tensors of integers (batch, sequence); where there are none, those of numbers (batch, sequence, width).
+
+    >>> sequences_of({"input_ids": torch.zeros(4, 128).long(), "labels": torch.zeros(4).long()})
+    (4, 128)
+
+    Raises:
+        ConflictError: there are none, as in a batch of images or single rows, or of several lengths; names the shapes.
+    """
+    tokens: dict[str, tuple[int, ...]] = {}
+    numbers: dict[str, tuple[int, ...]] = {}
+    others: dict[str, tuple[int, ...]] = {}
+
+    def see(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            is_integer = not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool
+            kind = tokens if is_integer and leaf.ndim == 2 else others
+            (numbers if leaf.is_floating_point() and leaf.ndim == 3 else kind)[path or "the batch"] = tuple(leaf.shape)
+        return leaf
+
+    mapped_leaves(batch, see)
+    sequences = tokens or numbers
+    if not sequences:
+        raise ConflictError(
+            f"no sequences in this {type(batch).__name__}: there are {_named(others) or 'no tensors'}, and none of"
+            " integers as (batch, sequence), nor of numbers as (batch, sequence, width); write another by"
+        )
+    if len({shape[1] for shape in sequences.values()}) > 1:
+        raise ConflictError(
+            f"sequences of several lengths, {_named(sequences)}: which to cut, and where, isn't known; write another"
+            " by, or cut them in the collate function"
+        )
+    return next(iter(sequences.values()))[:2]  # type: ignore[return-value]
+
+
+def truncated(batch: Any, length: int, kept: int) -> Any:
+    """Return a batch with the first ``kept`` places of its sequences, in the same nesting.
+
+    Cut are the tensors that have the sequences' length behind the batch dimension: ids and masks in all such
+    dimensions, numbers in the second one, or in the last two, as a mask that is added. The rest stays as it is. What is
+    cut is copied: a module may view it in another shape, and the whole batch is freed.
+
+    >>> x, y = truncated((torch.arange(8).view(2, 4), torch.zeros(2)), length=4, kept=2)
+    >>> x.tolist(), tuple(y.shape)
+    ([[0, 1], [4, 5]], (2,))
+
+    Raises:
+        ConflictError: which dimension of a tensor is the sequence isn't known; names it.
+    """
+
+    def cut(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        dims = [dim for dim in range(1, leaf.ndim) if leaf.shape[dim] == length]
+        if leaf.is_floating_point() and 1 in dims and len(dims) > 1:
+            raise ConflictError(
+                f"{path or 'the batch'} has the shape {tuple(leaf.shape)}, and sequences have the length {length}: is"
+                " it a mask or a sequence of vectors? write a mask as booleans or (batch, 1, sequence, sequence)"
+            )
+        if leaf.is_floating_point() and 1 not in dims and dims[-2:] != [leaf.ndim - 2, leaf.ndim - 1]:
+            dims = []
+        for dim in dims:
+            leaf = leaf.narrow(dim, 0, kept)
+        return leaf.contiguous() if dims else leaf
+
+    return mapped_leaves(batch, cut)
+
+
+def _named(shapes: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{path} {shape}" for path, shape in shapes.items())

@@ -1,0 +1,79 @@
+"""The card of `curriculum`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.phase import Phase
+
+SEQUENCES = "sequence_length"
+"""By which batches are cut; by all others items are chosen."""
+
+
+def _no_difficulty(by: object) -> str | None:
+    if callable(by) or (isinstance(by, str) and by):
+        return None
+    return "write sequence_length, length, collated, loss, the name of a column, or in Python a function of an item"
+
+
+def _no_share(start: float) -> str | None:
+    return None if 0 < start < 1 else "write a share between 0 and 1, such as 0.1"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of Curriculum."""
+
+    by: str | Callable[[Any], float] = setting(  # noqa: RUF009 - the default is a string
+        "length",
+        "sequence_length, which cuts batches; or the difficulty of an item: length, collated, loss, the name of a"
+        " column, or in Python a function of an item",
+        check=_no_difficulty,
+    )
+    start: float = setting(0.1, "share of the items, or of the longest sequence, at the beginning", check=_no_share)
+    duration: int = setting(1000, "steps or tokens until all of it is used", at_least=1)
+    schedule: Literal["linear", "root"] = setting("linear", "how the share grows; root: fast at first")
+    pace: Literal["steps", "tokens"] = setting("steps", "what the duration counts: optimizer steps or tokens")
+    multiple: int = setting(8, "tokens cut off a sequence are a multiple of it", at_least=1)
+    seed: int = setting(0, "of the draws of items", at_least=0)
+
+
+def _steps_unknown(settings: Settings, composition: Composition) -> str | None:
+    """Refuse to choose items by steps whose batches aren't known when the items are drawn, ahead of training."""
+    if settings.by == SEQUENCES or settings.pace != "steps":
+        return None
+    for chosen in composition.techniques:
+        if "accumulation_factor" in chosen.owned():
+            return (
+                f"callback.curriculum and {chosen.choice}: items are drawn ahead, when it isn't known how many batches"
+                " a step will have; write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length,"
+                f" or {chosen.removal} and accumulate_grad_batches=N"
+            )
+    return None
+
+
+CARD = Card(
+    name="curriculum",
+    target="lightning_solo.techniques.curriculum.technique:Curriculum",
+    phase=Phase.BATCHES,
+    settings=Settings,
+    saves="by ``sequence_length`` arithmetic and activations of the first steps, in proportion to the length, and for"
+    " attention to its square. By difficulty nothing: it is for stability, or for fewer steps, where it helps",
+    costs="each item is read once before the fit; by ``loss`` it goes through the module alone, forward, and a"
+    " checkpoint has 4 bytes per item. By ``sequence_length`` what is cut off is not trained on",
+    numerics="not what a plain run gives, until the share has come to 1; then every item comes once per epoch, whole",
+    conflicts="by difficulty: iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place"
+    " itself, several loaders, other techniques that make the batches, and by steps those that change how many batches"
+    " make one; by ``loss``: manual optimization. By ``sequence_length``: batches without sequences (all refused)",
+    reference="Bengio et al. 2009, https://doi.org/10.1145/1553374.1553380; Platanios et al. 2019, arXiv 1903.09848"
+    " (the schedules); Li et al. 2022, arXiv 2108.06084 (sequence length)",
+    owns=lambda settings: frozenset() if settings.by == SEQUENCES else frozenset({"batches"}),
+    instead={"batches": "callback.curriculum.by=sequence_length, or drop callback.curriculum"},
+    rules=(_steps_unknown,),
+    planned="left out",
+)

@@ -1,0 +1,76 @@
+"""The loss of each item of a loader's data set, under the module as it is."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.data.item_lengths import REPORT_EVERY_S
+from lightning_solo.errors import ConflictError
+from lightning_solo.nn.rollback import Rollback
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+
+
+def item_losses(ctx: Run, loader: Any, report: Callable[[int, int], None]) -> Tensor:
+    """Return the loss of each item, as (items,) in fp32.
+
+    Each item is a batch of its own for the module's ``training_step``, without gradients and in eval mode, which leaves
+    out dropout. Buffers, metrics and random numbers are put back; nothing is logged.
+
+    Args:
+        ctx: the run, in training.
+        loader: whose items and collate function are taken, by no worker.
+        report: called with (items done, all items) every 10 seconds.
+
+    Raises:
+        ConflictError: manual optimization, or an item without a finite loss; names its index, and has the cause.
+    """
+    module, name = ctx.module, type(ctx.module).__name__
+    if not module.automatic_optimization:
+        raise ConflictError(
+            f"curriculum by=loss and {name}.automatic_optimization=False: its training_step would also train; write"
+            " by=<a column of losses>, or a function of an item"
+        )
+    count = len(loader.dataset)
+    losses = torch.empty(count)
+    rollback = Rollback(module, ctx.device)
+    rollback.save()
+    training = [(part, part.training) for part in module.modules()]
+    module.eval()
+    last = time.monotonic()
+    try:
+        with torch.no_grad():
+            for index in range(count):
+                losses[index] = _loss(ctx, loader, index)
+                if time.monotonic() - last > REPORT_EVERY_S:
+                    last = time.monotonic()
+                    report(index + 1, count)
+    finally:
+        for part, was_training in training:
+            part.training = was_training
+        rollback.restore()
+    return losses
+
+
+def _loss(ctx: Run, loader: Any, index: int) -> float:
+    try:
+        returned = patches.loss_of(ctx.trainer, loader.collate_fn([loader.dataset[index]]), index)
+        loss = returned["loss"] if isinstance(returned, Mapping) else returned
+        value = math.nan if loss is None else float(loss)
+    except Exception as error:
+        raise ConflictError(
+            f"curriculum by=loss: item {index}, as a batch of its own, raised {type(error).__name__}: {error}; write"
+            " by=<a column>, or a function of an item"
+        ) from error
+    if not math.isfinite(value):
+        raise ConflictError(
+            f"curriculum by=loss: item {index} has the loss {'None' if loss is None else value}; leave it out of the"
+            " data set, or write by=<a column>, or a function of an item"
+        )
+    return value

@@ -1,0 +1,305 @@
+"""A curriculum: easy items or short sequences at first, and ever more of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_solo.data.curriculum_batches import CurriculumBatches, Pace
+from lightning_solo.data.item_lengths import item_difficulties, item_lengths, name_of
+from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.data.truncation import sequences_of, truncated
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.curriculum.card import CARD, SEQUENCES
+from lightning_solo.techniques.curriculum.item_losses import item_losses
+
+LOOKED_AT = 10
+"""Batches after which it is an error that none is long enough to be cut."""
+
+
+class Curriculum(Technique):
+    """Has training begin with the easiest items, or with short sequences, and comes to all of them by ``duration``.
+
+    By difficulty the loader draws each batch from the easiest items alone, a share of all that grows from ``start`` to
+    1. An epoch has as many batches as without it; until the share is 1 items may come again, or not at all, in an
+    epoch. By ``"sequence_length"`` the batches of any loader are cut, on the device, to a share of the longest sequence
+    that has come so far; what isn't longer stays as it is.
+
+    Draws depend on the seed, the place in training and the difficulties alone, so that a run that is resumed has the
+    very batches of the undisturbed one, whatever the workers. Losses are those of the module when training starts, and
+    of each epoch in which Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints have them.
+
+    Args:
+        by: ``"sequence_length"``; or what is difficult: ``"length"`` (the data set's column of that name, or an item's
+            first sequence), ``"collated"`` (what the collate function makes of an item), ``"loss"``, the name of a
+            column, key or attribute, or a function of an item. Larger numbers are more difficult.
+        start: The share at the beginning.
+        duration: Optimizer steps, or tokens, until the share is 1.
+        schedule: ``"linear"``, or ``"root"``: the square of the share grows linearly.
+        pace: What ``duration`` counts. Tokens are those of the items, without padding; by ``"sequence_length"`` all
+            places of the cut batches.
+        multiple: What is cut off a sequence is a multiple of it.
+        seed: Of the draws.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def __init__(
+        self,
+        by: str | Callable[[Any], float] = "length",
+        start: float = 0.1,
+        duration: int = 1000,
+        schedule: Literal["linear", "root"] = "linear",
+        pace: Literal["steps", "tokens"] = "steps",
+        multiple: int = 8,
+        seed: int = 0,
+    ) -> None:
+        CARD.check_call(locals())
+        self.by = by
+        self.start = start
+        self.duration = duration
+        self.schedule: Literal["linear", "root"] = schedule
+        self.pace: Literal["steps", "tokens"] = pace
+        self.multiple = multiple
+        self.seed = seed
+        self._pace = Pace(start, duration, schedule)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a run."""
+        self._tokens = self._longest = 0  # of the batches that were cut so far
+        self._batches: CurriculumBatches | None = None
+        self._losses: Tensor | None = None
+        self._begun = (0, 0)  # an epoch, and the position at which it began under the present losses
+        self._resumed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what belongs to a fit."""
+        self._loader: Any = None  # whose items aren't ranked yet
+        self._value: float | None = None  # as logged last
+        self._came = 0  # batches of this fit that could be cut
+
+    def __repr__(self) -> str:
+        return CARD.repr(self)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin a run, unless the Trainer goes on with one."""
+        joins = stage == "fit" and self.ctx is None
+        super().setup(trainer, pl_module, stage)
+        if joins and self.ctx is not None:
+            if trainer.global_step == 0:
+                self._begin()
+            self._forget()
+            self.ctx.undo.callback(self._forget)
+            if self.by == SEQUENCES:
+                self.ctx.undo.enter_context(patches.batches_through(trainer.strategy, self._cutting))
+
+    # --- items by their difficulty ---
+
+    def loader(self, ctx: Run, loader: Any) -> Any:
+        """Return the loader with other batches; the items are ordered when the first one is drawn.
+
+        Raises:
+            ConflictError: it makes no batches itself.
+        """
+        if self.by == SEQUENCES:
+            return loader
+        require_own_batches(loader, CARD.name)
+        epoch = _epoch(ctx.trainer)
+        if self._batches is not None and self._loader is None:  # they have been in use
+            self._begun = epoch, self._batches.position(epoch)
+        count, limit = len(loader), ctx.trainer.limit_train_batches
+        batches = CurriculumBatches(
+            torch.zeros(len(loader.dataset)),
+            loader.batch_size,
+            self._pace,
+            loader.drop_last,
+            self.seed,
+            batches_used=min(count, limit) if isinstance(limit, int) else int(count * limit),
+            batches_per_step=ctx.trainer.accumulate_grad_batches,
+            begun=self._begun,
+            before=self._rank,
+        )
+        batches.set_epoch(epoch)
+        self._loader, self._batches = loader, batches
+        return with_batches(loader, batches)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Warn of a duration behind the end of training."""
+        steps = trainer.max_steps
+        if steps == -1 and trainer.max_epochs != -1 and math.isfinite(trainer.num_training_batches):
+            steps = trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
+        if self.pace == "steps" and -1 < steps < self.duration and pl_module.automatic_optimization:
+            warnings.warn(
+                f"curriculum: training ends after {steps:,} steps, and the last of"
+                f" {'what is cut off' if self.by == SEQUENCES else 'the items'} comes after duration={self.duration:,}:"
+                " it is never trained on; write a smaller duration",
+                stacklevel=2,
+            )
+
+    def _rank(self) -> None:
+        """Have the batches drawn by the items' difficulty.
+
+        Raises:
+            ConflictError: an item has none, or there are several loaders.
+            CheckpointError: the checkpoint has losses of other items.
+            NothingToDoError: all items are alike, or in one batch.
+        """
+        loader, self._loader = self._loader, None
+        if loader is None:
+            return
+        ctx, batches = self.ctx, self._batches
+        assert ctx is not None  # in a fit
+        assert batches is not None  # made with the loader
+        if isinstance(ctx.trainer.train_dataloader, Mapping | Sequence):
+            raise ConflictError(
+                "curriculum and several training loaders: which of them it is for isn't known; write"
+                " by=sequence_length, or return one loader from train_dataloader"
+            )
+
+        def report(done: int, count: int) -> None:
+            ctx.info(f"curriculum: {done:,} of {count:,} items are read")
+
+        dataset, collate_fn = loader.dataset, loader.collate_fn
+        of: Any = "auto" if self.by == "length" else self.by
+        with isolate_rng():  # items may be augmented at random
+            if self.pace == "tokens":
+                batches.tokens = item_lengths(dataset, "collated" if of == "collated" else "auto", collate_fn, report)
+            if self.by == "loss":
+                difficulty = self._ranked_losses(ctx, loader, batches, report)
+            else:
+                difficulty = item_difficulties(dataset, of, collate_fn, report)
+        if len(difficulty) <= loader.batch_size:
+            raise NothingToDoError(
+                f"curriculum: each batch of {loader.batch_size} has all {len(difficulty)} items of"
+                f" {type(dataset).__name__}; write a smaller batch_size, or drop curriculum"
+            )
+        low, high = float(difficulty.min()), float(difficulty.max())
+        if low == high:
+            raise NothingToDoError(
+                f"curriculum by={name_of(self.by)}: all {len(difficulty):,} items of {type(dataset).__name__} are"
+                f" equally difficult ({low:g}); write another by, by=sequence_length to cut them, or drop curriculum"
+            )
+        batches.rank(difficulty)
+        first = max(loader.batch_size, round(self.start * len(difficulty)))
+        ctx.info(
+            f"curriculum: {len(difficulty):,} items by {name_of(self.by)}, from {low:g} to {high:g}; the easiest"
+            f" {first:,} at first, all of them after {self.duration:,} {self.pace}"
+        )
+
+    def _ranked_losses(self, ctx: Run, loader: Any, batches: CurriculumBatches, report: Any) -> Tensor:
+        """Return the items' losses: those of the checkpoint, unless it is time for new ones."""
+        if self._resumed:
+            assert self._losses is not None  # of the checkpoint
+            self._resumed = False
+            if len(self._losses) != len(loader.dataset):
+                raise CheckpointError(
+                    f"the checkpoint has the losses of {len(self._losses):,} items, and the data set has"
+                    f" {len(loader.dataset):,}: resume with the same data set"
+                )
+            batches.rank(self._losses)
+            every, epoch = ctx.trainer.reload_dataloaders_every_n_epochs, _epoch(ctx.trainer)
+            if not every or epoch - self._begun[0] < every:
+                return self._losses
+            batches.begun = self._begun = epoch, batches.position(epoch)
+        self._losses = item_losses(ctx, loader, report)
+        return self._losses
+
+    # --- sequences ---
+
+    def _cutting(self, move: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the way of a batch to the device, behind which it is cut."""
+        return lambda *args, **kwargs: self._cut(move(*args, **kwargs))
+
+    def _cut(self, batch: Any) -> Any:
+        """Return a batch for training with shorter sequences."""
+        assert self.ctx is not None  # undone with the fit
+        trainer = self.ctx.trainer
+        if not trainer.training:
+            return batch
+        rows, length = sequences_of(batch)
+        self._longest = max(self._longest, length)
+        position = self._tokens if self.pace == "tokens" else trainer.global_step
+        kept = kept_length(self._pace.share(position), self._longest, self.multiple)
+        self._came += 1
+        enough = self._came >= min(LOOKED_AT, trainer.num_training_batches)
+        if enough and kept_length(self.start, self._longest, self.multiple) == self._longest:
+            raise NothingToDoError(
+                f"curriculum: nothing can be cut off sequences of at most {self._longest} by start={self.start} and"
+                f" multiple={self.multiple}; write a smaller start or multiple, or drop curriculum"
+            )
+        self._note("sequence_length", min(length, kept))
+        self._tokens += rows * min(length, kept)
+        return truncated(batch, length, kept) if kept < length else batch
+
+    # --- what is logged and saved ---
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Log the share of the items."""
+        if self._batches is not None and batch_idx < len(self._batches.shares):
+            self._note("share", round(self._batches.shares[batch_idx], 2))
+
+    def _note(self, what: str, value: float) -> None:
+        """Log a value where it has changed."""
+        if value == self._value or self.ctx is None:
+            return
+        self._value = value
+        trainer = self.ctx.trainer
+        for logger in trainer.loggers:
+            # the axis that pl_module.log() uses
+            logger.log_metrics({f"curriculum/{what}": value}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next batches depend on."""
+        if self.by == SEQUENCES:
+            return {"tokens": self._tokens, "longest": self._longest}
+        return {"begun": self._begun, "losses": self._losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue as the run that was saved.
+
+        Raises:
+            CheckpointError: it went by something else.
+        """
+        if set(state_dict) != set(self.state_dict()) or (self.by == "loss") != (state_dict.get("losses") is not None):
+            raise CheckpointError(
+                f"the checkpoint's state of Curriculum has {sorted(state_dict)}, and by={name_of(self.by)} it needs"
+                f" {sorted(self.state_dict())}: resume with the by that the run was begun with"
+            )
+        self._begin()
+        if self.by == SEQUENCES:
+            self._tokens, self._longest = state_dict["tokens"], state_dict["longest"]
+            return
+        epoch, position = state_dict["begun"]
+        self._begun, self._losses, self._resumed = (epoch, position), state_dict["losses"], True
+
+
+def kept_length(share: float, longest: int, multiple: int) -> int:
+    """Return to which length sequences are cut: at least a share of the longest, which a multiple is cut off.
+
+    So a length keeps what makes it fit for kernels: 128, or one more where the module shifts by one.
+
+    >>> [kept_length(share, 129, 8) for share in (0.01, 0.5, 0.6, 1.0)]
+    [9, 65, 81, 129]
+    """
+    most = max(0, longest - multiple) // multiple
+    return longest - multiple * min(most, math.floor((1 - share) * longest / multiple))
+
+
+def _epoch(trainer: Any) -> int:
+    """Return the epoch that Lightning gives to samplers; ``current_epoch`` is one less where a run is resumed."""
+    epoch: int = trainer.fit_loop.epoch_progress.current.processed
+    return epoch

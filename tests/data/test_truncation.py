@@ -1,0 +1,107 @@
+"""Batches of any nesting with shorter sequences, and those whose sequences aren't known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_solo.data.truncation import sequences_of, truncated
+from lightning_solo.errors import ConflictError
+from tests.messages import mentions
+
+B, T, W = 3, 10, 6
+IDS = torch.arange(B * T).view(B, T)
+
+
+@dataclass
+class Pair:
+    ids: Tensor
+    names: list[str]
+
+
+class Named(NamedTuple):
+    ids: Tensor
+    label: Tensor
+
+
+NESTED: list[tuple[Any, Any]] = [
+    (IDS, IDS[:, :4]),
+    ([IDS, IDS + 1], [IDS[:, :4], IDS[:, :4] + 1]),
+    (Pair(IDS, ["a", "b", "c"]), Pair(IDS[:, :4], ["a", "b", "c"])),
+    (Named(IDS, torch.ones(B)), Named(IDS[:, :4], torch.ones(B))),
+    ({"text": {"input_ids": IDS}, "kind": "train"}, {"text": {"input_ids": IDS[:, :4]}, "kind": "train"}),
+]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, Pair):
+        return equal(vars(one), vars(other))
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize(("batch", "expected"), NESTED, ids=["tensor", "list", "dataclass", "named tuple", "mapping"])
+def test_every_nesting_is_kept(batch: Any, expected: Any) -> None:
+    assert sequences_of(batch) == (B, T)
+    assert equal(truncated(batch, T, 4), expected)
+    assert IDS.shape == (B, T)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        (torch.ones(B, T), (B, 4)),  # weights of tokens
+        (torch.ones(B, T, dtype=torch.bool), (B, 4)),
+        (torch.ones(B, T, T, dtype=torch.bool), (B, 4, 4)),
+        (torch.ones(B, 1, T, T), (B, 1, 4, 4)),  # a mask that is added
+        (torch.ones(3, B, T, dtype=torch.int64), (3, B, 4)),  # positions in three dimensions
+        (torch.ones(B, T, W), (B, 4, W)),
+        (torch.ones(B, 7, T), (B, 7, T)),  # vectors as wide as the sequence is long
+        (torch.ones(B, 3, 8, 8), (B, 3, 8, 8)),
+        (torch.ones(B), (B,)),
+        (torch.ones(B, W), (B, W)),
+        (torch.tensor(1.0), ()),
+    ],
+)
+def test_what_goes_with_the_sequence_is_cut(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    batch = truncated({"ids": IDS, "other": tensor}, T, 4)
+    assert batch["ids"].tolist() == IDS[:, :4].tolist()
+    assert tuple(batch["other"].shape) == shape
+    assert batch["other"].is_contiguous()
+    assert batch["ids"].view(-1).untyped_storage().nbytes() == B * 4 * 8
+
+
+def test_vectors_are_sequences_where_there_are_no_tokens() -> None:
+    assert sequences_of((torch.zeros(B, T, W), torch.zeros(B).long())) == (B, T)
+    assert sequences_of({"vectors": torch.zeros(B, 2, W), "ids": IDS}) == (B, T)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (torch.zeros(B, 3, 8, 8), ["the batch (3, 3, 8, 8)"]),
+        ([torch.zeros(B, W), torch.zeros(B).long()], ["0 (3, 6)", "1 (3,)"]),
+        ({"mask": torch.ones(B, T, dtype=torch.bool)}, ["mask (3, 10)"]),
+        ({"names": ["a", "b"]}, ["no tensors"]),
+    ],
+    ids=["images", "rows", "mask alone", "no tensors"],
+)
+def test_batches_without_sequences_are_refused(batch: Any, words: list[str]) -> None:
+    with pytest.raises(ConflictError, match=mentions("(batch, sequence)", *words)):
+        sequences_of(batch)
+
+
+def test_sequences_of_two_lengths_or_of_unknown_place_are_refused() -> None:
+    with pytest.raises(ConflictError, match=mentions("source (3, 10)", "target (3, 7)")):
+        sequences_of({"source": IDS, "target": IDS[:, :7]})
+    with pytest.raises(ConflictError, match=mentions("mask", "(3, 10, 10)", "booleans")):
+        truncated({"ids": IDS, "mask": torch.zeros(B, T, T)}, T, 4)
