@@ -14,7 +14,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -372,6 +372,34 @@ def micro_batching_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], explained)
 
 
+def curriculum_table(result: dict[str, Any]) -> str:
+    """Return in how many steps and tokens runs with and without a curriculum came to a loss."""
+
+    def each(values: list[Any], words: Callable[[Any], str]) -> str:
+        return ", ".join("not reached" if value is None else words(value) for value in values)
+
+    rows = [
+        [
+            row["items"],
+            row["curriculum"],
+            f"{row['target']:.2f}",
+            each(row["steps"], str),
+            each(row["tokens"], lambda tokens: f"{tokens / 1e6:.2f} M"),
+            each(row["at_end"], lambda loss: f"{loss:.3f}"),
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["items", "curriculum", "loss to come to", "steps", "tokens", "loss at the end"]
+    explained = (
+        f"A byte GPT of width {result['model']['width']} and depth {result['model']['depth']} on windows of"
+        f" {result['model']['context']} bytes or on paragraphs, held-out loss every 20 steps; seeds"
+        f" {', '.join(map(str, result['seeds']))}. Each run has {result['max_steps']} steps of {result['batch_size']}"
+        f" items, and the curriculum ends after {result['duration']} of them; it starts with {result['start']:.0%}."
+        " The loss to come to is what all runs without a curriculum have after four fifths of their steps."
+    )
+    return table(heads, rows) + note(result, result["command"], explained)
+
+
 def low_precision_table(result: dict[str, Any]) -> str:
     """Return the loss after training in each format, and its gap to bf16 with the same seeds."""
     plain = result["rows"][0]["held_out"]
@@ -677,6 +705,7 @@ TABLES = {
     "prefetch_cpu.json": prefetch_table,
     "loader_advice_cpu.json": loader_advice_table,
     "micro_batching_cpu.json": micro_batching_table,
+    "curriculum_cpu.json": curriculum_table,
 }
 
 
