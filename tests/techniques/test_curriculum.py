@@ -178,6 +178,7 @@ def test_any_epoch_is_known_from_its_number_and_ends_in_every_item_once(
             assert len(set(batch)) == len(batch) <= size
             assert max(difficulty[batch]) < max(size, round(items * batches.shares[index]))
             if index < batches.batches_used:
+                assert batches.shares[index] == pace.share(position)
                 position += 1 if counted is None else int(counted[batch].sum())
         if drawn and batches.shares[0] == 1:
             kept = list(itertools.chain.from_iterable(drawn))
