@@ -64,13 +64,12 @@ def require_boundaries(
 
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Have forwards without gradients, dropout and compilation, and yield what puts back what they change."""
+    """Have forwards without gradients and dropout, and yield what puts back what they change."""
     rollback = Rollback(module, next((p.device for p in module.parameters()), torch.device("cpu")))
     with ExitStack() as stack:
         for part in module.modules():
             stack.enter_context(replaced(part, "training", False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # these sizes don't come again
         rollback.save()
         yield rollback.restore
 

@@ -81,6 +81,32 @@ def test_a_cache_is_what_lets_documents_see_one_another(implementation: str, dty
         require_boundaries(net, of_hugging_face(net), tried, rounding)
 
 
+class Attending(nn.Module):
+    """A model of one's own, whose attention stops where positions restart, or doesn't."""
+
+    def __init__(self, stops: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.head, self.stops = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), stops
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)[:, None]
+        document = (position_ids == 0).cumsum(1)
+        mask = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril().bool()
+        if self.stops:
+            mask = mask & (document[:, :, None] == document[:, None, :])[:, None]
+        return self.head(nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, mask)[:, 0])
+
+
+def test_a_model_of_ones_own_passes_where_its_attention_stops() -> None:
+    def tried(net: nn.Module) -> None:
+        require_boundaries(net, lambda b: mean_loss(net(b["input_ids"], b["position_ids"]), b), pair(2), 1e-5)
+
+    tried(Attending(stops=True))
+    with pytest.raises(ConflictError, match=mentions("Attending", "length_bucketing")):
+        tried(Attending(stops=False))
+
+
 @pytest.mark.parametrize(
     ("kind", "implementations"),
     [

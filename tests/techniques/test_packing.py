@@ -609,6 +609,7 @@ class Dying(Dataset[Any]):
         return self.items[index]
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_named_by_torch_and_nothing_is_left_changed(make_trainer: Make) -> None:
     module = Module()
     data = DataLoader(Dying(), batch_size=4, num_workers=1, collate_fn=collate_documents)
