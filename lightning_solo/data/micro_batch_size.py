@@ -11,7 +11,9 @@ class MicroBatchSize:
 
     An out-of-memory error halves it. When it has fitted for `GROW_AFTER` steps, the middle between it and what was too
     large is tried, once; so bisection comes near to the largest that fits. When there is nothing between them, what was
-    too large is tried again, since a longer sequence or fragmented memory may have been the reason.
+    too large is tried again, since a longer sequence or fragmented memory may have been the reason; where that fits, it
+    is doubled. Each try that fails doubles the wait, for good: of n steps at most log2(n / `GROW_AFTER`) + 1 are tries
+    that fail.
 
     Args:
         maximum: samples that are never exceeded; None for the whole batch.
@@ -60,6 +62,8 @@ class MicroBatchSize:
         if count == 1:  # this batch is small: a larger micro-batch would be the same
             return None
         larger = max((self.current + self.too_large) // 2, -(-samples // (count - 1)))
+        if self.current >= self.too_large:  # memory was short for a while
+            larger = min(2 * self.current, samples)
         larger = min(larger, self.maximum or larger)
         if larger <= self.current:
             return None

@@ -95,6 +95,14 @@ def test_a_batch_that_is_not_divided_tries_nothing() -> None:
     assert size.fitted(64) == 64  # as soon as there is one that would gain
 
 
+def test_what_was_too_large_for_a_while_is_doubled_when_it_fits_again() -> None:
+    size = MicroBatchSize()
+    for samples in (64, 32, 16, 8, 4, 2):
+        size.failed(samples)
+    tries = [tried for tried in fit(size, 64, 10 * GROW_AFTER) if tried is not None]
+    assert tries == [2, 4, 8, 16, 32, 64]
+
+
 def test_most_is_never_exceeded() -> None:
     size = MicroBatchSize(24)
     assert size.current == 24

@@ -32,6 +32,18 @@ def test_random_numbers_are_drawn_again() -> None:
         assert drawn() == first
 
 
+def test_a_normal_number_that_waits_in_numpy() -> None:
+    """They are drawn in pairs: the second one of a pair changes no bit of the generator."""
+    rollback = Rollback(nn.Module(), CPU)
+    for _ in range(3):
+        numpy.random.randn()
+        for _ in range(2):
+            rollback.save()
+            first = numpy.random.randn()
+            rollback.restore()
+            assert numpy.random.randn() == first
+
+
 class Own(nn.Module):
     """A module with generators of its own."""
 
