@@ -200,7 +200,7 @@ def test_a_loss_for_itself_is_that_of_the_step_and_is_not_logged(home: ModuleTyp
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             (batch,) = loader(1)
             patches.loss_of(trainer, batch, 0)
-            assert trainer.callback_metrics == {}
+            assert not trainer._results
             assert (module._current_fx_name, trainer._logger_connector._current_fx) == ("on_train_start", None)
 
     trainer = make_trainer(home, max_steps=1, callbacks=[Before()])
