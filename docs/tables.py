@@ -368,6 +368,7 @@ def micro_batching_table(result: dict[str, Any]) -> str:
         )
     explained = (
         f"{result['steps']} steps, in turns with a fit without it, in one process; seconds of each fit's own thread."
+        f" Other work shared the cores (load {result['load']}), and their caches: hence the spread."
     )
     return table(heads, rows) + note(result, result["command"], explained)
 

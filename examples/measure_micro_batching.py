@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -171,6 +172,7 @@ def main() -> None:
         "versions": versions(),
         "command": "python examples/measure_micro_batching.py --write examples/results/micro_batching_cpu.json",
         "steps": arguments.steps,
+        "load": round(os.getloadavg()[0], 1),
         "rows": rows,
     }
     if arguments.write is not None:
