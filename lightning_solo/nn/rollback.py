@@ -110,14 +110,16 @@ def _at(places: Iterable[_Place]) -> list[Any]:
 
 
 def _written(value: Any) -> bool:
-    """Return whether a value is a tensor that can change in place; one of inference mode can't."""
-    return isinstance(value, Tensor) and not value.is_inference()
+    """Return whether a value is a tensor that can change in place; one of inference mode can't, nor an expanded one."""
+    if not isinstance(value, Tensor) or value.is_inference():
+        return False
+    return not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
 class _Values:
     """Values at places, with copies of the tensors among them that change.
 
-    It runs in each step, and nearly always in vain: what is done there is done by built-in functions over lists.
+    It runs in each step, though hardly any step fails: so what it does there are built-in functions over lists.
     """
 
     def __init__(self, places: list[_Place]) -> None:
@@ -165,7 +167,7 @@ class _Values:
         self._groups = [*groups.values()]
 
     def _settle(self) -> None:
-        """Tell what stays from what changes, when one step has been taken: by content, since kernels may not count."""
+        """Find what a step changes and what is constant, after the first one: by content, as kernels may not count."""
         rows = [*zip(self._changing, self._values, self._copies, _at(self._changing), strict=True)]
         stays = [now is value and _is_equal(place, value, copy) for place, value, copy, now in rows]
         constant = [place for place, stay in zip(self._changing, stays, strict=True) if stay]
@@ -197,6 +199,8 @@ class _Values:
         self._take_as_constant([place for place in self._constant if place not in changed])
 
     def restore(self) -> None:
+        if self._saves == 1:
+            self._saves = 0  # what is put back shows in the next save no more that it changes
         lost = [place for place, in_place in self._changed_constants() if in_place]
         if lost:
             raise ConflictError(

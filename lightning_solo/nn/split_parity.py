@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from lightning_solo.attributes import replaced
 
 
 class LossAndGradient(NamedTuple):
@@ -41,12 +43,10 @@ def difference(whole: LossAndGradient, split: LossAndGradient) -> float:
 @contextmanager
 def same_for_parts(module: nn.Module) -> Iterator[None]:
     """Have no dropout, whose draws differ between a batch and its parts, and no statistics of BatchNorm."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    layers = [part for part in module.modules() if isinstance(part, kinds) and part.training]
-    for layer in layers:
-        layer.eval()
-    try:
+    with ExitStack() as stack:
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase):  # cuDNN has no backward of it in eval mode
+                stack.enter_context(replaced(part, "dropout", 0.0))
+            else:
+                stack.enter_context(replaced(part, "training", False))
         yield
-    finally:
-        for layer in layers:
-            layer.train()

@@ -277,3 +277,14 @@ def test_metrics_that_share_their_states() -> None:
         rollback.restore()
         disturbed(*batch)
     assert disturbed.compute() == calm.compute()
+
+
+def test_expanded_buffers_which_nothing_writes_to() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("mask", torch.ones(1, 4).expand(3, 4))
+    rollback = Rollback(module, CPU)
+    for _ in range(3):
+        rollback.save()
+        module(torch.randn(4, 2))
+        rollback.restore()
+    assert module.num_batches_tracked == 0

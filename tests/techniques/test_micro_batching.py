@@ -30,6 +30,7 @@ from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.units import GiB
+from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 
@@ -173,8 +174,10 @@ def test_windows_of_batches_equal_one_large_batch(make_trainer: Make, accumulati
     assert difference(whole, split) < 1e-10
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("others", [(), (GradientRelease,), (LayerDrop,)], ids=["plain", "released", "drawn"])
+@pytest.mark.parametrize("where", [long("forward"), "backward"])
+@pytest.mark.parametrize(
+    "others", [(), long((GradientRelease,)), long((LayerDrop,))], ids=["plain", "released", "drawn"]
+)
 def test_after_ten_failures_the_weights_are_those_of_an_undisturbed_run(
     make_trainer: Make, where: str, others: Any
 ) -> None:
@@ -235,7 +238,7 @@ class FailsOnce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("others", [(), (GradientRelease,)], ids=["plain", "released"])
+@pytest.mark.parametrize("others", [(), long((GradientRelease,))], ids=["plain", "released"])
 def test_wherever_it_runs_out_of_memory_the_weights_are_those_of_an_undisturbed_run(
     make_trainer: Make, accelerator: str, others: Any
 ) -> None:
@@ -511,6 +514,61 @@ def test_a_loss_over_pairs_of_samples_is_found_in_the_first_batch(make_trainer: 
     module = regression(L, plain(), loss=contrastive)
     with pytest.raises(ConflictError, match=mentions("check", "weight_by=samples", "drop micro_batching")):
         make_trainer(L, callbacks=[MicroBatching(check=True)]).fit(module, loader(2))
+
+
+class Visited(nn.Module):
+    """Counts its training steps in a buffer, and runs out of memory once in the first of them behind a check."""
+
+    def __init__(self, failing: bool) -> None:
+        super().__init__()
+        self.layer, self.failing = nn.Linear(8, 1), failing
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        if self.failing and len(x) == 8:
+            self.failing = False
+            raise torch.OutOfMemoryError(OOM)
+        return self.layer(x)
+
+
+def test_behind_the_check_the_first_batch_is_put_back_as_any_other(make_trainer: Make) -> None:
+    data = loader(2, 8)
+    calm, _ = trained(make_trainer, Visited(failing=False), MicroBatching(4), data=data)
+    net = Visited(failing=False)
+    net.layer.load_state_dict(Visited(False).layer.state_dict())
+    ours = MicroBatching(check=True)
+    visited, _ = trained(make_trainer, arm(net, ours), ours, data=data)
+    assert ours.retries == 1
+    assert visited.net.steps == calm.net.steps == 4
+
+
+def arm(net: Visited, technique: MicroBatching) -> Visited:
+    """Have a module run out of memory in the first step that isn't the check's."""
+    compare = technique._compare
+
+    def then_fail(*args: Any) -> None:
+        compare(*args)
+        net.failing = True
+
+    technique._compare = then_fail
+    return net
+
+
+def test_attention_that_drops_is_no_loss_over_pairs(make_trainer: Make) -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(8, 2, 0.5, batch_first=True), nn.Linear(8, 1)
+            self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[:, None] * torch.ones(1, 3, 1)
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+            return self.head(self.recurrent(x)[0][:, -1])
+
+    trained(make_trainer, Attending(), ours := MicroBatching(4, check=True))
+    assert ours.retries == 0
 
 
 def test_the_check_changes_nothing(make_trainer: Make) -> None:

@@ -117,7 +117,9 @@ class BudgetedBatches:
             messages = "", self._check(self._choice, ledger.peak_bytes + self._outside)
         elif before is not None and self._choice is not None:
             peak = torch.cuda.max_memory_allocated()
-            messages = "", self._check(self._choice, peak if peak > before else 0)  # 0: no more than batches before it
+            # the same number says nothing of this batch, if it is above the budget; a smaller one was reset within it
+            if peak != before or peak <= self.budget:
+                messages = "", self._check(self._choice, peak)
         if ends_window and self._choices:
             self._refuses = False
         return messages
