@@ -311,6 +311,40 @@ def test_a_user_ends_the_fit(make_trainer: Make, clock: Clock, said: Callable[[]
     assert "num_workers=" in said()
 
 
+@pytest.mark.parametrize("where", ["validation", "wait", "start of workers"])
+def test_a_user_ends_the_fit_between_steps(make_trainer: Make, clock: Clock, where: str) -> None:
+    def interrupted(*_: Any) -> Any:
+        clock.advance(50)
+        raise KeyboardInterrupt
+
+    class Ending(WithWorkers):
+        epochs = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.epochs += 1
+            return interrupted() if where == "start of workers" and self.epochs == 3 else super().__iter__()
+
+        def batches(self) -> Iterator[Any]:
+            for index, batch in enumerate(super().batches()):
+                yield interrupted() if where == "wait" and index == 3 else batch
+
+    module, observer, handler = stepping(clock, 10), LoaderAdvice(), signal.getsignal(signal.SIGINT)
+    if where == "validation":
+        module.validation_step = interrupted
+    trainer = make_trainer(L, accelerator="cpu", callbacks=[observer], max_epochs=2)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, Ending(clock, start=0, wait=3), *([loader(1)] if where == "validation" else []))
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
+    steps = 2 if where == "wait" else 3  # behind the first one
+    found = observer.times
+    assert found.step_s == steps * 10
+    assert (found.wait_s, found.start_s + found.first_s, found.validation_s) == {
+        "validation": (3 * 3, 0, 50),
+        "wait": (2 * 3 + 3 + 50, 0, 0),
+        "start of workers": (3 * 3, 50, 0),
+    }[where]
+
+
 @pytest.mark.long
 def test_workers_of_a_loader_start_with_each_epoch(make_trainer: Make) -> None:
     observer = LoaderAdvice()
@@ -519,6 +553,27 @@ def test_loader_and_loop_are_as_before(make_trainer: Make, fails: bool) -> None:
     assert during[0][0] is not collate
     assert during[0][1] is during[0][2] is collate
     assert (observer.times is None) is fails
+
+
+def test_what_the_users_collate_function_has_is_found_and_set_as_before(make_trainer: Make) -> None:
+    class Padding:
+        pad = 0
+
+        def __call__(self, samples: Any) -> Any:
+            return default_collate(samples)
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            present = trainer.train_dataloader.collate_fn
+            assert present is not collate
+            assert (present.pad, hasattr(present, "other"), hasattr(present, "__len__")) == (0, False, False)
+            present.pad = 3
+
+    collate = Padding()
+    data = DataLoader(loader(4).dataset, 4, collate_fn=collate)
+    make_trainer(L, callbacks=[LoaderAdvice(), Look()]).fit(regression(L), data)
+    assert data.collate_fn is collate
+    assert vars(collate) == {"pad": 3}
 
 
 def test_loaders_that_are_made_every_epoch_are_freed(make_trainer: Make) -> None:

@@ -127,18 +127,25 @@ class LoaderAdvice(Technique):
 
 
 class _Timed:
-    """A ``collate_fn`` whose seconds count; copied and pickled, it is the user's own."""
+    """A ``collate_fn`` whose seconds count; its attributes are the user's own, and so are copies and pickles of it."""
 
     def __init__(self, advice: LoaderAdvice, collate_fn: Any) -> None:
-        self.advice = advice
-        self.collate_fn = collate_fn
+        vars(self).update(_advice=advice, _collate_fn=collate_fn)
 
     def __call__(self, samples: Any) -> Any:
-        watch = self.advice._watch
-        return self.collate_fn(samples) if watch is None else watch.collating(self.collate_fn, samples)
+        watch = self._advice._watch
+        return self._collate_fn(samples) if watch is None else watch.collating(self._collate_fn, samples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own protocols, which this has itself or not at all
+            raise AttributeError(name)
+        return getattr(self._collate_fn, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._collate_fn, name, value)
 
     def __reduce__(self) -> Any:
-        return _itself, (self.collate_fn,)
+        return _itself, (self._collate_fn,)
 
 
 def _itself(thing: Any) -> Any:
@@ -147,7 +154,7 @@ def _itself(thing: Any) -> Any:
 
 def _restore(loader: weakref.ref[DataLoader[Any]], timed: _Timed) -> None:
     if (known := loader()) is not None and known.collate_fn is timed:
-        known.collate_fn = timed.collate_fn
+        known.collate_fn = timed._collate_fn
 
 
 def _cores() -> int:

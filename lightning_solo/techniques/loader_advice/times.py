@@ -179,7 +179,13 @@ class Watch:
         self._add("validation", moment)
 
     def finish(self) -> Times:
-        """Return the seconds up to now; the device is waited for."""
+        """Return the seconds up to now, those of what a user has interrupted too; the device is waited for."""
+        if self._epoch is not None:
+            self.begin_wait()
+        if self._wait is not None:
+            self.end_wait()
+        if self._validation is not None:
+            self.end_validation()
         self._add("all", self._origin)
         self._settle(wait=True)
         seconds = {f"{name}_s": self._seconds[name] for name in ("wait", "copy", "start", "first", "validation")}
