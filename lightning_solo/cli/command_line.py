@@ -39,6 +39,7 @@ MOST_JOBS = 10_000
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GROUPS = ("solo", "model", "data", "optimizer", "experiment")
+SOLO_GROUPS = ("solo/callback", "solo/strategy")
 FLAGS_WITH_VALUE = (
     "-cd",
     "--config-dir",
@@ -228,7 +229,7 @@ def _check_job(overrides: Sequence[str]) -> None:
         override = parse_override(text)
         if override.key_or_group in GROUPS and not override.is_delete():
             _check_choice(override.key_or_group, override.value())
-        if override.key_or_group in ("solo/callback", "solo/strategy") and not override.is_delete():
+        if override.key_or_group in SOLO_GROUPS and not override.is_delete():
             check_choice(override.key_or_group.removeprefix("solo/"), override.value())
         if override.key_or_group == "run":
             check_run_name(override.value())
@@ -287,7 +288,7 @@ def compose_application(overrides: Sequence[str]) -> DictConfig:
 def _explain(overrides: Sequence[str]) -> None:
     """Find the override that Hydra refused and raise our message for it, with the nearest name."""
     parsed = [parse_override(text) for text in overrides]
-    groups = [o for o in parsed if o.key_or_group in GROUPS]
+    groups = [o for o in parsed if o.key_or_group in GROUPS or (o.key_or_group in SOLO_GROUPS and o.is_add())]
     try:
         base = compose_application([str(o.input_line) for o in groups])
     except (HydraException, OmegaConfBaseException):

@@ -77,6 +77,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["bf16"], ["'bf16'", "key=value"]),
         (["--experimental-rerun", "x.pickle"], ["--experimental-rerun"]),
         (["+trainer.max_stepz=1"], [nearest("max_steps")]),
+        (
+            ["+solo/callback=throughput", "solo.callback.throughput.every_n_steps=3", "trainer.accelerator=cpu"],
+            ["trainer.accelerator=cpu", "+trainer.accelerator=cpu"],
+        ),
         (["solo.callback.memory_logger.x=1", "solo=checkpointing"], ["memory_logger.x=1", "every_n_steps"]),
     ],
 )
