@@ -26,8 +26,16 @@ CALLBACKS = {
 }
 
 
-def refuse_callbacks(choice: str, owned: frozenset[str], callbacks: Iterable[object]) -> None:
+def refuse_callbacks(
+    choice: str, owned: frozenset[str], callbacks: Iterable[object], instead: str | None = None
+) -> None:
     """Refuse Lightning's callbacks, and those derived from them, that change a resource that a technique owns.
+
+    Args:
+        choice: how the message names the technique.
+        owned: the resources.
+        callbacks: of the Trainer.
+        instead: what to write where the table's remedy doesn't suit the technique.
 
     Raises:
         ConflictError: names both and what to write instead.
@@ -38,5 +46,5 @@ def refuse_callbacks(choice: str, owned: frozenset[str], callbacks: Iterable[obj
                 if resource in owned:
                     raise ConflictError(
                         f"{choice} and {type(callback).__name__}: only one of a run can own {resource}"
-                        f" ({RESOURCES[resource]}); remove the callback, and {remedy}"
+                        f" ({RESOURCES[resource]}); {instead or f'remove the callback, and {remedy}'}"
                     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,12 +39,12 @@ def sequences_of(batch: Any) -> tuple[int, int]:
     if not sequences:
         raise ConflictError(
             f"no sequences in this {type(batch).__name__}: there are {_named(others) or 'no tensors'}, and none of"
-            " integers as (batch, sequence), nor of numbers as (batch, sequence, width); write another by"
+            " integers as (batch, sequence), nor of numbers as (batch, sequence, width)"
         )
     if len({shape[1] for shape in sequences.values()}) > 1:
         raise ConflictError(
-            f"sequences of several lengths, {_named(sequences)}: which to cut, and where, isn't known; write another"
-            " by, or cut them in the collate function"
+            f"sequences of several lengths, {_named(sequences)}: which to cut, and where, isn't known; cut them"
+            " in the collate function"
         )
     return next(iter(sequences.values()))[:2]  # type: ignore[return-value]
 
@@ -79,6 +80,18 @@ def truncated(batch: Any, length: int, kept: int) -> Any:
         return leaf.contiguous() if dims else leaf
 
     return mapped_leaves(batch, cut)
+
+
+def is_left_padded(batch: Any) -> bool:
+    """Return whether an ``attention_mask`` (batch, sequence) has a row that begins with 0, and isn't empty.
+
+    >>> is_left_padded({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])})
+    True
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return False
+    return bool((mask[:, 0].eq(0) & mask.ne(0).any(1)).any())
 
 
 def _named(shapes: dict[str, tuple[int, ...]]) -> str:

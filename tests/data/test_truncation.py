@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_solo.data.truncation import sequences_of, truncated
+from lightning_solo.data.truncation import is_left_padded, sequences_of, truncated
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions
 
@@ -96,12 +96,30 @@ def test_vectors_are_sequences_where_there_are_no_tokens() -> None:
     ids=["images", "rows", "mask alone", "no tensors"],
 )
 def test_batches_without_sequences_are_refused(batch: Any, words: list[str]) -> None:
-    with pytest.raises(ConflictError, match=mentions("(batch, sequence)", *words)):
+    with pytest.raises(ConflictError, match=mentions("(batch, sequence)", *words)) as refused:
         sequences_of(batch)
+    assert "another by" not in str(refused.value)  # a setting of a technique
 
 
 def test_sequences_of_two_lengths_or_of_unknown_place_are_refused() -> None:
-    with pytest.raises(ConflictError, match=mentions("source (3, 10)", "target (3, 7)")):
+    with pytest.raises(ConflictError, match=mentions("source (3, 10)", "target (3, 7)", "collate")) as refused:
         sequences_of({"source": IDS, "target": IDS[:, :7]})
+    assert " by" not in str(refused.value)  # a setting of a technique
     with pytest.raises(ConflictError, match=mentions("mask", "(3, 10, 10)", "booleans")):
         truncated({"ids": IDS, "mask": torch.zeros(B, T, T)}, T, 4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "left"),
+    [
+        ([[1, 1, 0], [1, 0, 0]], False),
+        ([[1, 1, 1], [0, 1, 1]], True),
+        ([[1, 1, 1], [0, 0, 0]], False),  # an empty row
+        ([[1, 1, 2], [1, 2, 0]], False),  # numbers of documents
+    ],
+)
+def test_padding_on_the_left_is_seen_in_the_mask(mask: list[list[int]], left: bool) -> None:
+    for dtype in (torch.int64, torch.bool, torch.float32):
+        assert is_left_padded({"ids": IDS, "attention_mask": torch.tensor(mask).to(dtype)}) is left
+    assert not is_left_padded({"attention_mask": torch.zeros(2, 1, 3, 3)})  # added to scores
+    assert not is_left_padded((IDS, torch.tensor(mask)))

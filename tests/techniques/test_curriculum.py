@@ -277,6 +277,35 @@ def test_a_step_has_batches_of_one_length(make_trainer: Make) -> None:
     assert seen.lengths[6] == seen.lengths[7] == 14
 
 
+def test_a_step_has_batches_of_one_length_by_tokens_too_and_where_it_is_resumed(
+    make_trainer: Make, tmp_path: Any
+) -> None:
+    path, whole, rest = str(tmp_path / "middle.ckpt"), Seen(), Seen()
+    whole.save = 6, path  # in the middle of a step
+
+    def run(seen: Seen, path: Any = None) -> None:
+        technique = Curriculum("sequence_length", duration=800, pace="tokens", multiple=1)
+        data = Resumable(list(texts(64, LENGTH, shuffle=False)))
+        fit(make_trainer, technique, data, seen, path=path, max_epochs=1, accumulate_grad_batches=4)
+
+    run(whole)
+    assert [len(set(whole.lengths[first : first + 4])) for first in range(0, 16, 4)] == [1, 1, 1, 1]
+    assert len(set(whole.lengths)) == 4
+    run(rest, path)
+    assert rest.lengths == whole.lengths[6:]
+
+
+def test_tokens_count_where_the_module_steps_unseen(make_trainer: Make) -> None:
+    class Manual(Language):
+        automatic_optimization = False
+
+    seen = Seen()
+    technique = Curriculum("sequence_length", duration=400, pace="tokens")
+    fit(make_trainer, technique, texts(length=LENGTH), seen, Manual, max_epochs=1)
+    assert seen.lengths[0] == 9
+    assert seen.lengths[-1] == LENGTH
+
+
 def test_what_is_shorter_stays_and_the_longest_counts(make_trainer: Make) -> None:
     seen = Seen()
     fit(make_trainer, short("sequence_length", duration=60, start=0.5), texts(batch_size=1, shuffle=False), seen)
@@ -541,8 +570,65 @@ def test_equal_items_or_short_sequences_are_nothing_to_do(make_trainer: Make) ->
 
 
 def test_batches_without_sequences_are_refused_with_their_shapes(make_trainer: Make) -> None:
-    with pytest.raises(ConflictError, match=mentions("(4, 8)", "(4, 1)", "(batch, sequence)")):
+    with pytest.raises(ConflictError, match=mentions("(4, 8)", "(4, 1)", "(batch, sequence)", "another by")):
         fit(make_trainer, short("sequence_length"), loader())
+
+
+class Answers(Texts):
+    """Items with prompts, whose labels don't count."""
+
+    def __init__(self, prompt: int) -> None:
+        super().__init__(length=LENGTH)
+        self.prompt = prompt
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        labels = self.items[index].clone()
+        labels[: self.prompt] = -100
+        return {**super().__getitem__(index), "labels": labels}
+
+
+def test_batches_that_lose_all_labels_are_warned_of_once(make_trainer: Make, recwarn: Any) -> None:
+    technique = short("sequence_length", start=0.5)  # 17 places
+    fit(make_trainer, technique, DataLoader(Answers(16), batch_size=4), max_epochs=2)
+    assert not [each for each in recwarn if "labels" in str(each.message)]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=mentions("17", "33", "labels", "-100", "nan", "start")) as warned:
+            fit(make_trainer, technique, DataLoader(Answers(26), batch_size=4), max_epochs=2)
+        assert len([each for each in warned if "labels" in str(each.message)]) == 1
+
+
+def test_sequences_padded_on_the_left_are_refused(make_trainer: Make) -> None:
+    def collate(left: bool, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = padded(items)
+        batch["attention_mask"] = batch["input_ids"].ne(0).long()
+        return {key: value.flip(1) if left and value.ndim == 2 else value for key, value in batch.items()}
+
+    technique = short("sequence_length")
+    fit(make_trainer, technique, texts(collate_fn=lambda items: collate(False, items)))
+    with pytest.raises(ConflictError, match=mentions("attention_mask", "padding_side='right'")):
+        fit(make_trainer, technique, texts(collate_fn=lambda items: collate(True, items)))
+
+
+def test_labels_and_masks_are_read_of_the_first_batches_alone(make_trainer: Make, monkeypatch: Any) -> None:
+    from lightning_solo.techniques.curriculum import technique as its
+
+    looks: list[Any] = []
+    monkeypatch.setattr(its, "is_left_padded", lambda batch: looks.append(batch))
+    fit(make_trainer, short("sequence_length", duration=100), texts(length=LENGTH))
+    assert len(looks) == its.LOOKED_AT
+
+
+def test_lightnings_schedule_of_accumulation_is_refused_where_items_go_by_steps(make_trainer: Make) -> None:
+    schedule = L.callbacks.GradientAccumulationScheduler
+    for by in ("length", "loss"):
+        with pytest.raises(ConflictError, match=mentions("GradientAccumulationScheduler", "pace=tokens")):
+            fit(make_trainer, [short(by), schedule({0: 4})], texts())
+    fit(make_trainer, [short(pace="tokens", duration=100), schedule({0: 4})], texts())
+    seen = Seen()
+    technique = short("sequence_length", duration=4)
+    fit(make_trainer, [technique, schedule({0: 4})], texts(length=LENGTH), seen, max_epochs=1)
+    assert len(set(seen.lengths[:4])) == 1
+    assert len(set(seen.lengths)) > 1
 
 
 def test_steps_that_are_not_known_beforehand_are_refused(make_trainer: Make) -> None:

@@ -11,10 +11,12 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.data.curriculum_batches import CurriculumBatches, Pace
 from lightning_solo.data.item_lengths import item_difficulties, item_lengths, name_of
 from lightning_solo.data.loaders import require_own_batches, with_batches
-from lightning_solo.data.truncation import sequences_of, truncated
+from lightning_solo.data.loss_weights import IGNORED, labels_of
+from lightning_solo.data.truncation import is_left_padded, sequences_of, truncated
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -23,7 +25,7 @@ from lightning_solo.techniques.curriculum.card import CARD, SEQUENCES
 from lightning_solo.techniques.curriculum.item_losses import item_losses
 
 LOOKED_AT = 10
-"""Batches after which it is an error that none is long enough to be cut."""
+"""First batches, of which one must be long enough to be cut, and whose masks and labels are read from the device."""
 
 
 class Curriculum(Technique):
@@ -80,6 +82,7 @@ class Curriculum(Technique):
     def _begin(self) -> None:
         """Begin a run."""
         self._tokens = self._longest = 0  # of the batches that were cut so far
+        self._held = (-1, 0)  # an optimizer step, and the tokens before its first batch
         self._batches: CurriculumBatches | None = None
         self._losses: Tensor | None = None
         self._begun = (0, 0)  # an epoch, and the position at which it began under the present losses
@@ -91,6 +94,7 @@ class Curriculum(Technique):
         self._loader: Any = None  # whose items aren't ranked yet
         self._value: float | None = None  # as logged last
         self._came = 0  # batches of this fit that could be cut
+        self._warned = False
 
     def __repr__(self) -> str:
         return CARD.repr(self)
@@ -98,6 +102,13 @@ class Curriculum(Technique):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin a run, unless the Trainer goes on with one."""
         joins = stage == "fit" and self.ctx is None
+        if joins and self.by != SEQUENCES and self.pace == "steps":
+            refuse_callbacks(
+                "Curriculum by steps, which draws items ahead,",
+                frozenset({"accumulation_factor"}),
+                trainer.callbacks,
+                "write pace=tokens, or by=sequence_length, or remove the callback and write accumulate_grad_batches=N",
+            )
         super().setup(trainer, pl_module, stage)
         if joins and self.ctx is not None:
             if trainer.global_step == 0:
@@ -230,9 +241,15 @@ class Curriculum(Technique):
         trainer = self.ctx.trainer
         if not trainer.training:
             return batch
-        rows, length = sequences_of(batch)
+        try:
+            rows, length = sequences_of(batch)
+        except ConflictError as error:
+            raise ConflictError(f"curriculum by=sequence_length: {error}; or write another by") from error
         self._longest = max(self._longest, length)
-        position = self._tokens if self.pace == "tokens" else trainer.global_step
+        step = trainer.global_step
+        if step != self._held[0] or not self.ctx.module.automatic_optimization:  # which may step unseen
+            self._held = step, self._tokens
+        position = self._held[1] if self.pace == "tokens" else step
         kept = kept_length(self._pace.share(position), self._longest, self.multiple)
         self._came += 1
         enough = self._came >= min(LOOKED_AT, trainer.num_training_batches)
@@ -243,7 +260,34 @@ class Curriculum(Technique):
             )
         self._note("sequence_length", min(length, kept))
         self._tokens += rows * min(length, kept)
-        return truncated(batch, length, kept) if kept < length else batch
+        if kept >= length:
+            return batch
+        cut = truncated(batch, length, kept)
+        if self._came <= LOOKED_AT:  # no more: a GPU waits for it
+            self._look(batch, cut)
+        return cut
+
+    def _look(self, batch: Any, cut: Any) -> None:
+        """Warn once of a batch that has lost its labels.
+
+        Raises:
+            ConflictError: its sequences are padded on the left.
+        """
+        if is_left_padded(batch):
+            raise ConflictError(
+                "curriculum by=sequence_length: attention_mask begins with 0, so sequences are padded on the left, and"
+                " their ends would be cut; pad on the right (a tokenizer's padding_side='right'), or write another by"
+            )
+        labels, left = labels_of(batch), labels_of(cut)
+        if self._warned or labels is None or left is None:
+            return
+        if labels.ne(IGNORED).any() and not left.ne(IGNORED).any():
+            self._warned = True
+            warnings.warn(
+                f"curriculum: of a batch cut to {left.shape[-1]} of {labels.shape[-1]} places all labels are {IGNORED},"
+                " and a mean loss over none is nan; write a larger start, or another by",
+                stacklevel=2,
+            )
 
     # --- what is logged and saved ---
 
@@ -265,7 +309,7 @@ class Curriculum(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return what the next batches depend on."""
         if self.by == SEQUENCES:
-            return {"tokens": self._tokens, "longest": self._longest}
+            return {"tokens": self._tokens, "longest": self._longest, "held": self._held}
         return {"begun": self._begun, "losses": self._losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -282,6 +326,8 @@ class Curriculum(Technique):
         self._begin()
         if self.by == SEQUENCES:
             self._tokens, self._longest = state_dict["tokens"], state_dict["longest"]
+            step, position = state_dict["held"]
+            self._held = step, position
             return
         epoch, position = state_dict["begun"]
         self._begun, self._losses, self._resumed = (epoch, position), state_dict["losses"], True
