@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,19 @@ def require_own_batches(loader: Any, technique: str) -> None:
         raise ConflictError(
             f"{technique} and the sampler {type(sampler).__name__}, which chooses items: write"
             f" DataLoader(shuffle=True), over a torch.utils.data.Subset where items are left out, or drop {technique}"
+        )
+
+
+def require_one_loader(loaders: Any, technique: str, instead: str) -> None:
+    """Check that the Trainer's training loader is one, and no collection.
+
+    Raises:
+        ConflictError: it is a collection; says what to write ``instead``.
+    """
+    if isinstance(loaders, Mapping | Sequence):
+        raise ConflictError(
+            f"{technique} and several training loaders, a {type(loaders).__name__} of {len(loaders)}: it takes one;"
+            f" return one loader from train_dataloader, or {instead}"
         )
 
 

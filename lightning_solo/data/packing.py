@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +33,8 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     >>> pack_best_fit([3, 5, 2, 4], capacity=7)
     [[1, 2], [3, 0]]
     """
+    _require_room(lengths, capacity)
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    if order and lengths[order[0]] > capacity:
-        raise ConflictError(
-            f"document {order[0]} has {lengths[order[0]]} tokens, and a row {capacity}: cut documents before, or write"
-            f" capacity={lengths[order[0]]}"
-        )
     rows: list[list[int]] = []
     with_space: dict[int, list[int]] = {}  # tokens that are free -> rows
     spaces: list[int] = []  # its keys, sorted
@@ -58,6 +55,15 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             with_space[left] = []
         with_space[left].append(row)
     return rows
+
+
+def _require_room(lengths: Sequence[int], capacity: int) -> None:
+    longest = max(lengths, default=0)
+    if longest > capacity:
+        raise ConflictError(
+            f"document {lengths.index(longest)} has {longest} tokens, and a row {capacity}: cut documents before, or"
+            f" write capacity={longest}"
+        )
 
 
 def packed_padding(lengths: Sequence[int], batches: Sequence[Sequence[Sequence[int]]]) -> float:
@@ -92,17 +98,27 @@ class PackedBatches(EpochBatches):
         self.capacity = capacity
         self.rows = rows
         self.drop_last = drop_last
-        count = len(pack_best_fit(self.lengths, capacity))
-        self.count = count // rows if drop_last else -(-count // rows)
+        _require_room(self.lengths, capacity)  # names a document by its own index, not by its place in an epoch
+        self._packed = 0, self._pack(0)
+        self.count = len(self._packed[1])
 
     def batches(self, epoch: int) -> list[list[tuple[int, ...]]]:
-        """Return the batches of an epoch: lists of rows, each of them the indices of its documents."""
+        """Return the batches of an epoch: lists of rows, each of them the indices of its documents.
+
+        Those of one epoch are kept, as millions of documents take seconds.
+        """
+        if epoch != self._packed[0]:
+            self._packed = epoch, self._pack(epoch)
+        return self._packed[1]
+
+    def _pack(self, epoch: int) -> list[list[tuple[int, ...]]]:
         generator = epoch_generator(self.seed, epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         rows = pack_best_fit([self.lengths[index] for index in order], self.capacity)
         shuffled = [rows[row] for row in torch.randperm(len(rows), generator=generator).tolist()]
         packed = [tuple(order[place] for place in row) for row in shuffled]
-        return [packed[begin : begin + self.rows] for begin in range(0, len(packed), self.rows)][: self.count]
+        kept = len(packed) - len(packed) % self.rows if self.drop_last else len(packed)
+        return [packed[begin : begin + self.rows] for begin in range(0, kept, self.rows)]
 
 
 class Rows:
@@ -260,14 +276,16 @@ def two_documents(loader: Any) -> TwoDocuments:
             than `PackedCollate` takes.
     """
     batches = loader.batch_sampler
-    rows = [row for batch in batches.batches(batches.epoch) for row in batch if len(row) > 1][:TRIED_ROWS]
-    for row in rows:
-        batch: dict[str, Tensor] = loader.collate_fn([loader.dataset[row[:2]]])
-        second = int(batch["position_ids"][0, 1:].eq(0).nonzero()[:1].sum()) + 1
-        if batch["labels"][:, second:].ne(IGNORED).any():
+    rows = (row for batch in batches.batches(batches.epoch) for row in batch)
+    with_tokens = (tuple(index for index in row if batches.lengths[index])[:2] for row in rows)
+    pairs = list(islice((pair for pair in with_tokens if len(pair) > 1), TRIED_ROWS))
+    for pair in pairs:
+        batch: dict[str, Tensor] = loader.collate_fn([loader.dataset[pair]])
+        starts = batch["position_ids"][0].eq(0).nonzero().flatten().tolist()  # one where the other was miscounted
+        if len(starts) > 1 and batch["labels"][:, (second := starts[1]) :].ne(IGNORED).any():
             return _tried({name: tensor.repeat(min(batches.rows, 2), 1) for name, tensor in batch.items()}, second)
     raise ConflictError(
-        f"packing: in {len(rows)} rows no second document has labels behind its first token, so that there is no loss"
+        f"packing: in {len(pairs)} rows no second document has labels behind its first token, so that there is no loss"
         " to compare; write a collate function whose labels are the tokens to predict"
     )
 

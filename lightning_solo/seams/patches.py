@@ -194,12 +194,18 @@ def empty_result(trainer: Any) -> Any:
     return trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(None)
 
 
+def on_device(trainer: Any, batch: Any) -> Any:
+    """Return a batch of the loader's as ``training_step`` gets it, but for what `batches_through` does."""
+    strategy = trainer.strategy
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return type(strategy).batch_to_device(strategy, batch, dataloader_idx=0)
+
+
 def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
     """Return what the module's ``training_step`` returns for a batch of the loader's; what it logs is left out."""
-    module, strategy = trainer.lightning_module, trainer.strategy
-    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
-    batch = strategy.batch_to_device(batch, dataloader_idx=0)
-    arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx)
+    module = trainer.lightning_module
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, on_device(trainer, batch), batch_idx)
     with (
         logged_through(trainer, lambda *args, **kwargs: None),
         replaced(module, "_current_fx_name", "training_step"),

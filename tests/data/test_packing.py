@@ -138,6 +138,13 @@ def test_documents_that_are_compared_are_of_one_row_with_labels() -> None:
         two_documents(packed_loader(loader([9, 4], collate_fn=few_labels), capacity=13))
 
 
+@pytest.mark.parametrize("length", ["auto", lambda item: max(1, len(item))], ids=["by tokens", "miscounted"])
+def test_documents_that_are_compared_have_tokens(length: Any) -> None:
+    lengths = [16, 40, 0, 40, 17, 40, 40, 0, 29]
+    tried = two_documents(packed_loader(loader(lengths), 42, length=length))
+    assert [tensor["input_ids"].shape[1] for tensor in tried[:3]] == [33, 33, 16]
+
+
 # --- no trace, and resuming ---
 
 

@@ -15,11 +15,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from lightning_solo.data.loaders import with_batches
 from lightning_solo.data.loss_weights import IGNORED
-from lightning_solo.data.packing import PackedBatches
+from lightning_solo.data.packing import PackedBatches, pack_best_fit
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.curriculum.technique import Curriculum
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
@@ -329,6 +330,47 @@ def test_a_batch_that_a_hook_changes_is_compared_as_it_is(make_trainer: Make) ->
     assert sorted(itertools.chain(*module.rows(0))) == [index for index in range(16) if LENGTHS[index] > 1]
 
 
+def test_documents_are_compared_as_batches_come_to_a_step(make_trainer: Make) -> None:
+    class Hooked(Module):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batch["sees"] = torch.ones(len(batch["labels"]), dtype=torch.float64)
+            batch["labels"] += 0  # their own, in each batch
+            batch["input_ids"].add_(1).remainder_(VOCABULARY)
+            return batch
+
+        def loss(self, batch: Any) -> Any:
+            assert batch.pop("sees").dtype == torch.float64
+            return self.net(**batch).loss
+
+    module = Hooked()
+    fit(make_trainer, module, loader(), Packing(), precision="64-true")
+    assert module.batches
+
+
+def test_documents_that_are_compared_are_neither_cut_nor_counted(make_trainer: Make) -> None:
+    module, cutting = Module(), Curriculum("sequence_length", start=0.3, duration=4, multiple=1, pace="tokens")
+    fit(make_trainer, module, loader(), Packing(), cutting)
+    assert cutting.state_dict()["tokens"] == sum(batch["labels"].numel() for _, batch in module.batches)
+
+
+def test_best_fit_runs_once_for_an_epoch(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return pack_best_fit(*args)
+
+    monkeypatch.setattr("lightning_solo.data.packing.pack_best_fit", counted)
+    fit(make_trainer, Module(), loader(), Packing(), max_epochs=2)
+    assert len(calls) == 2
+
+
+def test_documents_without_tokens_are_none_of_the_two(make_trainer: Make) -> None:
+    module = Module()
+    fit(make_trainer, module, loader([16, 40, 0, 40, 17, 40, 40, 0, 29]), Packing())
+    assert module.batches
+
+
 class Silent(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -581,6 +623,18 @@ def test_longer_rows_of_documents_without_padding_are_no_error(make_trainer: Mak
     module = Module()
     fit(make_trainer, module, loader([5] * 12, batch_size=1), Packing(capacity=20))
     assert {len(row) for row in module.rows(0)} == {4}
+
+
+@pytest.mark.parametrize("collected", [lambda one: {"a": one}, lambda one: [one, loader()]])
+def test_collections_of_loaders_are_refused(make_trainer: Make, collected: Any) -> None:
+    class Either(Module):
+        def loss(self, batch: Any) -> Any:
+            return super().loss(batch["a"] if "a" in batch else batch[0])
+
+    module = Either()
+    with pytest.raises(ConflictError, match=mentions("packing", "several", "one loader", "drop packing")):
+        fit(make_trainer, module, collected(loader()), Packing())
+    assert not module.batches
 
 
 def test_two_that_make_the_batches_are_refused(make_trainer: Make) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.data.curriculum_batches import CurriculumBatches, Pace
 from lightning_solo.data.item_lengths import item_difficulties, item_lengths, name_of
-from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.data.loaders import require_one_loader, require_own_batches, with_batches
 from lightning_solo.data.loss_weights import IGNORED, labels_of
 from lightning_solo.data.truncation import is_left_padded, sequences_of, truncated
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
@@ -175,11 +175,7 @@ class Curriculum(Technique):
         ctx, batches = self.ctx, self._batches
         assert ctx is not None  # in a fit
         assert batches is not None  # made with the loader
-        if isinstance(ctx.trainer.train_dataloader, Mapping | Sequence):
-            raise ConflictError(
-                "curriculum and several training loaders: which of them it is for isn't known; write"
-                " by=sequence_length, or return one loader from train_dataloader"
-            )
+        require_one_loader(ctx.trainer.train_dataloader, CARD.name, "write by=sequence_length")
 
         def report(done: int, count: int) -> None:
             ctx.info(f"curriculum: {done:,} of {count:,} items are read")

@@ -51,7 +51,7 @@ CARD = Card(
     " labels; the first batch shows for two documents that they don't see one another",
     conflicts="modules whose documents would see one another, found in the first batch; labels that are shifted before;"
     " manual optimization; iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place"
-    " itself (all refused); other techniques that make the batches",
+    " itself, several loaders (all refused); other techniques that make the batches",
     reference="Ding et al. 2024, arXiv 2404.10830, section 3.2",
     owns=frozenset({"batches"}),
     instead={"batches": "drop callback.packing"},

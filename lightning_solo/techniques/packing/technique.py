@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_solo.attributes import replaced
 from lightning_solo.data.length_batches import padding_share
-from lightning_solo.data.loaders import plain_batches, require_own_batches
+from lightning_solo.data.loaders import plain_batches, require_one_loader, require_own_batches
 from lightning_solo.data.packing import TwoDocuments, packed_loader, packed_padding, two_documents
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.nn.document_boundaries import caching_configs, require_boundaries
@@ -108,10 +108,11 @@ class Packing(Technique):
         with isolate_rng():  # documents may be augmented at random
             packed = packed_loader(loader, self.capacity, self.rows, self.length, self.seed, report)
             batches = packed.batch_sampler
-            rows = [row for batch in batches.batches(batches.epoch) for row in batch]
+            first = batches.batches(batches.epoch)
+            rows = [row for batch in first for row in batch]
             lengths = torch.tensor(batches.lengths)
             before = padding_share(lengths, plain_batches(loader, len(lengths), self.seed))
-            after = packed_padding(batches.lengths, batches.batches(batches.epoch))
+            after = packed_padding(batches.lengths, first)
             if max(map(len, rows), default=0) < 2 or (self.capacity is None and before <= after):
                 raise NothingToDoError(
                     f"packing: {len(lengths)} documents of {_range(lengths)} tokens, by length={self.length!r}, in"
@@ -127,6 +128,14 @@ class Packing(Technique):
             f" batches {before:.1%}"
         )
         return packed
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that there is one loader, which isn't known before.
+
+        Raises:
+            ConflictError: there are several, or a collection.
+        """
+        require_one_loader(trainer.train_dataloader, CARD.name, "drop packing")
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step without caches, before the first one the comparison."""
@@ -144,7 +153,7 @@ class Packing(Technique):
 
 def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor:
     """Return the loss that ``training_step`` makes of a batch, whatever other techniques do around it."""
-    batch = ctx.strategy.batch_to_device(packed, dataloader_idx=0)
+    batch = patches.on_device(ctx.trainer, {key: tensor.clone() for key, tensor in packed.items()})
     name = type(ctx.module).__name__
     try:
         output = super(Seams, ctx.strategy).training_step(batch, *args, **kwargs)  # its own, without seams
