@@ -15,6 +15,10 @@ from lightning_solo.errors import ConflictError
 from lightning_solo.nn.rollback import Rollback
 
 
+class BoundaryError(ConflictError):
+    """Documents of a row aren't kept apart, or the loss isn't the mean over their labels."""
+
+
 def require_boundaries(
     module: nn.Module, loss: Callable[[dict[str, Tensor]], Tensor], batches: Sequence[Any], rounding: float = 1e-3
 ) -> None:
@@ -30,7 +34,7 @@ def require_boundaries(
             kernels compute otherwise.
 
     Raises:
-        ConflictError: documents see one another, or the loss is another one in a row of two.
+        BoundaryError: documents see one another, or the loss is another one in a row of two.
     """
     name = type(module).__name__
     with _without_trace(module) as put_back:
@@ -49,18 +53,18 @@ def require_boundaries(
             joined, joined_to_other = map(loss_of, batches[3:])
             most += 1e-2 * abs(joined - joined_to_other)
     if not difference <= most:
-        raise ConflictError(
-            f"packing and {name}: documents of a row see one another. With other tokens in the first document the loss"
+        raise BoundaryError(
+            f"{name}: documents of a row see one another. With other tokens in the first document the loss"
             f" of the second changes from {in_row:.7g} to {beside_other:.7g}. Only position_ids say where documents"
             " begin: hand them on, self.net(**batch), without an attention mask, to a model that looks for them there"
             f" (taking position_ids: {', '.join(_taking_positions(module)) or 'none'}); Hugging Face's"
-            " flash_attention_2 does in batches of rows=1; or use batches of similar length, by length_bucketing"
+            " flash_attention_2 does in batches of rows=1; or use batches of similar length"
         )
     if not abs(in_row - by_itself) <= rounding * abs(in_row):
-        raise ConflictError(
-            f"packing and {name}: the loss of a document is {in_row:.7g} in a row behind another one, and"
+        raise BoundaryError(
+            f"{name}: the loss of a document is {in_row:.7g} in a row behind another one, and"
             f" {by_itself:.7g} in a row of its own; return the mean over all labels but -100, and hand position_ids on"
-            " to what adds positions; or use batches of similar length, by length_bucketing"
+            " to what adds positions; or use batches of similar length"
         )
 
 

@@ -77,7 +77,7 @@ def test_a_cache_is_what_lets_documents_see_one_another(implementation: str, dty
     assert caching_configs(net) == []
     net.config.use_cache = True
     assert caching_configs(net) == [net.config]
-    with pytest.raises(ConflictError, match=mentions("LlamaForCausalLM", "position_ids", "rows=1", "length_bucketing")):
+    with pytest.raises(ConflictError, match=mentions("LlamaForCausalLM", "position_ids", "rows=1", "similar length")):
         require_boundaries(net, of_hugging_face(net), tried, rounding)
 
 
@@ -103,7 +103,7 @@ def test_a_model_of_ones_own_passes_where_its_attention_stops() -> None:
         require_boundaries(net, lambda b: mean_loss(net(b["input_ids"], b["position_ids"]), b), pair(2), 1e-5)
 
     tried(Attending(stops=True))
-    with pytest.raises(ConflictError, match=mentions("Attending", "length_bucketing")):
+    with pytest.raises(ConflictError, match=mentions("Attending", "similar length")):
         tried(Attending(stops=False))
 
 
@@ -125,15 +125,15 @@ def test_these_keep_documents_apart(kind: str, implementations: list[str]) -> No
 @pytest.mark.parametrize("kind", ["Falcon", "OPT", "Bloom", "Mamba"])
 def test_these_take_positions_for_nothing(kind: str) -> None:
     net = model(kind)
-    with pytest.raises(ConflictError, match=mentions(f"{kind}ForCausalLM", "position_ids", "length_bucketing")):
+    with pytest.raises(ConflictError, match=mentions(f"{kind}ForCausalLM", "position_ids", "similar length")):
         require_boundaries(net, of_hugging_face(net), pair())
 
 
 def test_what_sees_all_tokens_or_numbers_them_through_is_refused_by_name() -> None:
     tried, leaking, plain = pair(), Cumulative(), Plain()
-    with pytest.raises(ConflictError, match=mentions("Cumulative", "taking position_ids", "length_bucketing")):
+    with pytest.raises(ConflictError, match=mentions("Cumulative", "taking position_ids", "similar length")):
         require_boundaries(leaking, lambda b: mean_loss(leaking(b["input_ids"], b["position_ids"]), b), tried)
-    with pytest.raises(ConflictError, match=mentions("Plain", "row of its own", "position_ids", "length_bucketing")):
+    with pytest.raises(ConflictError, match=mentions("Plain", "row of its own", "position_ids", "similar length")):
         require_boundaries(plain, lambda b: mean_loss(plain(b["input_ids"]), b), tried)
 
 

@@ -17,7 +17,7 @@ from lightning_solo.data.length_batches import padding_share
 from lightning_solo.data.loaders import plain_batches, require_one_loader, require_own_batches
 from lightning_solo.data.packing import TwoDocuments, packed_loader, packed_padding, two_documents
 from lightning_solo.errors import ConflictError, NothingToDoError
-from lightning_solo.nn.document_boundaries import caching_configs, require_boundaries
+from lightning_solo.nn.document_boundaries import BoundaryError, caching_configs, require_boundaries
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import Seams
@@ -146,7 +146,10 @@ class Packing(Technique):
                 documents, self._documents = self._documents, None
                 rounding = 1e-3 if ctx.precision in ("32-true", "64-true") else 2e-2
                 with patches.logged_through(ctx.trainer, lambda *_, **__: None):
-                    require_boundaries(ctx.module, partial(_loss, ctx, args[1:], kwargs), documents, rounding)
+                    try:
+                        require_boundaries(ctx.module, partial(_loss, ctx, args[1:], kwargs), documents, rounding)
+                    except BoundaryError as error:
+                        raise ConflictError(f"packing and {error}, by length_bucketing") from error
                 ctx.info("packing: in a row of two documents the loss of the second is its own")
             return proceed(*args, **kwargs)
 
