@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -19,10 +20,14 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
 class EpochBatches(Sampler[Any]):
     """Batches whose order depends on a seed and the number of the epoch alone.
 
+    Lightning numbers epochs otherwise where a run was stopped within one: it counts that one as completed, and calls
+    what was left of it the next.
+
     Attributes:
         count: batches of every epoch.
+        batches_used: of an epoch, at most.
         seed: of the order.
-        epoch: the present one; Lightning sets it, by `set_epoch`.
+        epoch: the present one.
         start: batches of the present epoch that are passed over.
     """
 
@@ -31,6 +36,8 @@ class EpochBatches(Sampler[Any]):
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.epoch = self.start = 0
+        self.batches_used = sys.maxsize
+        self._ahead: int | None = 0  # of its own numbers are Lightning's; None: the next one of Lightning's tells
 
     def batches(self, epoch: int) -> Iterable[Any]:
         """Return the batches of an epoch."""
@@ -49,6 +56,20 @@ class EpochBatches(Sampler[Any]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch, unless it is the present one."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
+        """Go to the start of the epoch that has a number of Lightning's, unless it is the present one."""
+        if self._ahead is None:
+            self._ahead = epoch - self.epoch
+        if (own := self.own(epoch)) != self.epoch:
+            self.epoch, self.start = own, 0
+
+    def own(self, epoch: int) -> int:
+        """Return the own number of an epoch that has a number of Lightning's."""
+        return epoch - (self._ahead or 0)
+
+    def go_to(self, epoch: int, start: int) -> None:
+        """Go to a place in an epoch of the own numbers; it is in the epoch that Lightning numbers next."""
+        self.epoch, self.start, self._ahead = epoch, start, None
+
+    def follow(self, before: EpochBatches) -> None:
+        """Take the place and the numbers of others."""
+        self.epoch, self.start, self._ahead = before.epoch, before.start, before._ahead

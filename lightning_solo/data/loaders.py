@@ -109,7 +109,7 @@ class Resumable(DataLoader[Any]):
             done += 1
             self._handed_out = epoch, done
             yield batch
-        batches.set_epoch(epoch + 1)
+        batches.epoch = epoch + 1
 
     def state_dict(self) -> dict[str, int]:
         """Return the place: epoch, batches of it that were handed out, and the order's seed and number of batches."""
@@ -117,7 +117,7 @@ class Resumable(DataLoader[Any]):
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:
             done = self._handed_out[1]
-        if done == len(batches):
+        if done == min(len(batches), batches.batches_used):
             epoch, done = epoch + 1, 0
         return {"epoch": epoch, "batches_done": done, "seed": batches.seed, "batches": len(batches)}
 
@@ -136,8 +136,7 @@ class Resumable(DataLoader[Any]):
                     f"the checkpoint was saved within an epoch with {key}={state[key]}, and the loader has"
                     f" {key}={here[key]}: resume with the same data set and settings, or from the end of an epoch"
                 )
-        self._batches.set_epoch(state["epoch"])
-        self._batches.start = state["batches_done"]
+        self._batches.go_to(state["epoch"], state["batches_done"])
         self._handed_out = state["epoch"], state["batches_done"]
 
 

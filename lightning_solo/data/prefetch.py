@@ -70,7 +70,7 @@ class Prefetcher:
     [1, 2, 3, 4]
     """
 
-    _OWN = frozenset({"loader", "depth", "upload", "limit", "on_draws", "closed", "_draws", "_iteration"})
+    _OWN = frozenset({"loader", "depth", "upload", "limit", "on_draws", "closed", "_draws", "_iteration", "_closed_at"})
 
     def __init__(
         self,
@@ -88,12 +88,14 @@ class Prefetcher:
         self.closed = False
         self._draws: bool | None = None  # None: not seen yet
         self._iteration: Callable[[], _Iteration | None] = lambda: None  # a weak reference
+        self._closed_at: Any = None  # the state, where batches were loaded ahead that nobody takes any more
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         self._stop()
+        self._closed_at = None
         iterator: Iterator[Any] = iter(self.loader)
         if self.closed:
             return iterator
@@ -121,6 +123,9 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the thread and free what it has loaded; from now on iterate as the loader does."""
+        iteration = self._iteration()
+        if iteration is not None and iteration.ahead is not None:
+            self._closed_at = iteration.ahead.state
         self._stop()
         self.closed = True
 
@@ -141,12 +146,13 @@ class StatefulPrefetcher(Prefetcher):
         """Return the state in which the loader was when the caller's batch had been loaded."""
         iteration = self._iteration()
         ahead = None if iteration is None else iteration.ahead
-        state: dict[str, Any] = self.loader.state_dict() if ahead is None else ahead.state
+        state: dict[str, Any] = (ahead.state if ahead is not None else self._closed_at) or self.loader.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the loader's state, for the next iteration."""
         self._stop()
+        self._closed_at = None
         self.loader.load_state_dict(state_dict)
 
     def snapshot(self) -> Any:

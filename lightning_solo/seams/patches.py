@@ -15,6 +15,7 @@ from typing import Any
 from weakref import proxy
 
 from lightning_solo.attributes import replaced
+from lightning_solo.data.epoch_batches import EpochBatches
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes what Lightning does, and returns what is done in its place."""
@@ -148,9 +149,31 @@ def loaders_resumed(trainer: Any) -> None:
     has it make them before the checkpoint's loops are loaded.
     """
     loop = trainer.fit_loop
-    if loop.restarting and loop._combined_loader_states_to_load:
+    if not loop.restarting:
+        return
+    if loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+    if loop.epoch_loop.batch_progress.current.completed == trainer.num_training_batches:
+        for batches in _epoch_batches(loop._combined_loader):
+            if batches.start == 0:
+                # Lightning ends that epoch once more; where nothing is validated it would train on a batch in it
+                batches.go_to(batches.epoch - 1, batches.count)
+
+
+def loader_numbered(trainer: Any, loader: Any) -> None:
+    """Have a loader whose batches have an order by epochs know how many are used, and go on where one before was."""
+    batches = getattr(loader, "batch_sampler", None)
+    if isinstance(batches, EpochBatches):
+        limit = trainer.limit_train_batches
+        batches.batches_used = min(batches.count, limit) if isinstance(limit, int) else int(batches.count * limit)
+        for before in _epoch_batches(trainer.fit_loop._combined_loader):  # reloaded
+            batches.follow(before)
+
+
+def _epoch_batches(combined: Any) -> list[EpochBatches]:
+    samplers = [getattr(loader, "batch_sampler", None) for loader in ([] if combined is None else combined.flattened)]
+    return [sampler for sampler in samplers if isinstance(sampler, EpochBatches)]
 
 
 def micro_batches(trainer: Any, around: Around) -> Any:

@@ -156,6 +156,7 @@ class Seams(Base):
         if run is not None and run.trainer.training:
             for technique in run.having("loader"):
                 loader = technique.loader(run, loader)
+            patches.loader_numbered(run.trainer, loader)
         return loader
 
     # --- a step ---

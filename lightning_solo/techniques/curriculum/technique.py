@@ -131,6 +131,7 @@ class Curriculum(Technique):
         require_own_batches(loader, CARD.name)
         epoch = _epoch(ctx.trainer)
         if self._batches is not None and self._loader is None:  # they have been in use
+            epoch = self._batches.own(epoch)
             self._begun = epoch, self._batches.position(epoch)
         count, limit = len(loader), ctx.trainer.limit_train_batches
         batches = CurriculumBatches(
@@ -218,7 +219,7 @@ class Curriculum(Technique):
                     f" {len(loader.dataset):,}: resume with the same data set"
                 )
             batches.rank(self._losses)
-            every, epoch = ctx.trainer.reload_dataloaders_every_n_epochs, _epoch(ctx.trainer)
+            every, epoch = ctx.trainer.reload_dataloaders_every_n_epochs, batches.own(_epoch(ctx.trainer))
             if not every or epoch - self._begun[0] < every:
                 return self._losses
             batches.begun = self._begun = epoch, batches.position(epoch)
