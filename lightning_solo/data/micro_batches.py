@@ -73,6 +73,15 @@ class Splitter:
             )
         return parts
 
+    def require_parts(self, batch: Any) -> None:
+        """Check that a batch can be divided, and its parts be weighed, before memory runs short and they have to be.
+
+        Raises:
+            ConflictError: as `micro_batches` in two parts.
+        """
+        if (samples := self.samples(batch)) > 1:
+            self.micro_batches([batch], -(-samples // 2))
+
     def micro_batches(self, batches: Sequence[Any], max_samples: int | None = None) -> list[MicroBatch]:
         """Return batches in micro-batches of at most so many samples, of which a step takes the mean.
 

@@ -154,8 +154,9 @@ def sdpa_in_transformers(module: nn.Module) -> Iterator[list[str]]:
             and model._can_set_attn_implementation()
             and not model.config.output_attentions
         ):
+            if id(model.config) not in changed:  # else a part of a model that is named already
+                names.append(name)
             changed[id(model.config)] = model.config
-            names.append(name)
     try:
         for config in changed.values():
             config._attn_implementation_internal = "sdpa"  # as transformers does: the public name sets parts' too

@@ -145,6 +145,13 @@ class Run:
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
         for message in Composition(tuple(chosen)).rivalries():
             raise ConflictError(message)
+        overfit, newest = self.trainer.overfit_batches, chosen_of(technique)
+        if overfit and newest is not None and "batches" in newest.owned():
+            raise ConflictError(
+                f"{newest.choice} and overfit_batches={overfit}: it makes other batches in each epoch, which wouldn't"
+                " be overfitted; write overfit_batches=0 with a torch.utils.data.Subset of few items, or"
+                f" {newest.removal} (removes {newest.card.name})"
+            )
 
     def _require_sole(self, technique: Technique) -> None:
         name = type(technique).__name__

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from lightning_solo.cards.card import Card, resources
+from lightning_solo.cards.catalogue import load_class, own_cards
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams.technique import Technique
+from tests.messages import mentions
 from tests.modules import loader, regression
 
 
@@ -70,3 +73,15 @@ def test_an_owner_that_comes_as_a_callback_is_refused_beside_another(
     with pytest.raises(ConflictError, match=r"gradients|GradientRelease"):
         make_trainer(home, **{**kwargs, "callbacks": [*kwargs["callbacks"]]}).fit(module, loader(1))
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+
+
+MAKES_BATCHES = [card for card in own_cards().values() if "batches" in resources(card.owns, card.settings())]
+
+
+@pytest.mark.parametrize("card", MAKES_BATCHES, ids=lambda card: card.name)
+def test_other_batches_in_each_epoch_are_not_overfitted(
+    card: Card, home: ModuleType, make_trainer: Callable[..., Any]
+) -> None:
+    trainer = make_trainer(home, callbacks=[load_class(card)()], max_epochs=2, overfit_batches=2)
+    with pytest.raises(ConflictError, match=mentions("overfit_batches=2", "Subset", f"~callback.{card.name}")):
+        trainer.fit(regression(home), loader(4))

@@ -27,6 +27,8 @@ from lightning_solo.data.item_lengths import item_lengths
 from lightning_solo.data.length_batches import LengthBatches, padding_share
 from lightning_solo.data.loaders import with_batches
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.planner.rules import arrange
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from tests.messages import mentions
 from tests.modules import regression
@@ -229,6 +231,13 @@ def test_the_bytes_of_an_epoch_are_those_of_its_items_and_of_the_padding_reporte
     assert elements < 0.5 * elements * (1 - technique.padding_after) / (1 - technique.padding_before)
 
 
+def test_a_plan_is_of_the_batch_that_is_given_and_says_so() -> None:
+    arrangement = arrange(compose("length_bucketing"), {})
+    assert arrangement.arguments()["callbacks"] == []
+    (assumption,) = arrangement.assumptions
+    assert {"length_bucketing", "given", "longest"} <= set(assumption.replace(":", " ").replace(";", " ").split())
+
+
 # --- trace, and resuming ---
 
 
@@ -350,6 +359,18 @@ def test_loaders_that_make_no_batches_of_all_items_are_refused(make_trainer: Mak
 def test_nothing_padded_is_nothing_to_do(make_trainer: Make, options: dict[str, Any]) -> None:
     with pytest.raises(NothingToDoError, match=mentions("length='auto'", "batch_size", "drop length_bucketing")):
         fit(make_trainer, LengthBucketing(), texts(**options))
+
+
+@pytest.mark.parametrize("technique", [LengthBucketing(), LengthBucketing(max_tokens=8)], ids=["count", "tokens"])
+def test_an_empty_data_set_is_refused(make_trainer: Make, technique: LengthBucketing) -> None:
+    with pytest.raises(ConflictError, match=mentions("Texts", "items", "drop length_bucketing")):
+        fit(make_trainer, technique, texts([], shuffle=False))
+
+
+def test_another_technique_that_makes_batches_is_refused_with_what_removes_either() -> None:
+    with pytest.raises(ConflictError, match=mentions("~callback.length_bucketing", "~callback.packing")) as caught:
+        compose(["packing", "length_bucketing"])
+    assert "write drop" not in str(caught.value)
 
 
 def test_a_budget_of_tokens_takes_the_place_of_single_items(make_trainer: Make) -> None:

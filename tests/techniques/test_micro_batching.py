@@ -480,7 +480,7 @@ def test_a_split_of_ones_own(make_trainer: Make) -> None:
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        (lambda batch, size: [([each[:size] for each in batch], size)], ("3 samples", "of 8")),
+        (lambda batch, size: [([each[:size] for each in batch], size)], ("4 samples", "of 8")),
         (lambda batch, size: [batch], ("pairs",)),
     ],
 )
@@ -490,6 +490,18 @@ def test_a_split_that_loses_samples_or_returns_something_else(make_trainer: Make
 
     with pytest.raises(ConflictError, match=mentions("split", *words)):
         trained(make_trainer, limited(), MicroBatching(3, split=some))
+
+
+def test_a_split_that_ignores_the_size_is_refused_before_it_is_needed(make_trainer: Make) -> None:
+    with pytest.raises(ConflictError, match=mentions("split", "3 samples")):
+        trained(make_trainer, limited(), MicroBatching(4, split=lambda batch, size: [(batch, 3)]))
+
+
+def test_a_weight_that_the_batch_does_not_have_is_refused_before_it_is_needed(make_trainer: Make) -> None:
+    technique = MicroBatching(weight_by="tokenz")
+    with pytest.raises(ConflictError, match=mentions("tokenz", "tokens")):
+        trained(make_trainer, limited(), technique)
+    assert technique.retries == 0
 
 
 def test_batches_of_several_sizes_make_no_global_batch(make_trainer: Make) -> None:

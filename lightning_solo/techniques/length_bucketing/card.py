@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.tracing import Tracing
 
 
 def _no_length(value: object) -> str | None:
@@ -30,6 +31,12 @@ class Settings:
     seed: int = setting(0, "of the order of the batches", at_least=0)
 
 
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan the batch that is given, and say so."""
+    given = "length_bucketing: planned for the batch that is given; give that of the longest items"
+    return replace(tracing, node=None, assumptions=(*tracing.assumptions, given))
+
+
 CARD = Card(
     name="length_bucketing",
     target="lightning_solo.techniques.length_bucketing.technique:LengthBucketing",
@@ -42,6 +49,5 @@ CARD = Card(
     " refused); other techniques that make the batches",
     reference="Khomenko et al. 2016, arXiv 1708.05604",
     owns=frozenset({"batches"}),
-    instead={"batches": "drop callback.length_bucketing"},
-    planned="left out",
+    planned="lightning_solo.techniques.length_bucketing.card:planned",
 )

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_solo.data.item_lengths import item_lengths
 from lightning_solo.data.length_batches import LengthBatches, padding_share
 from lightning_solo.data.loaders import plain_batches, require_own_batches, with_batches
-from lightning_solo.errors import NothingToDoError
+from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.length_bucketing.card import CARD
@@ -53,10 +53,15 @@ class LengthBucketing(Technique):
         """Return the loader with other batches.
 
         Raises:
-            ConflictError: it makes no batches itself, or the lengths can't be read.
+            ConflictError: it makes no batches itself, its data set is empty, or the lengths can't be read.
             NothingToDoError: nothing is padded.
         """
         require_own_batches(loader, CARD.name)
+        if not len(loader.dataset):
+            raise ConflictError(
+                f"length_bucketing and {type(loader.dataset).__name__}, a data set without items: give it some, or drop"
+                " length_bucketing"
+            )
 
         def report(done: int, count: int) -> None:
             ctx.info(f"length bucketing: read the lengths of {done:,} of {count:,} items")
@@ -72,7 +77,6 @@ class LengthBucketing(Technique):
             )
         size = None if self.max_tokens else loader.batch_size
         batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)
-        batches.set_epoch(ctx.trainer.current_epoch)
         after = padding_share(lengths, batches.batches(batches.epoch))
         self.padding_before, self.padding_after = before, after
         ctx.info(
@@ -83,4 +87,4 @@ class LengthBucketing(Technique):
 
 
 def _range(lengths: torch.Tensor) -> str:
-    return f"{int(lengths.min())} to {int(lengths.max())}" if len(lengths) else "0"
+    return f"{int(lengths.min())} to {int(lengths.max())}"

@@ -247,9 +247,11 @@ class MicroBatching(Technique):
         elif self._ran:  # an optimizer evaluates the step again
             self._gradients.restore()
         self._ran = True
-        if self.check and not self._checked:
+        if not self._checked:
             self._checked = True
-            self._compare(ctx, proceed)
+            self._splitter.require_parts(self._window[0].batch)
+            if self.check:
+                self._compare(ctx, proceed)
         result = self._run(ctx, proceed)
         ctx.window.held = self._counted + self._batches_counted(ctx)
         return result

@@ -54,6 +54,5 @@ CARD = Card(
     " itself, several loaders (all refused); other techniques that make the batches",
     reference="Ding et al. 2024, arXiv 2404.10830, section 3.2",
     owns=frozenset({"batches"}),
-    instead={"batches": "drop callback.packing"},
     planned="lightning_solo.techniques.packing.card:planned",
 )
