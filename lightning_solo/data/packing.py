@@ -61,8 +61,8 @@ def _require_room(lengths: Sequence[int], capacity: int) -> None:
     longest = max(lengths, default=0)
     if longest > capacity:
         raise ConflictError(
-            f"document {lengths.index(longest)} has {longest} tokens, and a row {capacity}: cut documents before, or"
-            f" write capacity={longest}"
+            f"packing: document {lengths.index(longest)} has {longest} tokens, and capacity={capacity}: cut documents"
+            f" before, or write capacity={longest}"
         )
 
 

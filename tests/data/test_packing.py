@@ -201,7 +201,7 @@ def test_documents_without_tokens_are_refused() -> None:
 
 
 def test_a_document_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(ConflictError, match=mentions("document 1", "9", "capacity=9")):
+    with pytest.raises(ConflictError, match=mentions("packing", "document 1", "9", "capacity=8", "capacity=9")):
         packed_loader(loader(), capacity=8)
 
 

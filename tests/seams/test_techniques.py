@@ -280,7 +280,7 @@ class Halves(Technique):
         count = len(batch[0])
         pieces = ([each[: count // 4] for each in batch], [each[count // 4 :] for each in batch])
         for piece in pieces:
-            made = proceed(piece, len(piece[0]) / count)
+            made = proceed(batch=piece, weight=len(piece[0]) / count)
         return made
 
     def on_train_epoch_start(self, *_: Any) -> None:
