@@ -146,7 +146,7 @@ class WindowSampler(Sampler[int]):
         shuffle: False for rising indexes.
 
     Attributes:
-        epoch: Lightning sets it, by `set_epoch`.
+        epoch: whose order comes next.
         start: indexes of the next iteration that are passed over.
     """
 
@@ -155,6 +155,7 @@ class WindowSampler(Sampler[int]):
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = self.start = 0
+        self._ahead: int | None = 0  # of its own numbers are Lightning's; None: the next one of Lightning's tells
 
     def __len__(self) -> int:
         return self.length
@@ -165,8 +166,14 @@ class WindowSampler(Sampler[int]):
         return (order[index] for index in range(start, self.length))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
-        self.epoch = epoch
+        """Choose the epoch, by Lightning's number, whose order comes next."""
+        if self._ahead is None:
+            self._ahead = epoch - self.epoch
+        self.epoch = epoch - self._ahead
+
+    def go_to(self, epoch: int) -> None:
+        """Choose an epoch by its own number; Lightning numbers it next, and counts one that was stopped as two."""
+        self.epoch, self._ahead = epoch, None
 
 
 class TokenLoader(DataLoader[Tensor]):
@@ -218,8 +225,11 @@ class TokenLoader(DataLoader[Tensor]):
         if there != self._order():
             raise ValueError(f"the state is of a loader with {there}, and this one has {self._order()}: write the same")
         sampler: Any = self.sampler
-        sampler.set_epoch(state_dict["epoch"])
-        self._resumed = state_dict["epoch"], state_dict["batches"]
+        epoch, batches = state_dict["epoch"], state_dict["batches"]
+        if batches == len(self):
+            epoch, batches = epoch + 1, 0
+        sampler.go_to(epoch)
+        self._resumed = epoch, batches
 
     def _order(self) -> dict[str, Any]:
         sampler: Any = self.sampler
