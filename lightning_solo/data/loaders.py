@@ -111,17 +111,18 @@ class Resumable(DataLoader[Any]):
             yield batch
         batches.epoch = epoch + 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the place: epoch, batches of it that were handed out, and the order's seed and number of batches."""
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the place: epoch, batches of it that were handed out; and their kind, seed and number."""
         batches = self._batches
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:
             done = self._handed_out[1]
         if done == min(len(batches), batches.batches_used):
             epoch, done = epoch + 1, 0
-        return {"epoch": epoch, "batches_done": done, "seed": batches.seed, "batches": len(batches)}
+        kind = type(batches).__name__
+        return {"epoch": epoch, "batches_done": done, "kind": kind, "seed": batches.seed, "batches": len(batches)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next epoch begin at a place.
 
         Raises:
@@ -130,7 +131,7 @@ class Resumable(DataLoader[Any]):
         here = self.state_dict()
         if set(state) != set(here):
             raise CheckpointError(f"the loader's state has {sorted(state)}, where {sorted(here)} are expected")
-        for key in ("seed", "batches"):
+        for key in ("kind", "seed", "batches"):
             if state[key] != here[key]:
                 raise CheckpointError(
                     f"the checkpoint was saved within an epoch with {key}={state[key]}, and the loader has"

@@ -104,7 +104,7 @@ KINDS: dict[str, Any] = {
     "curriculum": partial(Curriculum, duration=15),
     "tokens": partial(Curriculum, duration=90, pace="tokens"),
 }
-PER_EPOCH = {kind: 17 if kind == "packing" else 10 for kind in KINDS}
+PER_EPOCH = {kind: 18 if kind == "packing" else 10 for kind in KINDS}
 
 
 def fit(

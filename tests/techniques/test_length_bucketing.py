@@ -300,13 +300,15 @@ def test_the_state_is_plain_and_of_these_batches() -> None:
     second = iter(loader)
     begun = [next(second)[1].tolist()]
     state = loader.state_dict()
-    assert state == {"epoch": 1, "batches_done": 1, "seed": 0, "batches": 3}
+    assert state == {"epoch": 1, "batches_done": 1, "kind": "LengthBatches", "seed": 0, "batches": 3}
     other = made()
     other.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert other.state_dict() == state
     assert [batch[1].tolist() for batch in other] == [batch[1].tolist() for batch in second]
     assert other.state_dict() == {**state, "epoch": 2, "batches_done": 0}
     assert first != [*begun, *[batch[1].tolist() for batch in other]]
+    with pytest.raises(CheckpointError, match=mentions("kind=Others", "kind=LengthBatches")):
+        made().load_state_dict({**state, "kind": "Others"})
     with pytest.raises(CheckpointError, match=mentions("seed=0", "seed=3")):
         made(3).load_state_dict(state)
     with pytest.raises(CheckpointError, match=mentions("batches=3", "batches=2")):
