@@ -253,6 +253,7 @@ def test_fewer_compiled_blocks_are_kept_where_the_allocator_shows_more(make_trai
 
         return training_step
 
+    torch.cuda.reset_peak_memory_stats()  # of other tests
     with pytest.warns(UserWarning, match=mentions("budget=", "callback.activation_checkpointing.budget")):
         counts, _ = compiled_fit(
             make_trainer, "3MiB", net=Stack(BLOCKS, WIDTH), step=larger_from_the_third, accelerator="cuda"
