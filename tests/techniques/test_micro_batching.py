@@ -567,6 +567,7 @@ def arm(net: Visited, technique: MicroBatching) -> Visited:
     return net
 
 
+@pytest.mark.cpu_only("the simulated device has no LSTM")
 def test_attention_that_drops_is_no_loss_over_pairs(make_trainer: Make) -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
