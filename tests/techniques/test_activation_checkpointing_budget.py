@@ -73,6 +73,7 @@ def fitted(
     home: ModuleType, make_trainer: Any, technique: ActivationCheckpointing | None = None, **arguments: Any
 ) -> tuple[Peaks, list[Tensor]]:
     """Return the counts of a fit, and the weights behind it."""
+    gc.collect()  # what other tests left on the device counts, too
     torch.manual_seed(0)
     module = arguments.pop("module", None) or regression(home, Stack(BLOCKS, WIDTH, dropout=0.1))
     data = arguments.pop("data", None) or loader(5, 256, WIDTH)
