@@ -162,6 +162,15 @@ def _as_length(value: Any) -> object:
     return length_of(value)
 
 
+def range_of(lengths: torch.Tensor) -> str:
+    """Return what a message says of some lengths.
+
+    >>> range_of(torch.tensor([5, 2, 7]))
+    '2 to 7'
+    """
+    return f"{int(lengths.min())} to {int(lengths.max())}" if len(lengths) else "0"
+
+
 def name_of(length: Length | Callable[[Any], float]) -> str:
     """Return what a message calls it."""
     return length if isinstance(length, str) else getattr(length, "__name__", repr(length))

@@ -385,7 +385,7 @@ def test_weights_are_those_of_sequences_cut_by_hand(make_trainer: Make) -> None:
 def test_validation_has_whole_sequences(make_trainer: Make) -> None:
     lengths: list[int] = []
     module = Language()
-    module.validation_step = lambda batch, batch_idx: lengths.append(batch["input_ids"].shape[1])  # type: ignore
+    module.validation_step = lambda batch, batch_idx: lengths.append(batch["input_ids"].shape[1])
     trainer = make_trainer(L, callbacks=[short("sequence_length")], val_check_interval=5, num_sanity_val_steps=1)
     trainer.fit(module, texts(length=LENGTH), texts(8, LENGTH, shuffle=False))
     assert set(lengths) == {LENGTH}

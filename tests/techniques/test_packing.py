@@ -614,7 +614,7 @@ def test_what_cannot_be_packed_is_refused_before_training(
     ids=["one length", "no two in a row", "single documents"],
 )
 def test_nothing_saved_is_nothing_to_do(make_trainer: Make, lengths: list[int], options: Any) -> None:
-    words = ("length='auto'", f"capacity={max(lengths)}", "larger capacity", "drop packing")
+    words = ("length=auto", f"capacity={max(lengths)}", "larger capacity", "drop packing")
     with pytest.raises(NothingToDoError, match=mentions("packing", *words)):
         fit(make_trainer, Module(), loader(lengths, **options), Packing())
 

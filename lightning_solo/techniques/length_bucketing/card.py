@@ -8,23 +8,16 @@ from typing import Any
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.lengths import length_setting
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
-
-
-def _no_length(value: object) -> str | None:
-    if callable(value) or (isinstance(value, str) and value):
-        return None
-    return "write auto, collated, the name of a column, or in Python a function of an item"
 
 
 @dataclass(frozen=True)
 class Settings:
     """Arguments of LengthBucketing."""
 
-    length: str | Callable[[Any], int] = setting(  # noqa: RUF009 - the default is a string
-        "auto", "``auto``, ``collated``, the name of a column, or in Python a function of an item", check=_no_length
-    )
+    length: str | Callable[[Any], int] = length_setting()  # noqa: RUF009 - the default is a string
     max_tokens: int | None = setting(
         None, "most tokens of a batch, padding included, in place of the loader's batch size", at_least=1
     )

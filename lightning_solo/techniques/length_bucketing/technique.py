@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_solo.data.item_lengths import item_lengths
+from lightning_solo.data.item_lengths import item_lengths, name_of, range_of
 from lightning_solo.data.length_batches import LengthBatches, padding_share
 from lightning_solo.data.loaders import plain_batches, require_own_batches, with_batches
 from lightning_solo.errors import ConflictError, NothingToDoError
@@ -71,20 +70,17 @@ class LengthBucketing(Technique):
         before = padding_share(lengths, plain_batches(loader, len(lengths), self.seed))
         if before == 0 and not self.max_tokens:
             raise NothingToDoError(
-                f"length_bucketing: no batch of {type(loader.dataset).__name__} is padded, by length={self.length!r}:"
-                f" {len(lengths)} items of length {_range(lengths)} in batches of {loader.batch_size}; write"
-                " a larger batch_size, length=<a column> where this isn't their length, or drop length_bucketing"
+                f"length_bucketing: no batch of {type(loader.dataset).__name__} is padded, by"
+                f" length={name_of(self.length)}: {len(lengths)} items of length {range_of(lengths)} in batches of"
+                f" {loader.batch_size}; write a larger batch_size, length=<a column> where this isn't their length,"
+                " or drop length_bucketing"
             )
         size = None if self.max_tokens else loader.batch_size
         batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)
         after = padding_share(lengths, batches.batches(batches.epoch))
         self.padding_before, self.padding_after = before, after
         ctx.info(
-            f"length bucketing: {len(lengths):,} items of length {_range(lengths)}, in {len(batches):,} batches; of the"
-            f" tokens {after:.1%} are padding, in plain batches {before:.1%}"
+            f"length bucketing: {len(lengths):,} items of length {range_of(lengths)}, in {len(batches):,} batches; of"
+            f" the tokens {after:.1%} are padding, in plain batches {before:.1%}"
         )
         return with_batches(loader, batches, batch_size=batches.batch_size)
-
-
-def _range(lengths: torch.Tensor) -> str:
-    return f"{int(lengths.min())} to {int(lengths.max())}"

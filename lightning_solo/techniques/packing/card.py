@@ -8,14 +8,9 @@ from typing import Any
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.lengths import length_setting
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
-
-
-def _no_length(value: object) -> str | None:
-    if callable(value) or (isinstance(value, str) and value):
-        return None
-    return "write auto, collated, the name of a column, or in Python a function of an item"
 
 
 @dataclass(frozen=True)
@@ -26,9 +21,7 @@ class Settings:
     rows: int | None = setting(
         None, "rows of a batch; null: as many as hold about the loader's batch of documents", at_least=1
     )
-    length: str | Callable[[Any], int] = setting(  # noqa: RUF009 - the default is a string
-        "auto", "``auto``, ``collated``, the name of a column, or in Python a function of an item", check=_no_length
-    )
+    length: str | Callable[[Any], int] = length_setting()  # noqa: RUF009 - the default is a string
     seed: int = setting(0, "of the order of the batches", at_least=0)
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_solo.attributes import replaced
+from lightning_solo.data.item_lengths import name_of, range_of
 from lightning_solo.data.length_batches import padding_share
 from lightning_solo.data.loaders import plain_batches, require_one_loader, require_own_batches
 from lightning_solo.data.packing import TwoDocuments, packed_loader, packed_padding, two_documents
@@ -115,15 +116,15 @@ class Packing(Technique):
             after = packed_padding(batches.lengths, first)
             if max(map(len, rows), default=0) < 2 or (self.capacity is None and before <= after):
                 raise NothingToDoError(
-                    f"packing: {len(lengths)} documents of {_range(lengths)} tokens, by length={self.length!r}, in"
-                    f" {len(rows)} rows of capacity={batches.capacity}, and {before:.1%} of plain batches of"
-                    f" {loader.batch_size} are padding: nothing is saved; write a larger capacity, length=<a column>"
-                    " where this isn't their length, or drop packing"
+                    f"packing: {len(lengths)} documents of {range_of(lengths)} tokens, by"
+                    f" length={name_of(self.length)}, in {len(rows)} rows of capacity={batches.capacity}, and"
+                    f" {before:.1%} of plain batches of {loader.batch_size} are padding: nothing is saved; write a"
+                    " larger capacity, length=<a column> where this isn't their length, or drop packing"
                 )
             self._documents = two_documents(packed)
         self.padding_before, self.padding_after = before, after
         ctx.info(
-            f"packing: {len(lengths):,} documents of {_range(lengths)} tokens in {len(rows):,} rows of at most"
+            f"packing: {len(lengths):,} documents of {range_of(lengths)} tokens in {len(rows):,} rows of at most"
             f" {batches.capacity}, {batches.rows} of them a batch; of the tokens {after:.1%} are padding, in plain"
             f" batches {before:.1%}"
         )
@@ -175,7 +176,3 @@ def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor
             " they see one another; return one for every batch, or drop packing"
         )
     return loss  # type: ignore[no-any-return]
-
-
-def _range(lengths: Tensor) -> str:
-    return f"{int(lengths.min())} to {int(lengths.max())}" if len(lengths) else "0"
