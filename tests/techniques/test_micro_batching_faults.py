@@ -170,6 +170,7 @@ class Short(TorchDispatchMode):
             return parts
 
         technique._splitter.micro_batches = micro_batches  # type: ignore[method-assign]
+        technique._splitter.require_parts = lambda batch: None  # type: ignore[method-assign]  # it would begin an attempt
         self.watch = L.Callback()
         self.watch.on_train_batch_start = lambda *_: setattr(technique._size, "current", None)  # type: ignore[method-assign]
         self.watch.on_after_backward = lambda *_: self._end_part()  # type: ignore[method-assign]
@@ -235,7 +236,7 @@ def draws_of(module: nn.Module) -> list[float]:
     return [part.draws.random() for part in module.modules() if isinstance(part, Custom)]
 
 
-SEEDS = [1, 2, *[long(seed) for seed in (0, *range(3, 60))]]
+SEEDS = [1, 2, *[long(seed) for seed in (0, *range(3, 30))]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
