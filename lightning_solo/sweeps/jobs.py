@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,25 +86,17 @@ def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
     Raises:
         PresetError: names the jobs.
     """
-    root, seen = sweep.resolve(), dict[Path, Job]()
-    for job in jobs:
-        folder = job.folder.resolve()
-        if root not in folder.parents or folder.is_relative_to(root / STATE):
+    folders = sorted((job.folder.resolve(), job.number, job) for job in jobs)  # those inside a folder come next to it
+    for folder, number, job in folders:
+        if sweep.resolve() not in folder.parents or folder.is_relative_to(sweep.resolve() / STATE):
             raise PresetError(
-                f"hydra.sweep.subdir: job {job.number} would write to {job.folder}, which is not below {sweep}, or is"
+                f"hydra.sweep.subdir: job {number} would write to {job.folder}, which is not below {sweep}, or is"
                 f" the sweep's own; {REMEDY}"
             )
-        if folder in seen:
+    for (outer, other, _), (folder, number, job) in pairwise(folders):
+        if folder.is_relative_to(outer):
             raise PresetError(
-                f"hydra.sweep.subdir: jobs {seen[folder].number} and {job.number} would both write to {job.folder};"
-                f" {REMEDY}"
-            )
-        seen[folder] = job
-    for folder, job in seen.items():
-        for outer in [parent for parent in folder.parents if parent in seen]:
-            raise PresetError(
-                f"hydra.sweep.subdir: job {job.number} would write to {job.folder}, into the folder of job"
-                f" {seen[outer].number}; {REMEDY}"
+                f"hydra.sweep.subdir: job {number} would write to {job.folder}, in the folder of job {other}; {REMEDY}"
             )
 
 

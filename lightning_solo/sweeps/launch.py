@@ -8,11 +8,14 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
@@ -56,15 +59,14 @@ class Launch:
             self.config = config
             self.settings = Settings(**settings)
             self.application = application_of(task, preload, hydra_context)
-            refuse_count(config, max_jobs)
-            refuse_first(hydra_context, config)
+            check_product(config, max_jobs, hydra_context.config_loader)
             self.folder = SweepFolder(Path(sweep_dir(config, self.application)))
         with read_write(config.hydra.sweep), open_dict(config.hydra.sweep):
             config.hydra.sweep.dir = str(self.folder.path)
         self._kept: tuple[Sweep, Display] | None = None
 
     @contextmanager
-    def kept(self, jobs: Collection[int]) -> Iterator[None]:
+    def kept(self, jobs: Collection[int]) -> Iterator[tuple[Sweep, Display]]:
         """Keep sweep and display of these jobs open between calls, for a sweeper that runs some at a time."""
         with without_trace():
             display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
@@ -72,7 +74,7 @@ class Launch:
             try:
                 with display.shown(), sweep.opened():
                     self._kept = sweep, display
-                    yield
+                    yield self._kept
             except KeyboardInterrupt:
                 done = sum(row.status == FINISHED for row in sweep.rows.values())
                 display.console.print(
@@ -94,11 +96,7 @@ class Launch:
             if jobs:
                 jobs[0].argument()
         names = {job.number: " ".join(job.overrides) for job in jobs}
-        with ExitStack() as stack:
-            if self._kept is None:
-                stack.enter_context(self.kept(names))
-            assert self._kept is not None
-            sweep, display = self._kept
+        with self.kept(names) if self._kept is None else nullcontext(self._kept) as (sweep, display):
             display.names.update(names)
             rows = sweep.run(jobs)
         error = JobsFailed(failures(rows, self.settings.tail_lines))
@@ -148,13 +146,19 @@ def without_trace() -> Iterator[None]:
         raise CompactHydraException(str(error)) from None
 
 
-def refuse_count(config: DictConfig, most: int) -> None:
-    """Count the jobs of Hydra's own sweeper before it makes them.
+def check_product(config: DictConfig, most: int, loader: ConfigLoader | None = None) -> None:
+    """Count the jobs of Hydra's own sweeper before it makes them, and compose the first before it makes a folder.
 
     Raises:
         PresetError: there are none, or more than ``most``.
+        HydraException: Hydra's own, such as for an unknown key.
     """
-    counts = {o.get_key_element(): _count(o) for o in OverridesParser.create().parse_overrides(multiplied(config))}
+    sweeper = config.hydra.sweeper
+    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
+        return  # another one decides by itself which jobs there are
+    texts = [*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *task_overrides(config)]
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
+    counts = {override.get_key_element(): _count(override) for override in overrides}
     jobs = math.prod(counts.values())
     if jobs == 0:
         empty = next(name for name, count in counts.items() if count == 0)
@@ -164,29 +168,8 @@ def refuse_count(config: DictConfig, most: int) -> None:
             f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
             f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
         )
-
-
-def refuse_first(hydra_context: HydraContext, config: DictConfig) -> None:
-    """Compose the first job of Hydra's own sweeper before that makes the sweep's folder.
-
-    Raises:
-        HydraException: Hydra's own, such as for an unknown key.
-    """
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    loader = hydra_context.config_loader
-    overrides = OverridesParser.create(config_loader=loader).parse_overrides(multiplied(config))
-    jobs = BasicSweeper.split_arguments(overrides, None)[0] if overrides else []
-    for first in jobs[:1]:
-        loader.load_sweep_config(config, first)
-
-
-def multiplied(config: DictConfig) -> list[str]:
-    """Return the overrides that Hydra's own sweeper multiplies; none where another sweeper runs."""
-    sweeper = config.hydra.sweeper
-    if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
-        return []
-    return [*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *task_overrides(config)]
+    if overrides and loader is not None:
+        loader.load_sweep_config(config, BasicSweeper.split_arguments(overrides, None)[0][0])
 
 
 def _count(override: Any) -> int:
@@ -235,8 +218,6 @@ def task_overrides(config: DictConfig) -> list[str]:
 
 def under_hydra(config: DictConfig, resolve: Callable[[], str]) -> str:
     """Return the result of ``resolve``, called while ``${hydra:...}`` refers to this configuration."""
-    from hydra.core.hydra_config import HydraConfig
-
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:

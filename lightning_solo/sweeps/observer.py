@@ -53,7 +53,7 @@ def observer(home: str, path: Path) -> Any:
 
 
 class JobObserver:
-    """Writes `progress.json` about once a second, and at the end of each run of the Trainer."""
+    """Writes `progress.json` about once a second, and at the start and end of each run of the Trainer."""
 
     def __init__(self, files: JobFiles) -> None:
         self._files = files
@@ -64,14 +64,10 @@ class JobObserver:
             self._pruning = pruning_of(files.path)
         self._written = 0.0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write the number of steps."""
-        self._write(trainer)
-
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Write the progress, at most once a second."""
         if time.monotonic() - self._written >= EVERY_S:
-            self._write(trainer)
+            self.write(trainer)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
         """Report to the search whose trial this is; a pruned trial ends as after its last step."""
@@ -83,15 +79,8 @@ class JobObserver:
         if self._pruning is not None and not trainer.enable_validation:
             self._pruning.report(trainer)
 
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        """Write the progress at the exception."""
-        self._write(trainer)
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Write the progress at the end, with the metrics of this run of the Trainer."""
-        self._write(trainer)
-
-    def _write(self, trainer: Any) -> None:
+    def write(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Write the progress: the steps so far and in all, the metrics of this run of the Trainer, and the memory."""
         self._written = time.monotonic()
         try:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)
@@ -109,6 +98,8 @@ class JobObserver:
             )
         except Exception:  # neither a full disk nor a lost device may end the run from here
             return
+
+    on_train_start = on_exception = teardown = write
 
 
 def figures(trainer: Any) -> dict[str, float]:

@@ -16,7 +16,7 @@ from optuna.exceptions import OptunaError
 from optuna.storages import RDBStorage
 
 from lightning_solo.atomic_files import read_json
-from lightning_solo.sweeps.files import JobFiles, SweepFolder
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.results import is_validation_loss
 
 STUDY = "optuna.db"
@@ -31,21 +31,19 @@ def storage(folder: Path, *, new: bool) -> RDBStorage:
     return RDBStorage(f"sqlite:///{path}", waits, skip_compatibility_check=not new, skip_table_creation=not new)
 
 
-@functools.cache  # one per job: a job with several Trainers is still one trial
-def pruning_of(job: Path) -> Pruning:
-    """Return the `Pruning` of a job, by the folder of its `JobFiles`, in a sweep that prunes."""
-    sweep = SweepFolder(job.parents[2])
-    return Pruning(sweep, JobFiles(job), read_json(sweep.pruning) or {})
-
-
 class Pruning:
     """Reports a trial's metric to its study, and stops the Trainer where the study prunes the trial.
+
+    Args:
+        job: the folder of the job's `JobFiles`, in a sweep that prunes.
 
     Attributes:
         pruned_at: the step, in the study's count, at which the trial was pruned; None before.
     """
 
-    def __init__(self, sweep: SweepFolder, job: JobFiles, settings: Mapping[str, Any]) -> None:
+    def __init__(self, job: Path) -> None:
+        sweep = SweepFolder(job.parents[2])
+        settings = read_json(sweep.pruning) or {}
         self.monitor: str | None = settings["monitor"]
         self.pruned_at: int | None = None
         study = optuna.load_study(
@@ -54,7 +52,7 @@ class Pruning:
             sampler=optuna.samplers.RandomSampler(),  # nothing is drawn here
             pruner=optuna.pruners.MedianPruner(settings["after_trials"], settings["after_steps"]),
         )
-        frozen = study.get_trials(deepcopy=False)[int(job.path.name)]
+        frozen = study.get_trials(deepcopy=False)[int(job.name)]
         self._reported = set(frozen.intermediate_values)  # by an attempt that was cut off
         self._trial = optuna.trial.Trial(study, frozen._trial_id)
 
@@ -82,6 +80,9 @@ class Pruning:
             if name == self.monitor or (self.monitor is None and is_validation_loss(name)):
                 return float(value)
         return None
+
+
+pruning_of = functools.cache(Pruning)  # one per job: a job with several Trainers is still one trial
 
 
 def step_of(trainer: Any) -> int:

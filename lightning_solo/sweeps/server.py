@@ -35,8 +35,6 @@ from lightning_solo.sweeps.job_process import JobRequest, run
 from lightning_solo.sweeps.outcome import oom_kills, outcome
 from lightning_solo.sweeps.output import cut_output, output_file, redirect_output
 
-MAIN = f"{__name__}:main"
-
 
 @dataclass(frozen=True)
 class End:
@@ -186,7 +184,7 @@ class Server:
             pickle.dump((self.application, request), file)
             file.flush()
             file.seek(0)
-            command = interpreter(MAIN, "job", str(self.sweep.path), str(os.getpid()))
+            command = interpreter(f"{__name__}:run_job", str(self.sweep.path), str(os.getpid()))
             process = subprocess.Popen(command, stdin=file, stdout=output, stderr=output, start_new_session=True)
         process.returncode = 0  # `_ended` waits for it
         return process.pid
@@ -230,21 +228,17 @@ class Server:
         self._send((request.number, End(status, detail, seconds, usage.ru_maxrss * 1024)))
 
 
-def run_job_here(sweep: SweepFolder, server: int) -> NoReturn:
+def serve(folder: str, connection: str, lock: str) -> None:
+    """Be the server of a sweep's folder in this fresh interpreter, by the numbers of two open files."""
+    for descriptor in (connection, lock):
+        os.set_inheritable(int(descriptor), False)
+    Server(SweepFolder(Path(folder)), Connection(int(connection)), int(lock)).serve()
+
+
+def run_job(folder: str, server: str) -> NoReturn:
     """Run the job whose request is on standard input in this fresh interpreter, and exit."""
-    end_with_parent(server)
+    end_with_parent(int(server))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     application, request = pickle.load(sys.stdin.buffer)
     redirect_output(1)
-    raise SystemExit(run(load(application), request, sweep.job(request.number)))
-
-
-def main(*arguments: str) -> None:
-    """``serve <folder> <connection> <lock>``, two open files, or ``job <folder> <server's process>``."""
-    what, folder, number, *lock = arguments
-    sweep = SweepFolder(Path(folder))
-    if what == "job":
-        run_job_here(sweep, int(number))
-    for descriptor in (number, *lock):
-        os.set_inheritable(int(descriptor), False)
-    Server(sweep, Connection(int(number)), int(*lock)).serve()
+    raise SystemExit(run(load(application), request, SweepFolder(Path(folder)).job(request.number)))

@@ -9,10 +9,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
-from typing import Any
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
@@ -21,17 +21,18 @@ from lightning_solo.processes import interpreter
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.interrupts import Interrupts
+from lightning_solo.sweeps.interrupts import collected
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders, set_aside
 from lightning_solo.sweeps.observer import announce
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, outcome
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.server import MAIN, End
+from lightning_solo.sweeps.server import End, serve
 
 LOOK_S = 0.25
 
 
+@dataclass
 class Sweep:
     """One command's work on one sweep's folder.
 
@@ -45,26 +46,18 @@ class Sweep:
         wanted: called before a job is started; a job that is no longer wanted is left out, without a row.
     """
 
-    def __init__(
-        self,
-        folder: SweepFolder,
-        application: Application,
-        settings: Settings,
-        *,
-        tell: Callable[[str, int | None, str], None] = lambda *_: None,
-        look: Callable[[Sequence[int]], None] = lambda _: None,
-        wanted: Callable[[Job], bool] = lambda _: True,
-    ) -> None:
+    folder: SweepFolder
+    application: Application
+    settings: Settings
+    tell: Callable[[str, int | None, str], None] = lambda *_: None
+    look: Callable[[Sequence[int]], None] = lambda _: None
+    wanted: Callable[[Job], bool] = lambda _: True
+
+    def __post_init__(self) -> None:
         if not hasattr(os, "pidfd_open"):
             raise CapabilityError("hydra/launcher=solo needs Linux; write hydra/launcher=basic")
-        self.folder = folder
-        self.application = application
-        self.settings = settings
-        self.tell = tell
-        self.look = look
-        self.wanted = wanted
         self.rows: dict[int, Row] = {}
-        self.interrupts = Interrupts()
+        self._signals: list[int] = []  # to end, which this process got
         self._full: tuple[Path, str] | None = None  # the file that could not be written, and why; no job starts then
         self._opened: ExitStack | None = None
         self._lock = -1
@@ -80,7 +73,7 @@ class Sweep:
         if self._opened is not None:
             yield
             return
-        with self.interrupts.counted(), self.folder.lock(self.interrupts.check) as self._lock:
+        with collected() as self._signals, self.folder.lock(self._check_signals) as self._lock:
             self.rows = {}
             try:
                 with ExitStack() as self._opened:
@@ -99,16 +92,16 @@ class Sweep:
         """
         check_folders(self.folder.path, jobs)
         with self.opened():
-            self.interrupts.check()
+            self._check_signals()
             earlier = {row.number: row for row in results.read(self.folder.results)}
             waiting: deque[Try] = deque()
             for job in jobs:
-                row = self._settled(job, earlier.get(job.number))
-                if row is not None and self._stands(row):
-                    self.rows[job.number] = row
-                    self.tell("kept", job.number, row.status)
+                kept = self._earlier(job, earlier.get(job.number))
+                if isinstance(kept, Row):
+                    self.rows[job.number] = kept
+                    self.tell("kept", job.number, kept.status)
                 else:
-                    waiting.append(self._next(job, row))
+                    waiting.append(kept)
             if any(self.wanted(one.job) for one in waiting):
                 self._work(waiting)
             if self._full is not None:
@@ -119,50 +112,30 @@ class Sweep:
                 )
             return [self.rows[job.number] for job in jobs if job.number in self.rows]
 
-    # --- jobs of an earlier command ---
-
-    def _settled(self, job: Job, row: Row | None) -> Row | None:
-        """Return the row of a job that ended under this configuration; an earlier command may not have written it."""
-        files, start = self.folder.job(job.number), self._started(job)
-        if start is None or not self._is_same(start, job):
-            return None
-        if row is not None and row.attempt == start["attempt"]:
-            return row
-        result = files.result_of(start["attempt"])
-        if result is None:
-            return None
-        row = self._row(job, start["attempt"], End(*outcome(int("error" in result), result)))
-        self._write(row)
-        return row
-
-    def _started(self, job: Job) -> dict[str, Any] | None:
-        """Return what the last attempt at a job was started with; what an older version didn't write is unknown."""
-        start = read_json(self.folder.job(job.number).start)
-        return None if start is None else {"attempt": 1, "failures": 0, "config_hash": None, "code": None, **start}
-
-    def _is_same(self, start: dict[str, Any], job: Job) -> bool:
-        """Return whether an earlier attempt had this configuration, and this script where that matters."""
-        same_code = self.settings.rerun == "failed" or start["code"] == self.application.code
-        return bool(start["config_hash"] == job.config_hash and same_code)
-
-    def _stands(self, row: Row) -> bool:
-        """Return whether a job need not run again."""
-        if self.settings.rerun == "all" or row.status == INTERRUPTED:
-            return False
-        failures = (read_json(self.folder.job(row.number).start) or {}).get("failures", 0)
-        return row.status == FINISHED or (self.settings.rerun == "never" and failures >= self.settings.retries)
-
-    def _next(self, job: Job, row: Row | None) -> Try:
-        """Return the next try of a job, where ``row`` is that of its last one, if it ended under this configuration."""
-        start = self._started(job)
+    def _earlier(self, job: Job, row: Row | None) -> Row | Try:
+        """Return a job's row, from an earlier command, if the job need not run again, else its next try."""
+        files, rerun = self.folder.job(job.number), self.settings.rerun
+        start = read_json(files.start)
         if start is None:
             return Try(job, 1, False)
-        same, failures = self._is_same(start, job), 0
-        if same and self.settings.rerun == "never":
-            failures = start["failures"] + (row is not None and row.status not in (FINISHED, INTERRUPTED))
-        return Try(job, start["attempt"] + 1, same and (row is None or row.status != FINISHED), failures)
-
-    # --- the work ---
+        attempt = start["attempt"]
+        same_code = rerun == "failed" or start.get("code") == self.application.code
+        if start.get("config_hash") != job.config_hash or not same_code:  # or of a version that didn't write them
+            return Try(job, attempt + 1, False)
+        if row is None or row.attempt != attempt:  # the command ended before it wrote the row
+            row, result = None, files.result_of(attempt)
+            if result is not None:
+                row = self._row(job, attempt, End(*outcome(int("error" in result), result)))
+                self._write(row)
+        failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
+        failures = start.get("failures", 0) + failed if rerun == "never" else 0
+        if (
+            row is not None
+            and rerun != "all"
+            and (row.status == FINISHED or (failed and failures > self.settings.retries))
+        ):
+            return row
+        return Try(job, attempt + 1, row is None or row.status != FINISHED, failures)
 
     def _work(self, waiting: deque[Try]) -> None:
         """Run jobs until all have ended.
@@ -176,7 +149,7 @@ class Sweep:
             while waiting or running:
                 while waiting and len(running) < self.settings.parallel and not self._stops():
                     self._start(server, waiting.popleft(), running)
-                while forwarded < self.interrupts.count and running:
+                while forwarded < len(self._signals) and running:
                     server.send(None)
                     forwarded += 1
                 self.look(list(running))
@@ -184,7 +157,7 @@ class Sweep:
                     number, end = server.recv()
                     self._ended(waiting, running.pop(number), end)
                 if not running:
-                    self.interrupts.check()
+                    self._check_signals()
                     if self._full is not None:
                         return
         except (EOFError, ConnectionError):
@@ -201,7 +174,7 @@ class Sweep:
         numbers = (theirs.fileno(), self._lock)
         with self.folder.server_log.open("ab") as log, theirs:
             process = subprocess.Popen(
-                interpreter(MAIN, "serve", str(self.folder.path.absolute()), *map(str, numbers)),
+                interpreter(f"{serve.__module__}:serve", str(self.folder.path.absolute()), *map(str, numbers)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -213,7 +186,7 @@ class Sweep:
         self._opened.callback(server.close)
         server.send(self.application)
         while not server.poll(LOOK_S):
-            self.interrupts.check()
+            self._check_signals()
         what, value = server.recv()
         if what == "failed":
             where = self.application.file or self.application.module
@@ -223,9 +196,13 @@ class Sweep:
         self._server = server
         return server
 
+    def _check_signals(self) -> None:
+        if self._signals:
+            raise KeyboardInterrupt
+
     def _stops(self) -> bool:
         """Return whether no further job is started."""
-        return bool(self.interrupts.count) or self._full is not None
+        return bool(self._signals) or self._full is not None
 
     def _start(self, server: Connection, one: Try, running: dict[int, Try]) -> None:
         job = one.job

@@ -7,24 +7,21 @@ import threading
 
 import pytest
 
-from lightning_solo.sweeps.interrupts import Interrupts
+from lightning_solo.sweeps.interrupts import collected
 
 
 def test_signals_are_counted_and_then_as_before() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        interrupts = Interrupts()
-        with interrupts.counted():
-            interrupts.check()
+        with collected() as signals:
+            assert signals == []
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
-            assert interrupts.count == 2
-            with pytest.raises(KeyboardInterrupt):
-                interrupts.check()
+            assert signals == [signal.SIGINT, signal.SIGTERM]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert interrupts.count == 2
+        assert signals == [signal.SIGINT, signal.SIGTERM]
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -32,10 +29,9 @@ def test_signals_are_counted_and_then_as_before() -> None:
 def test_what_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        interrupts = Interrupts()
-        with interrupts.counted():
+        with collected() as signals:
             signal.raise_signal(signal.SIGINT)
-        assert interrupts.count == 0
+        assert signals == []
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -44,7 +40,7 @@ def test_in_another_thread_no_signal_arrives() -> None:
     entered = []
 
     def count() -> None:
-        with Interrupts().counted():
+        with collected():
             entered.append(True)
 
     thread = threading.Thread(target=count)

@@ -46,7 +46,7 @@ def job(folder: Path, number: int = 0) -> Job:
 @pytest.mark.parametrize(
     ("folders", "said"),
     [
-        (["a", "a"], ["jobs 0 and 1 ", "/a"]),
+        (["a", "a"], ["job 1 ", "/a", " job 0"]),
         (["a", "a/b"], ["job 1 ", "a/b", " job 0"]),
         (["a/b", "a"], ["job 0 ", "a/b", " job 1"]),
         ([".sweep/jobs"], [".sweep", "the sweep's own"]),

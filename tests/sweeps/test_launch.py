@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.jobs import Settings
-from lightning_solo.sweeps.launch import job_return, quoted, refuse_count, sweep_dir
+from lightning_solo.sweeps.launch import check_product, job_return, quoted, sweep_dir
 from lightning_solo.sweeps.results import Row
 from tests.messages import mentions
 
@@ -49,14 +49,14 @@ def config(target: str, *overrides: str, **params: str) -> Any:
 
 def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
     basic = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-    refuse_count(config(basic, "a=1,2", "b=range(5)"), 10)
+    check_product(config(basic, "a=1,2", "b=range(5)"), 10)
     with pytest.raises(PresetError, match=mentions("10 jobs (5 x 2)")):
-        refuse_count(config(basic, "a=1,2", b="range(5)"), 9)
+        check_product(config(basic, "a=1,2", b="range(5)"), 9)
     with pytest.raises(PresetError, match=mentions("a: ", "a=range(1,5)")):
-        refuse_count(config(basic, "a=range(5,5)"), 9)
+        check_product(config(basic, "a=range(5,5)"), 9)
     with pytest.raises(PresetError, match=mentions("step of 0", "range(1,5,1)")):
-        refuse_count(config(basic, "a=range(1,5,0)"), 9)
-    refuse_count(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
+        check_product(config(basic, "a=range(1,5,0)"), 9)
+    check_product(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
 
 
 @pytest.mark.parametrize(
