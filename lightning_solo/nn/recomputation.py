@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from torch.utils.checkpoint import (
 
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.memory.category_peaks import uncounted
-from lightning_solo.nn import rounded_products as rounded_products  # registers its operator, one of PRODUCTS
 from lightning_solo.nn.activation_budget import Call, Calls, saved_bytes
 from lightning_solo.nn.rollback import Rollback
 
@@ -68,6 +68,7 @@ class Kept:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
+        importlib.import_module("lightning_solo.nn.rounded_products")  # registers its operator, one of PRODUCTS
         self.names = frozenset(names)
         self.matched = False
         self.seen: set[str] = set()

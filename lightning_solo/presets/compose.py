@@ -86,6 +86,8 @@ def compose_mapping(preset: Preset, overrides: Sequence[str] = (), *, allow: Seq
     parsed = _parse(overrides)
     if not isinstance(preset, str) and isinstance(preset, Sequence):
         check_combination(preset, [override.key_or_group for override in parsed])
+    names = [preset] if isinstance(preset, str) else preset if isinstance(preset, Sequence) else []
+    files = {name: check_file(name) for name in names}
     with _preset_in_store(preset, allow) as name:
         groups = [_with_prefix(o) for o in parsed if o.key_or_group in GROUPS]
         values = [_with_prefix(o) for o in parsed if o.key_or_group not in GROUPS]
@@ -94,8 +96,7 @@ def compose_mapping(preset: Preset, overrides: Sequence[str] = (), *, allow: Seq
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             _explain(name, groups, [o for o in parsed if o.key_or_group not in GROUPS], allow)
             raise PresetError(_in_our_words(error, preset)) from error
-    for name in [preset] if isinstance(preset, str) else () if isinstance(preset, Mapping) else preset:
-        node = check_file(name)
+    for name, node in files.items():
         for field in (field for field in UNSET if OmegaConf.is_missing(node, field) and field not in composed):
             raise PresetError(f"preset {name!r}: {field} is mandatory; write the override {field}=...")
     return composed
@@ -154,7 +155,6 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 def _preset_in_store(preset: Preset, allow: Sequence[str]) -> Iterator[str]:
     """Yield the name under which Hydra finds the preset; fields given as a mapping are put into its store meanwhile."""
     if isinstance(preset, str):
-        check_file(preset)
         yield preset
     elif isinstance(preset, Sequence):
         yield f"[{','.join(preset)}]"
