@@ -22,8 +22,8 @@ from lightning_solo.cli.ladder_line import (
     settings_of,
 )
 from lightning_solo.cli.terminal import print_lines, table_console
-from lightning_solo.cli.train import brings_data, build_parts, own_arguments
-from lightning_solo.errors import CheckpointError, PresetError, SoloError
+from lightning_solo.cli.train import build_parts, own_arguments
+from lightning_solo.errors import CheckpointError, SoloError
 from lightning_solo.ladder.display import details, memory_in_words, noise_in_words, table
 from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, as_json
 from lightning_solo.ladder.ladder import Ladder
@@ -51,11 +51,6 @@ def rung(config: RungConfig) -> dict[str, Any]:
 
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
-    if data is None and not brings_data(model):
-        raise PresetError(
-            f"data: none, and {type(model).__name__} has no train_dataloader; give it one, or write data=custom"
-            " data._target_=my_project.MyData allow=[my_project]"
-        )
     trainer = {**own_arguments(Path(config.folder)), **checked.trainer, **arguments}
     return measure(model, data, trainer, clock, config.steps)
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from lightning_solo.atomic_files import read_json
@@ -152,19 +153,14 @@ def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
-    """Return the jobs that no other beats in both loss and cost."""
-    return pareto_front(comparable(rows, cost), ("loss", cost))
+    """Return the Pareto front: the jobs that no other one matches in both loss and cost and beats in one."""
+    jobs, point = comparable(rows, cost), attrgetter("loss", cost)
 
+    def is_beaten(job: Row) -> bool:
+        loss, paid = point(job)
+        return any((x, y) != (loss, paid) and x <= loss and y <= paid for x, y in map(point, jobs))
 
-def pareto_front(rows: Sequence[Row], costs: Sequence[str]) -> list[Row]:
-    """Return the Pareto front: the rows that no other one matches in all costs and beats in one."""
-    points = [(row, tuple(getattr(row, cost) for cost in costs)) for row in rows if row.status == "finished"]
-    points = [(row, point) for row, point in points if all(value is not None and value == value for value in point)]
-
-    def dominated(point: tuple[float, ...]) -> bool:
-        return any(other != point and all(o <= p for o, p in zip(other, point, strict=True)) for _, other in points)
-
-    return [row for row, point in points if not dominated(point)]
+    return [job for job in jobs if not is_beaten(job)]
 
 
 def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:

@@ -13,11 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import SourceFileLoader
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobStatus, run_job, setup_globals
+from omegaconf.basecontainer import BaseContainer
 
 from lightning_solo.errors import ConflictError
 
@@ -83,7 +90,12 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydr
             name, file = Path(file).stem, str(Path(file).absolute())
     function = str(getattr(task, "__qualname__", type(task).__qualname__))
     unwrap = _decorators(task, function) if importable else None
-    state = None if hydra_context is None else (hydra_context, _singletons(without_store=unwrap is not None))
+    state = None
+    if hydra_context is not None:
+        singletons = Singleton.get_state()["instances"]
+        if unwrap is not None:  # an import fills the store of configurations
+            singletons = {kind: instance for kind, instance in singletons.items() if kind is not ConfigStore}
+        state = hydra_context, singletons
     carried = _dumps((task if unwrap is None else None, state), by_value=unwrap is None)
     module = sys.modules.get(task.__module__)
     source = Path(getattr(module, "__file__", None) or "")
@@ -138,27 +150,13 @@ def _dumps(value: object, *, by_value: bool) -> bytes:
     return dumped
 
 
-def _singletons(*, without_store: bool) -> dict[Any, Any]:
-    """Return Hydra's singletons; ``without_store``: an import fills the store of configurations."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.singleton import Singleton
-
-    instances: dict[Any, Any] = Singleton.get_state()["instances"]
-    return {kind: one for kind, one in instances.items() if not (without_store and kind is ConfigStore)}
-
-
-def _resolvers() -> dict[str, Any]:
-    from omegaconf.basecontainer import BaseContainer
-
-    return BaseContainer._resolvers
-
-
 def _pickled_resolvers() -> dict[str, bytes | None]:
     pickled: dict[str, bytes | None] = {}
-    for name in sorted(name for name in _resolvers() if not name.startswith(("hydra", "oc."))):
-        pickled[name] = None
-        with suppress(ConflictError):
-            pickled[name] = _dumps(_resolvers()[name], by_value=True)
+    for name, resolver in sorted(BaseContainer._resolvers.items()):
+        if not name.startswith(("hydra", "oc.")):
+            pickled[name] = None
+            with suppress(ConflictError):
+                pickled[name] = _dumps(resolver, by_value=True)
     return pickled
 
 
@@ -170,27 +168,20 @@ def load(application: Application) -> Callable[[Any], Any]:
     """
     sys.path[:] = application.path
     sys.argv[:] = application.arguments
-    from hydra.core.plugins import Plugins
-    from hydra.core.utils import setup_globals
-
     for name in application.preload:
         importlib.import_module(name)
-    target: Any = None
-    if application.unwrap is not None:
-        target = _import(application)
+    module = None if application.unwrap is None else _import(application)
     setup_globals()
     Plugins.instance()  # which may register resolvers
     _register(application)
-    if application.unwrap is not None:
-        sys.modules["__main__"] = target  # its name in what the command has pickled
+    if module is not None:
+        sys.modules["__main__"] = module  # its name in what the command has pickled
     task, state = pickle.loads(application.carried)
-    if application.unwrap is None:  # classes that the function uses can be pickled under the name that they have
+    if module is None:  # classes that the function uses can be pickled under the name that they have
         vars(sys.modules["__main__"]).update(getattr(task, "__globals__", {}))
     else:
-        task = target
-        for part in application.function.split("."):
-            task = getattr(task, part)
-        for _ in range(application.unwrap):
+        task = attrgetter(application.function)(module)
+        for _ in range(application.unwrap or 0):
             task = task.__wrapped__
     return task if state is None else partial(under_hydra, task, *state)
 
@@ -198,7 +189,7 @@ def load(application: Application) -> Callable[[Any], Any]:
 def _register(application: Application) -> None:
     """Register the command's resolvers that no import has registered."""
     for name, pickled in application.resolvers.items():
-        if name in _resolvers():
+        if name in BaseContainer._resolvers:
             continue
         if pickled is None:
             raise ConflictError(
@@ -206,7 +197,7 @@ def _register(application: Application) -> None:
                 f" {application.file or application.module} doesn't register when it is imported there; register it at"
                 ' its top level, not below `if __name__ == "__main__"`'
             )
-        _resolvers()[name] = pickle.loads(pickled)
+        BaseContainer._resolvers[name] = pickle.loads(pickled)
 
 
 def _import(application: Application) -> ModuleType:
@@ -215,21 +206,13 @@ def _import(application: Application) -> ModuleType:
     loader = SourceFileLoader(application.module, application.file)  # also of a file without .py
     spec = importlib.util.spec_from_file_location(application.module, application.file, loader=loader)
     assert spec is not None  # a Python file, since it was run
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[application.module] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[application.module] = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 
 def under_hydra(task: Callable[[Any], Any], hydra_context: Any, instances: dict[Any, Any], config: Any) -> Any:
     """Return what a task function returns under Hydra's `run_job`; exceptions of it pass through."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.plugins import Plugins
-    from hydra.core.singleton import Singleton
-    from hydra.core.utils import JobStatus, run_job, setup_globals
-
     setup_globals()
     here = {ConfigStore: ConfigStore.instance(), Plugins: Plugins.instance()}
     Singleton.set_state({**Singleton.get_state(), "instances": {**here, **instances}})

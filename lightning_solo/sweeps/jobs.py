@@ -98,11 +98,3 @@ def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
             raise PresetError(
                 f"hydra.sweep.subdir: job {number} would write to {job.folder}, in the folder of job {other}; {REMEDY}"
             )
-
-
-def set_aside(one: Try) -> bool:
-    """Rename the folder of a job that ran before and starts from the beginning; return whether there was one."""
-    if one.attempt == 1 or one.resumes or not one.job.folder.exists():
-        return False
-    one.job.folder.rename(one.job.folder.with_name(f"{one.job.folder.name}.attempt-{one.attempt - 1}"))
-    return True

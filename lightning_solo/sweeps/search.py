@@ -32,7 +32,7 @@ from lightning_solo.sweeps.pruning import STUDY
 from lightning_solo.sweeps.results import Row, number
 from lightning_solo.sweeps.search_settings import OBJECTIVES, VALUE, settings
 from lightning_solo.sweeps.search_space import SearchSpace, search_space
-from lightning_solo.sweeps.study import best_of, describe, open_study, quiet, suggest, summary
+from lightning_solo.sweeps.study import describe, open_study, quiet, suggest, summary
 
 
 class Search:
@@ -159,7 +159,7 @@ class Search:
 
     def _conclude(self, study: Study, space: SearchSpace) -> None:
         trials = study.get_trials(deepcopy=False)
-        best = best_of(study)
+        best = study.best_trials if len(study.directions) > 1 else study.best_trials[:1]  # none where none has finished
         OmegaConf.save(OmegaConf.create(summary(best)), self.folder.path / "optimization_results.yaml")
         print(describe(study, best, self.settings.objectives, space, self.folder.path / STUDY))
         rows = [row for trial, row in self._rows().items() if trial < len(trials)]

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from lightning_solo.errors import SoloError
 from lightning_solo.processes import NVML, end_with_parent, environment, interpreter
 from lightning_solo.sweeps.application import Application, load
-from lightning_solo.sweeps.files import JobFiles, SweepFolder
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.forking import seed_afresh, why_not_fork
 from lightning_solo.sweeps.job_process import JobRequest, run
 from lightning_solo.sweeps.outcome import oom_kills, outcome
@@ -56,7 +56,6 @@ class Running:
     """
 
     request: JobRequest
-    files: JobFiles
     pid: int
     descriptor: int
     started: float
@@ -139,22 +138,20 @@ class Server:
         self._send(("ready", why))
 
     def _start(self, request: JobRequest) -> None:
-        files = self.sweep.job(request.number)
         with output_file(request.folder).open("ab") as output:
-            start = self._fork if self.task else self._spawn
-            pid = start(request, files, output.fileno())
-        self.running[request.number] = Running(request, files, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
+            pid = (self._fork if self.task else self._spawn)(request, output.fileno())
+        self.running[request.number] = Running(request, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
 
-    def _fork(self, request: JobRequest, files: JobFiles, output: int) -> int:
+    def _fork(self, request: JobRequest, output: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         server = os.getpid()
         pid = os.fork()
         if not pid:
-            self._become(request, files, output, server)
+            self._become(request, output, server)
         return pid
 
-    def _become(self, request: JobRequest, files: JobFiles, output: int, server: int) -> NoReturn:
+    def _become(self, request: JobRequest, output: int, server: int) -> NoReturn:
         """Turn a fork into the job, which keeps nothing of the server."""
         status = 1
         try:
@@ -168,7 +165,7 @@ class Server:
                 self.connection.close()
             seed_afresh()
             assert self.task is not None
-            status = run(self.task, request, files)
+            status = run(self.task, request, self.sweep.job(request.number))
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
         except BaseException:
@@ -179,7 +176,7 @@ class Server:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _spawn(self, request: JobRequest, files: JobFiles, output: int) -> int:
+    def _spawn(self, request: JobRequest, output: int) -> int:
         with tempfile.TemporaryFile() as file:
             pickle.dump((self.application, request), file)
             file.flush()
@@ -213,11 +210,13 @@ class Server:
         with suppress(ProcessLookupError, PermissionError):  # processes that the job started and left
             os.killpg(job.pid, signal.SIGKILL)
         cut_output(output_file(request.folder), settings.output_mib * 2**20)
-        if self.connection is None and "error" in (job.files.result_of(request.attempt) or {}):
-            job.files.result.unlink()  # it failed of the interrupt, since the command is gone: no result of its own
+        files = self.sweep.job(request.number)
+        result = files.result_of(request.attempt)
+        if self.connection is None and "error" in (result or {}):
+            files.result.unlink()  # it failed of the interrupt, since the command is gone: no result of its own
         status, detail = outcome(
             os.waitstatus_to_exitcode(wait_status),
-            job.files.result_of(request.attempt),
+            result,
             timed_out=job.timed_out,
             interrupted=job.interrupted,
             oom_kills=oom_kills() - job.oom_kills,

@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.study import Study
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial
 from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_solo.errors import CheckpointError
@@ -88,13 +88,6 @@ def suggest(trial: Trial, space: SearchSpace) -> None:
             trial.suggest_int(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
         elif isinstance(distribution, FloatDistribution):
             trial.suggest_float(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
-
-
-def best_of(study: Study) -> list[FrozenTrial]:
-    """Return the best trial, with several objectives those of the Pareto front; none where none has finished."""
-    if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        return []
-    return [study.best_trial] if len(study.directions) == 1 else study.best_trials
 
 
 def describe(

@@ -23,7 +23,7 @@ from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.interrupts import collected
 from lightning_solo.sweeps.job_process import JobRequest
-from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders, set_aside
+from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders
 from lightning_solo.sweeps.observer import announce
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, outcome
 from lightning_solo.sweeps.results import Row
@@ -210,7 +210,8 @@ class Sweep:
             return
         files, folder = self.folder.job(job.number), str(job.folder.absolute())
         try:
-            if set_aside(one):
+            if one.attempt > 1 and not one.resumes and job.folder.exists():
+                job.folder.rename(job.folder.with_name(f"{job.folder.name}.attempt-{one.attempt - 1}"))
                 self.tell("anew", job.number, "")
             start = {"attempt": one.attempt, "failures": one.failures, "started": time.time(), "folder": folder}
             what = {"overrides": job.overrides, "config_hash": job.config_hash, "code": self.application.code}

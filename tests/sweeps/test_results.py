@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.report.sweep_folder import pareto_front
+from lightning_solo.report.sweep_folder import front_of
 from lightning_solo.sweeps.results import Row, append, line_of, read
 from tests.messages import mentions
 
@@ -77,7 +77,7 @@ costs = st.one_of(st.none(), st.integers(min_value=0, max_value=4).map(float))
 @given(st.lists(st.tuples(costs, costs), max_size=12))
 def test_the_front_is_what_no_other_beats(points: list[tuple[float | None, float | None]]) -> None:
     rows = [replace(ROW, number=i, returned=loss, metrics={}, seconds=s) for i, (loss, s) in enumerate(points)]
-    front = pareto_front(rows, ["loss", "seconds"])
+    front = front_of(rows, "seconds")
     known = [(r, (r.loss, r.seconds)) for r in rows if r.loss is not None and r.seconds is not None]
     beaten = {
         a.number
@@ -89,4 +89,4 @@ def test_the_front_is_what_no_other_beats(points: list[tuple[float | None, float
 
 def test_only_jobs_that_finished_are_on_the_front() -> None:
     rows = [replace(ROW, returned=1.0, seconds=1.0, status="failed"), replace(ROW, returned=2.0, seconds=2.0, number=1)]
-    assert [row.number for row in pareto_front(rows, ["loss", "seconds"])] == [1]
+    assert [row.number for row in front_of(rows, "seconds")] == [1]
