@@ -72,6 +72,28 @@ def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | flo
         trainer.__class__ = cls
 
 
+@contextmanager
+def windows(trainer: Any, before: Callable[[int], int]) -> Iterator[None]:
+    """Have a window of accumulation begin where ``before(batch_idx)`` is 0: so many of its batches come before one.
+
+    Lightning begins one where the factor divides the index.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    stock = loop.automatic_optimization._make_zero_grad_fn
+
+    def make_zero_grad_fn(batch_idx: int, optimizer: Any) -> Any:
+        if before(batch_idx) != 0:
+            return None
+        with replaced(trainer, "accumulate_grad_batches", 1):  # whose windows begin at each batch
+            return stock(batch_idx, optimizer)
+
+    with (
+        replaced(loop, "_accumulated_batches_reached", lambda: before(loop.batch_progress.current.ready) == 0),
+        replaced(loop.automatic_optimization, "_make_zero_grad_fn", make_zero_grad_fn),
+    ):
+        yield
+
+
 def clipping(precision: Any, around: Around) -> Any:
     """Put ``(optimizer, bound, "norm" or "value")`` around clipping, a method of the precision.
 

@@ -28,6 +28,7 @@ class Window:
         weight: the factor by which the loss of a micro-batch is multiplied before backward; at 0 there is no backward,
             since a loss that is a mean over nothing has NaN as its gradient, whatever it is multiplied by.
         varies: whether the factor may change along the run.
+        start: index of the window's first batch, where the factor varies.
         gradients_stay: whether parameters hold their gradients when the optimizer's step comes. Where they don't, a
             short window can only be set right by its losses' weight.
         repeats: whether a micro-batch whose forward or backward has failed can be run again: gradients are only kept
@@ -40,6 +41,7 @@ class Window:
         self.held = 0.0
         self.weight = 1.0
         self.varies = False
+        self.start = 0
         self.gradients_stay = True
         self.repeats = True
 
@@ -58,10 +60,15 @@ class Window:
         """Whether the optimizer steps behind this micro-batch: the factor is reached, or the epoch ends."""
         return not self._trainer.fit_loop._should_accumulate()
 
+    def before(self, batch_idx: int) -> int:
+        """Return how many batches come before this one in its window."""
+        start = self.start if self.start <= batch_idx else 0  # of the epoch before
+        return (batch_idx - start) % self.factor
+
     def start_batch(self, batch_idx: int) -> None:
         """Begin a micro-batch, and where Lightning zeroes gradients a window."""
         self._counted = False
-        if batch_idx % self.factor == 0:
+        if self.before(batch_idx) == 0:
             self.held = 0.0
 
     def count(self) -> None:

@@ -92,6 +92,20 @@ def test_estimated_stepping_batches(home: ModuleType, make_trainer: Make) -> Non
     assert type(trainer) is own
 
 
+def test_windows_begin_where_they_are_said_to(home: ModuleType, make_trainer: Make) -> None:
+    stepped: list[int] = []
+    zeroed: list[int] = []
+    trainer, module = make_trainer(home, accumulate_grad_batches=3), regression(home)
+    loop = trainer.fit_loop.epoch_loop
+    module.on_before_optimizer_step = lambda optimizer: stepped.append(loop.batch_idx)
+    module.optimizer_zero_grad = lambda epoch, batch_idx, optimizer: zeroed.append(batch_idx)
+    own = set(vars(loop)), set(vars(loop.automatic_optimization))
+    with patches.windows(trainer, lambda batch_idx: (batch_idx - 1) % 4):
+        trainer.fit(module, loader(10))
+    assert (zeroed, stepped) == ([1, 5, 9], [0, 4, 8, 9])  # with Lightning's they are [0, 3, 6, 9] and [2, 5, 8, 9]
+    assert (set(vars(loop)), set(vars(loop.automatic_optimization))) == own
+
+
 def test_clipping_ends_in_the_precision(home: ModuleType, make_trainer: Make) -> None:
     calls: list[Any] = []
     before = make_trainer(home).precision_plugin

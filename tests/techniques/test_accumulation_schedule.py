@@ -21,7 +21,6 @@ from lightning_solo.techniques.accumulation_schedule.milestones import (
     Epoch,
     count_optimizer_steps,
     factor_at,
-    next_factor,
 )
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from tests.messages import lines_with, mentions
@@ -34,19 +33,15 @@ RESUME_WARNING = "ignore:You're resuming from a checkpoint that ended before the
 
 
 def windows_by_hand(milestones: Any, by: str, batches: int, epochs: int) -> list[list[int]]:
-    """Return the batch indices of every window, one batch at a time, from the rule as the issue states it."""
+    """Return the batch indices of every window: each has the factor of the place at which it begins."""
     windows: list[list[int]] = []
-    factor = 1
     for epoch in range(epochs):
-        window: list[int] = []
-        for batch_idx in range(batches):
-            wanted = factor_at(milestones, epoch if by == "epoch" else len(windows))
-            if not window and batch_idx % wanted == 0:
-                factor = wanted
-            window.append(batch_idx)
-            if len(window) == factor or batch_idx == batches - 1:
-                windows.append(window)
-                window = []
+        batch_idx = 0
+        while batch_idx < batches:
+            seen = 4 * (epoch * batches + batch_idx)  # samples: `loader` has four in a batch
+            factor = factor_at(milestones, {"epoch": epoch, "step": len(windows), "samples": seen}[by])
+            windows.append(list(range(batch_idx, min(batch_idx + factor, batches))))
+            batch_idx += factor
     return windows
 
 
@@ -110,10 +105,12 @@ class Windows:
     ("milestones", "by", "sizes"),
     [
         ([[0, 4]], "epoch", [4, 4, 2]),
-        ([[0, 2], [2, 3]], "step", [2, 2, 2, 3, 1]),  # wanted at batch 4, taken at 6 = 3 * 2
-        ([[0, 4], [1, 8]], "step", [4, 4, 2]),  # wanted at batch 4, taken at 8
+        ([[0, 2], [2, 3]], "step", [2, 2, 3, 3]),  # Lightning alone would begin one of three at 0, 3, 6, 9
+        ([[0, 4], [1, 8]], "step", [4, 6]),
         ([[0, 4], [1, 2]], "step", [4, 2, 2, 2]),
-        ([[1, 2]], "step", [1, 1, 2, 2, 2, 2]),  # 1 before the first milestone; batch 1 is odd
+        ([[1, 2]], "step", [1, 2, 2, 2, 2, 1]),  # 1 before the first milestone
+        ([[0, 3], [1, 1], [2, 5]], "step", [3, 1, 5, 1]),
+        ([[0, 3], [20, 2]], "samples", [3, 3, 2, 2]),  # four in a batch: 24 at batch 6
     ],
 )
 def test_windows_of_ten_batches(home: Any, make_trainer: Any, milestones: Any, by: Any, sizes: list[int]) -> None:
@@ -134,8 +131,8 @@ def test_changes_are_logged(home: Any, make_trainer: Any, caplog: pytest.LogCapt
     schedule = AccumulationSchedule([[0, 2], [2, 3]], by="step")
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         make_trainer(home, logger=Logger(), log_every_n_steps=1, callbacks=[schedule]).fit(regression(home), loader(10))
-    assert Logger.seen == [(0, {"accumulation/factor": 2}), (3, {"accumulation/factor": 3})]
-    assert lines_with(caplog.text, "2 -> 3", "epoch 0, batch 6, optimizer step 3")
+    assert Logger.seen == [(0, {"accumulation/factor": 2}), (2, {"accumulation/factor": 3})]
+    assert lines_with(caplog.text, "2 -> 3", "epoch 0, batch 4, optimizer step 2")
 
 
 @pytest.mark.parametrize(
@@ -222,11 +219,7 @@ def test_other_callbacks_that_set_the_factor(home: Any, make_trainer: Any) -> No
     ("milestones", "by", "epochs"),
     [
         ([[0, 2], [2, 3]], "step", 2),
-        ([[0, 4], [1, 8]], "step", 2),
-        ([[0, 4], [1, 2]], "step", 2),
         ([[0, 2], [1, 3]], "epoch", 3),
-        ([[0, 4], [1, 8]], "epoch", 3),
-        ([[0, 4], [1, 2]], "epoch", 3),
         ([[0, 4]], "epoch", 1),
         ([[0, 16]], "epoch", 2),  # an epoch shorter than the factor
     ],
@@ -245,6 +238,43 @@ def test_equal_to_a_hand_written_loop(
         # float64; the mean over a window is summed in another order, hence not bit-equal
         torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
         assert not torch.equal(first, parameter)
+
+
+schedules = {
+    "milestones": st.dictionaries(st.integers(0, 6), st.integers(1, 6), min_size=1, max_size=4),
+    "by": st.sampled_from(["epoch", "step", "samples"]),
+    "batches": st.integers(1, 13),
+}
+
+
+@given(**schedules, max_steps=st.sampled_from([-1, -1, 4]), validated=st.integers(1, 3))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_schedule_equals_a_hand_written_loop(
+    make_trainer: Any, milestones: Any, by: Any, batches: int, max_steps: int, validated: int
+) -> None:
+    """Whatever the factors and the length of an epoch, with validation amid windows and clipping."""
+    import lightning.pytorch as home
+
+    pairs = [[7 * first if by == "samples" else first, factor] for first, factor in sorted(milestones.items())]
+    windows = windows_by_hand(pairs, by, batches, 3)
+    net, notes = Stack(1).double(), Windows(home)
+    by_hand = copy.deepcopy(net)
+    train_by_hand(by_hand, windows[:max_steps] if max_steps > 0 else windows, list(data(batches)), 0.5)
+    module = double(net, home)
+    module.validation_step = lambda batch, batch_idx: module.log("seen", float(batch_idx))
+    trainer = make_trainer(
+        home,
+        max_epochs=3,
+        max_steps=max_steps,
+        gradient_clip_val=0.5,
+        val_check_interval=min(validated, batches),
+        callbacks=[AccumulationSchedule(pairs, by), notes.callback],
+    )
+    trainer.fit(module, data(batches), data(2))
+    assert notes.sizes == [len(window) for window in windows][: trainer.global_step]
+    assert trainer.global_step == min(len(windows), max_steps if max_steps > 0 else math.inf)
+    for expected, parameter in zip(by_hand.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(parameter.cpu(), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step` returned `None`")  # said once per process
@@ -372,22 +402,6 @@ def test_a_long_run_is_counted_at_once() -> None:
     assert count_optimizer_steps([[0, 2], [10**9, 4]], "step", Epoch(10**4), 10**6) == 10**9 + (10**10 - 2 * 10**9) // 4
 
 
-@given(
-    milestones=st.dictionaries(st.integers(0, 6), st.integers(1, 6), min_size=1, max_size=3),
-    by=st.sampled_from(["epoch", "step"]),
-    batches=st.integers(1, 9),
-)
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_f7_window_sizes_sum_to_the_batches_seen(make_trainer: Any, milestones: Any, by: Any, batches: int) -> None:
-    import lightning.pytorch as home
-
-    pairs, notes = sorted(milestones.items()), Windows(home)
-    trainer = make_trainer(home, max_epochs=3, callbacks=[AccumulationSchedule(pairs, by), notes.callback])
-    trainer.fit(regression(home, nn.Linear(8, 1)), loader(batches))
-    assert sum(notes.sizes) == 3 * batches
-    assert notes.sizes == [len(window) for window in windows_by_hand(pairs, by, batches, 3)]
-
-
 def one_cycle(home: Any, estimates: list[Any]) -> Any:
     module = regression(home, nn.Linear(8, 1))
 
@@ -507,8 +521,8 @@ def test_a_failing_fit_leaves_the_trainer_as_before(home: Any, make_trainer: Any
     ("milestones", "by", "after"),
     [
         ([[0, 2], [1, 3]], "epoch", 9),  # the edge of an epoch
-        ([[0, 2], [2, 3]], "step", 3),  # batch 4: 3 is wanted, 2 still in effect until batch 6
-        ([[0, 2], [2, 3]], "step", 5),
+        ([[0, 2], [2, 3]], "step", 3),  # the next window is the first of three
+        ([[0, 2], [2, 3]], "step", 6),
         ([[0, 2], [4, 4]], "step", 9),
     ],
 )
@@ -561,15 +575,11 @@ def test_row_50_resumed_with_another_schedule(home: Any, make_trainer: Any, tmp_
 def test_state_is_plain_and_closed() -> None:
     schedule = AccumulationSchedule()
     assert schedule.state_dict() == {}
-    schedule.load_state_dict({"factor": 3})
-    assert schedule.state_dict() == {"factor": 3}
+    schedule.load_state_dict({"factor": 3, "start": 7})
+    assert schedule.state_dict() == {"factor": 3, "start": 7}
+    schedule.load_state_dict({"factor": 3})  # of a version whose windows began where the factor divides the index
+    assert schedule.state_dict() == {"factor": 3, "start": 0}
     with pytest.raises(CheckpointError, match=mentions("unknown keys ['factors'] and lacks ['factor']")):
         schedule.load_state_dict({"factors": 3})
     with pytest.raises(CheckpointError, match="factor=0"):
         schedule.load_state_dict({"factor": 0})
-
-
-def test_next_factor_never_tears_a_window() -> None:
-    for current, wanted, batch_idx in itertools.product(range(1, 9), range(1, 9), range(30)):
-        changed = next_factor(current, wanted, batch_idx) != current
-        assert changed == (current != wanted and batch_idx % current == 0 and batch_idx % wanted == 0)

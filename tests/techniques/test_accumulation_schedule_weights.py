@@ -212,9 +212,7 @@ def walked(milestones: Any, batches: int, size: int, samples: int, epochs: int) 
     for _ in range(epochs):
         held = 0
         for batch_idx in range(batches):
-            wanted = factor_at(milestones, seen)
-            if not held and batch_idx % wanted == 0:
-                factor = wanted
+            factor = factor if held else factor_at(milestones, seen)
             seen += min(size, samples - batch_idx * size)
             held += 1
             if held == factor or batch_idx == batches - 1:
@@ -247,9 +245,9 @@ def test_an_epoch_of_a_loader() -> None:
 @pytest.mark.parametrize(
     ("milestones", "by", "sizes"),
     [
-        ([[0, 1], [8, 2], [24, 4]], "samples", [1, 1, 2, 2, 2, 4, 4, 4]),  # of four samples a batch: 24 at batch 6
-        ([[0, 2], [9, 4]], "samples", [2, 2, 4, 4, 4, 4, 4]),  # 16 at batch 4: the next index that 4 divides
-        ([[0, 2], [12, 4]], "tokens", [2, 2, 2, 2, 4, 4, 4, 2]),  # a token and a half in the mean: 12 at batch 8
+        ([[0, 1], [8, 2], [24, 4]], "samples", [1, 1, 2, 2, 4, 4, 4, 2]),  # of four samples a batch: 24 at batch 6
+        ([[0, 2], [9, 3]], "samples", [2, 2, 3, 3, 3, 3, 3]),  # 16 at batch 4, which 3 doesn't divide
+        ([[0, 2], [11, 3]], "tokens", [2, 2, 2, 2, 3, 3, 3, 1]),  # a token and a half in the mean: 12 at batch 8
     ],
 )
 def test_windows_by_samples_and_tokens(
@@ -389,8 +387,9 @@ def test_noise_takes_windows_of_two() -> None:
 SCHEDULES = {
     "batches": {"milestones": [[0, 4]]},
     "tokens": {"milestones": [[0, 4]], "weight_by": "tokens"},
-    "by_tokens": {"milestones": [[0, 2], [9, 4]], "by": "tokens", "weight_by": "tokens"},
-    "by_samples": {"milestones": [[0, 2], [9, 4]], "by": "samples"},
+    "by_step": {"milestones": [[0, 2], [1, 3], [2, 4]], "by": "step"},  # windows from 0, 2, 5 and, of one, 9
+    "by_tokens": {"milestones": [[0, 2], [8, 3]], "by": "tokens", "weight_by": "tokens"},
+    "by_samples": {"milestones": [[0, 2], [7, 3]], "by": "samples"},
     "noise": {"milestones": [[0, 2], [1, 4]], "by": "noise_scale"},
 }
 
@@ -437,7 +436,7 @@ def test_a_checkpoint_has_gradients_amid_a_window_alone(home: Any, make_trainer:
         language_model(home, Words()), DataLoader(batches_of([[1]] * 5), batch_size=None)
     )
     assert ["window" in state for state in states] == [True, False, True, False, False]
-    assert schedule.state_dict() == {"factor": 2}
+    assert schedule.state_dict() == {"factor": 2, "start": 4}
     assert [type(state["window"]["gradients"]) for state in states if "window" in state] == [list, list]
 
 
@@ -458,5 +457,5 @@ def test_a_schedule_by_tokens_needs_their_count() -> None:
     schedule = AccumulationSchedule([[0, 2]], by="tokens")
     with pytest.raises(CheckpointError, match=mentions("lacks ['tokens']")):
         schedule.load_state_dict({"factor": 2})
-    schedule.load_state_dict({"factor": 2, "tokens": 40})
-    assert schedule.state_dict() == {"factor": 2, "tokens": 40}
+    schedule.load_state_dict({"factor": 2, "start": 5, "tokens": 40})
+    assert schedule.state_dict() == {"factor": 2, "start": 5, "tokens": 40}

@@ -964,7 +964,7 @@ def by_hand(windows: list[list[int]], device: torch.device, clip: float | None) 
     [
         ([[0, 4]], "epoch", [4, 4, 2], None),
         ([[0, 8]], "epoch", [8, 2], 20.0),  # norms are 27 and 51, that of a quarter of the latter 13
-        ([[0, 1], [2, 2], [3, 4]], "step", [1, 1, 2, 4, 2], None),
+        ([[0, 1], [1, 4], [2, 2]], "step", [1, 4, 2, 2, 1], None),
         ([[0, 3]], "epoch", [3, 3, 3, 1], None),
         ([[0, 16]], "epoch", [10], None),
     ],

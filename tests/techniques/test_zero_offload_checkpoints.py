@@ -533,11 +533,11 @@ def trained(home: ModuleType, make_trainer: Any, given: Any, callback: Any, net:
 def test_accumulation_schedule(home: ModuleType, make_trainer: Any, arguments: Any) -> None:
     pairs = [
         # Losses are weighed here, in a plain run gradients: of a power of two there is no rounding.
-        trained(home, make_trainer, given, solo.AccumulationSchedule([[0, 1], [1, 4]]))
+        trained(home, make_trainer, given, solo.AccumulationSchedule([[0, 1], [1, 4], [2, 2]], by="step"))
         for given in (None, strategy(home, **arguments))
     ]
     (plain, plain_trainer), (offloaded, trainer) = pairs
-    assert trainer.global_step == plain_trainer.global_step == 10 + 3  # epoch 1's third window holds two batches
+    assert trainer.global_step == plain_trainer.global_step == 5 + 5  # windows of 1, 4, 2, 2 and 1 batches, then of 2
     assert same(offloaded, plain)
     assert not same(offloaded, trained(home, make_trainer, None, home.Callback())[0])
 

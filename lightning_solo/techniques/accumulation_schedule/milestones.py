@@ -1,4 +1,4 @@
-"""Milestones of a schedule: the factor at a position, where it may change, and how many optimizer steps there are."""
+"""Milestones of a schedule: the factor at a position, and how many optimizer steps there are."""
 
 from __future__ import annotations
 
@@ -21,18 +21,6 @@ def factor_at(milestones: Milestones, position: float) -> int:
         if position >= first:
             factor = then
     return factor
-
-
-def next_factor(current: int, wanted: int, batch_idx: int) -> int:
-    """Return the factor from ``batch_idx`` on: ``wanted`` where it can take effect, else ``current``.
-
-    Lightning zeroes gradients where ``batch_idx % N == 0`` and steps where ``(batch_idx + 1) % N == 0``. So a window is
-    open unless the current factor divides ``batch_idx``, and gradients survive its start unless the new one does too.
-
-    >>> next_factor(2, 3, batch_idx=4), next_factor(2, 3, batch_idx=6), next_factor(4, 2, batch_idx=2)
-    (2, 3, 4)
-    """
-    return wanted if batch_idx % current == 0 and batch_idx % wanted == 0 else current
 
 
 @dataclass(frozen=True)
@@ -71,12 +59,11 @@ def count_optimizer_steps(milestones: Milestones, by: str, epoch: Epoch, epochs:
     6
     """
     firsts = sorted(first for first, _ in milestones)
-    current, steps, done = 1, 0, 0
+    steps, done = 0, 0
     while epoch.batches > 0 and done < epochs and (max_steps == -1 or steps < max_steps):
         position = {"epoch": done, "step": steps, "samples": done * epoch.samples}[by]
-        current = factor_at(milestones, position)  # every factor divides batch 0
         ahead = min((first - position for first in firsts if first > position), default=math.inf)
-        per_epoch = math.ceil(epoch.batches / current)
+        per_epoch = math.ceil(epoch.batches / factor_at(milestones, position))
         whole = epochs - done
         if ahead != math.inf:  # the epochs in which no milestone is reached
             whole = min(whole, int(ahead) // {"epoch": 1, "step": per_epoch, "samples": epoch.samples}[by])
@@ -89,19 +76,16 @@ def count_optimizer_steps(milestones: Milestones, by: str, epoch: Epoch, epochs:
                 if by == "step"
                 else lambda batch_idx, steps, start=start: start + batch_idx * epoch.batch_size  # type: ignore[misc]
             )
-            steps, done = _steps_after_epoch(milestones, epoch.batches, current, steps, reached), done + 1
+            steps, done = _steps_after_epoch(milestones, epoch.batches, steps, reached), done + 1
     return steps if max_steps == -1 else min(steps, max_steps)
 
 
-def _steps_after_epoch(
-    milestones: Milestones, batches: int, current: int, steps: int, reached: Callable[[int, int], int]
-) -> int:
+def _steps_after_epoch(milestones: Milestones, batches: int, steps: int, reached: Callable[[int, int], int]) -> int:
     """Return the optimizer steps taken by the end of an epoch in which a milestone is reached.
 
     ``reached(batch_idx, steps)`` is the position before a batch.
     """
     batch_idx = 0
     while batch_idx < batches:
-        current = next_factor(current, factor_at(milestones, reached(batch_idx, steps)), batch_idx)
-        batch_idx, steps = batch_idx + current, steps + 1
+        batch_idx, steps = batch_idx + factor_at(milestones, reached(batch_idx, steps)), steps + 1
     return steps

@@ -28,7 +28,6 @@ from lightning_solo.techniques.accumulation_schedule.milestones import (
     count_optimizer_steps,
     epoch_of,
     factor_at,
-    next_factor,
 )
 
 COUNTED = ("samples", "tokens")
@@ -64,9 +63,9 @@ def short_window_weight(factor: int, batches_ahead: float) -> float:
 class AccumulationSchedule(Technique):
     """Sets how many batches make one optimizer step: by epochs, optimizer steps, samples, tokens or gradient noise.
 
-    A change takes effect at the first batch index that the new factor divides while no window is open, always at the
-    start of an epoch; it is logged as ``accumulation/factor``. The step of a short window (an epoch's last batches, or
-    batches for which ``training_step`` returned None) is the mean over the batches that it holds, before clipping.
+    A change takes effect with the next window, at any batch; it is logged as ``accumulation/factor``. The step of a
+    short window (an epoch's last batches, or batches for which ``training_step`` returned None) is the mean over the
+    batches that it holds, before clipping.
     ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers made from it end where they should; by
     tokens or noise it is ``max_steps``, since the steps of an epoch aren't known beforehand.
 
@@ -107,6 +106,7 @@ class AccumulationSchedule(Technique):
     def _begin(self) -> None:
         """Begin a run."""
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
+        self._start = 0  # index of the window's first batch; survives the fit, too
         self._seen = 0  # samples or tokens of all batches so far, where the schedule goes by them
         self._noise = NoiseScale()
         self._warned = False
@@ -138,6 +138,7 @@ class AccumulationSchedule(Technique):
         ctx.window.varies = True
         ctx.undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         ctx.undo.enter_context(patches.stepping_batches(trainer, self._count_steps))
+        ctx.undo.enter_context(patches.windows(trainer, ctx.window.before))
 
     @property
     def _ctx(self) -> Run:
@@ -178,23 +179,20 @@ class AccumulationSchedule(Technique):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with the factor in effect when the checkpoint was saved, else with the schedule's, and its window."""
         factor = self._wanted(trainer) if self._factor is None else self._factor
-        self._change(trainer, factor, batch_idx=0)
+        self._begin_with(trainer, factor, self._start)
         if self._resumed is not None and self._ctx.window.gradients_stay:
             self._restore_window(trainer, self._resumed)
         self._resumed = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Change the factor where a window opens and the new factor divides the batch index; weigh the batch."""
-        current = trainer.accumulate_grad_batches
-        factor = next_factor(current, self._wanted(trainer), batch_idx)
-        if factor != current:
-            self._change(trainer, factor, batch_idx)
+        """Begin a window where one has ended, with the factor of its place; weigh the batch."""
         window = self._ctx.window
-        if batch_idx % factor == 0:
+        if window.before(batch_idx) == 0:
+            self._begin_with(trainer, self._wanted(trainer), batch_idx)
             self._begin_window()
             if not window.gradients_stay:
                 # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
-                window.weight = short_window_weight(factor, trainer.num_training_batches - batch_idx)
+                window.weight = short_window_weight(window.factor, trainer.num_training_batches - batch_idx)
         if self.weight_by != "batches":
             weight = _count(batch, self.weight_by)
             self._reference = self._reference or weight
@@ -236,13 +234,13 @@ class AccumulationSchedule(Technique):
                 pl_module.log("accumulation/noise_scale", self._noise.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the factor in effect, since a change may still wait for its batch, what was counted, and the window.
+        """Return the factor in effect and where its window began, what was counted, and the window.
 
         The window's gradients are in it where one is open, as at a time limit or a signal.
         """
         if self._factor is None:
             return {}
-        state: dict[str, Any] = {"factor": self._factor}
+        state: dict[str, Any] = {"factor": self._factor, "start": self._start}
         if self.by in COUNTED:
             state[self.by] = self._seen
         if self.by == "noise_scale":
@@ -265,7 +263,7 @@ class AccumulationSchedule(Technique):
             CheckpointError: a key is missing or unknown, or the factor is not a positive integer.
         """
         needed = {"factor", self.by} if self.by in COUNTED else {"factor"}
-        unknown = sorted(set(state_dict) - {"factor", *COUNTED, "noise_scale", "window"})
+        unknown = sorted(set(state_dict) - {"factor", "start", *COUNTED, "noise_scale", "window"})
         missing = sorted(needed - set(state_dict))
         if unknown or missing:
             raise CheckpointError(
@@ -277,7 +275,7 @@ class AccumulationSchedule(Technique):
             raise CheckpointError(
                 f"the checkpoint's state of AccumulationSchedule has factor={factor!r}, not an int >= 1"
             )
-        self._factor = factor
+        self._factor, self._start = factor, state_dict.get("start", 0)  # in older ones windows are counted from 0
         self._seen = state_dict.get(self.by, 0) if self.by in COUNTED else 0
         if self.by == "noise_scale" and "noise_scale" in state_dict:
             self._noise.load(state_dict["noise_scale"])
@@ -304,8 +302,9 @@ class AccumulationSchedule(Technique):
         positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         return factor_at(self.milestones, positions.get(self.by, self._seen))
 
-    def _change(self, trainer: Trainer, factor: int, batch_idx: int) -> None:
+    def _begin_with(self, trainer: Trainer, factor: int, batch_idx: int) -> None:
         self._factor, before = factor, trainer.accumulate_grad_batches
+        self._start = self._ctx.window.start = batch_idx
         if factor == before:
             return
         trainer.accumulate_grad_batches = factor

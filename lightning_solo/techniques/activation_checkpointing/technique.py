@@ -127,7 +127,7 @@ class ActivationCheckpointing(Technique):
             if self._loss_scale < before:  # the step overflowed and was skipped: no optimizer states came of it
                 self._first_step = trainer.global_step
         window, stepped = self.ctx.window, trainer.global_step - self._first_step
-        kind = batch_idx % window.factor == 0, window.is_last
+        kind = window.before(batch_idx) == 0, window.is_last
         # an optimizer has its states from its first step on
         steady = stepped >= max(1, len(trainer.optimizers))
         self._batches.begin(batch, kind, pl_module, trainer.optimizers, self.ctx.device, steady)
@@ -152,7 +152,7 @@ class ActivationCheckpointing(Technique):
                 "again in backward; name the classes of those that do, blocks: [ClassName]"
             )
         if self._batches is not None and self.ctx is not None:
-            line, warning = self._batches.end((batch_idx + 1) % self.ctx.window.factor == 0)
+            line, warning = self._batches.end(self.ctx.window.before(batch_idx + 1) == 0)
             if line:
                 self.ctx.info(line)
             if warning:

@@ -194,12 +194,13 @@ class MicroBatching(Technique):
         if self._global.needs_batches:
             self._global.see_batch(self._splitter.samples(batch), batch_idx, is_last=trainer.is_last_batch)
             trainer.accumulate_grad_batches = self._global.factor
-        before = batch_idx % trainer.accumulate_grad_batches
+        assert self.ctx is not None  # joined in setup
+        before = self.ctx.window.before(batch_idx)
         if self._resumed is not None:
             self._resume_window(pl_module.device, before, trainer.accumulate_grad_batches)
         elif before == 0:
             self._begin_window(zeroed=True)
-        elif not self._window and self.ctx is not None and not self.ctx.window.held:
+        elif not self._window and not self.ctx.window.held:
             warnings.warn(
                 f"micro_batching: the run is resumed within a step, of which the checkpoint doesn't have the first"
                 f" {before} of {trainer.accumulate_grad_batches} batches: it is taken without them; resume from a"
