@@ -18,7 +18,9 @@ from lightning_solo.memory.ledger import Ledger
 
 CLASSES = 32
 OF_DOCUMENTS = {"packing"}
-"""Techniques, and the presets of their names, that take batches of documents alone."""
+"""Techniques that take batches of documents alone."""
+PRESETS_OF_DOCUMENTS = {*OF_DOCUMENTS, "curriculum"}
+"""Presets that do: that of the curriculum cuts sequences, which its technique does not by default."""
 
 
 class Block(nn.Module):

@@ -21,9 +21,9 @@ from lightning_solo.build import HOMES
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import composition
 from tests.messages import lines_with, mentions
-from tests.modules import OF_DOCUMENTS, classification, documents, loader, regression
+from tests.modules import PRESETS_OF_DOCUMENTS, classification, documents, loader, regression
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:curriculum. training ends")]
 
 MARKS = {"compile": [pytest.mark.long, pytest.mark.cpu_only("no Triton compiles for the simulated device")]}
 CPU_PRESETS = tuple(
@@ -44,7 +44,7 @@ def test_every_cpu_preset_fits_validates_tests_predicts_and_fits_again(
     trainer = home.Trainer(**kwargs, **QUIET, max_epochs=1, default_root_dir=str(tmp_path))
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
-        trainer.fit(module, documents() if preset in OF_DOCUMENTS else loader(), loader(2))
+        trainer.fit(module, documents() if preset in PRESETS_OF_DOCUMENTS else loader(), loader(2))
         trainer.validate(module, loader(2))
         trainer.test(module, loader(2))
         assert len(trainer.predict(module, loader(2))) == 2
@@ -179,7 +179,7 @@ def test_every_preset_fits_on_a_gpu(preset: str, home: ModuleType, tmp_path: Pat
     overrides = ["callback.regional_compilation.backend=aot_eager"] if preset == "compile" else []  # needs no Triton
     kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, overrides, lightning=home.__name__)}
     trainer = home.Trainer(**kwargs, **QUIET, max_epochs=2, default_root_dir=str(tmp_path))
-    trainer.fit(module, documents() if preset in OF_DOCUMENTS else loader(), loader(2))
+    trainer.fit(module, documents() if preset in PRESETS_OF_DOCUMENTS else loader(), loader(2))
     trainer.validate(module, loader(2))
     assert trainer.strategy.root_device.type == "cuda"
     after = [parameter.detach().cpu().float() for parameter in module.parameters()]

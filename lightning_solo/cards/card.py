@@ -26,6 +26,7 @@ RESOURCES = {
     "optimizer_states": "the optimizer's states",
     "repeated_backward": "a forward and backward that failed, and can be run again",
     "saved_tensors": "what forward keeps for backward",
+    "sequences": "how long the sequences of a batch are",
     "trained_parameters": "which parameters are trained",
     "weights": "where and in which precision the weights are stored",
 }

@@ -69,7 +69,7 @@ class Composition:
     @property
     def makes_batches(self) -> bool:
         """Whether a technique makes other batches than the loader's, which a plan doesn't know."""
-        return any("batches" in chosen.owned() for chosen in self.techniques)
+        return any(chosen.owned() & {"batches", "sequences"} for chosen in self.techniques)
 
     @property
     def first_factor(self) -> int:

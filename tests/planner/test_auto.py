@@ -133,8 +133,9 @@ def test_the_host_is_this_one_wherever_the_device_is(monkeypatch: pytest.MonkeyP
 
 
 def test_presets_that_make_batches_are_no_candidates() -> None:
-    with pytest.raises(PresetError, match=mentions("packing", "length_bucketing", "batches")):
-        candidates(compose("auto"), lambda config: None, ["packing", "length_bucketing"], ())
+    presets = ["packing", "length_bucketing", "curriculum"]
+    with pytest.raises(PresetError, match=mentions(*presets, "batches")):
+        candidates(compose("auto"), lambda config: None, presets, ())
 
 
 @pytest.mark.long
@@ -145,7 +146,7 @@ def test_precision_and_accumulation_stay_what_they_are() -> None:
     assert {made.accumulate_grad_batches for made in found.values()} == {4}
     assert "auto" not in found
     assert "accumulation" not in found, "another global batch would be another training"
-    assert not {"packing", "length_bucketing"} & set(found), "other batches than the one that is planned"
+    assert not {"packing", "length_bucketing", "curriculum"} & set(found), "other batches than the one that is planned"
     assert "baseline" in found, "of those that are the same now, the one that is so by itself"
     assert not {"bf16", "bf16_true", "fp16"} & set(found)
     assert "bf16" in candidates(compose("auto"), lambda config: None, None, ())

@@ -13,7 +13,7 @@ from torch import nn
 import lightning_solo as solo
 from lightning_solo.machine import is_installed
 from lightning_solo.presets.compose import compose
-from tests.modules import OF_DOCUMENTS, Classifier, classification, documents, loader
+from tests.modules import PRESETS_OF_DOCUMENTS, Classifier, classification, documents, loader
 from tests.simcuda import device
 
 pytestmark = [
@@ -37,6 +37,7 @@ SMALL = ["callback.activation_offloading.min_offload_bytes=64"]  # by default la
 OVERRIDES = {
     "offloading": SMALL,
     "long_context": SMALL,
+    "curriculum": ["callback.curriculum.duration=2"],
     "compile": ["callback.regional_compilation.backend=aot_eager"],  # no Triton compiles for the simulated device
 }
 QUIET: dict[str, Any] = {
@@ -53,7 +54,7 @@ def module() -> Any:
 
 
 def batches(preset: str = "", count: int = 6) -> Any:
-    return documents() if preset in OF_DOCUMENTS else loader(batches=count, batch_size=8, width=WIDTH)
+    return documents() if preset in PRESETS_OF_DOCUMENTS else loader(batches=count, batch_size=8, width=WIDTH)
 
 
 def kwargs_of(preset: str, callbacks: list[Any]) -> dict[str, Any]:

@@ -564,9 +564,9 @@ def test_equal_items_or_short_sequences_are_nothing_to_do(make_trainer: Make) ->
         fit(make_trainer, short(), texts(length=LENGTH))
     with pytest.raises(NothingToDoError, match=mentions("batch_size", "4", "3 items")):
         fit(make_trainer, short(), texts(3))
-    for batches in (3, 30):
+    for batches, limits in [(3, {}), (30, {}), (30, {"max_steps": 2})]:
         with pytest.raises(NothingToDoError, match=mentions("start=0.1", "multiple=8", "7")):
-            fit(make_trainer, short("sequence_length"), texts(4 * batches, length=7))
+            fit(make_trainer, short("sequence_length", duration=2), texts(4 * batches, length=7), **limits)
 
 
 def test_batches_without_sequences_are_refused_with_their_shapes(make_trainer: Make) -> None:

@@ -74,7 +74,7 @@ CARD = Card(
     " ``sequence_length``: batches without sequences, or padded on the left (all refused)",
     reference="Bengio et al. 2009, https://doi.org/10.1145/1553374.1553380; Platanios et al. 2019, arXiv 1903.09848"
     " (the schedules); Li et al. 2022, arXiv 2108.06084 (sequence length)",
-    owns=lambda settings: frozenset() if settings.by == SEQUENCES else frozenset({"batches"}),
+    owns=lambda settings: frozenset({"sequences" if settings.by == SEQUENCES else "batches"}),
     instead={"batches": "callback.curriculum.by=sequence_length"},
     rules=(_steps_unknown,),
     planned="left out",

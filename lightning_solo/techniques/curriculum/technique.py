@@ -249,12 +249,8 @@ class Curriculum(Technique):
         position = self._held[1] if self.pace == "tokens" else step
         kept = kept_length(self._pace.share(position), self._longest, self.multiple)
         self._came += 1
-        enough = self._came >= min(LOOKED_AT, trainer.num_training_batches)
-        if enough and kept_length(self.start, self._longest, self.multiple) == self._longest:
-            raise NothingToDoError(
-                f"curriculum: nothing can be cut off sequences of at most {self._longest} by start={self.start} and"
-                f" multiple={self.multiple}; write a smaller start or multiple, or drop curriculum"
-            )
+        if self._came >= min(LOOKED_AT, trainer.num_training_batches):
+            self._require_cuts()
         self._note("sequence_length", min(length, kept))
         self._tokens += rows * min(length, kept)
         if kept >= length:
@@ -263,6 +259,18 @@ class Curriculum(Technique):
         if self._came <= LOOKED_AT:  # no more: a GPU waits for it
             self._look(batch, cut)
         return cut
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse sequences too short to be cut, however few batches there were."""
+        if self._came:
+            self._require_cuts()
+
+    def _require_cuts(self) -> None:
+        if kept_length(self.start, self._longest, self.multiple) == self._longest:
+            raise NothingToDoError(
+                f"curriculum: nothing can be cut off sequences of at most {self._longest} by start={self.start} and"
+                f" multiple={self.multiple}; write a smaller start or multiple, or drop curriculum"
+            )
 
     def _look(self, batch: Any, cut: Any) -> None:
         """Warn once of a batch that has lost its labels.
