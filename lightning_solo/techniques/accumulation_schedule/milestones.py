@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,22 +70,8 @@ def count_optimizer_steps(milestones: Milestones, by: str, epoch: Epoch, epochs:
         if whole:
             steps, done = steps + whole * per_epoch, done + whole
         else:
-            start = done * epoch.samples
-            reached = (
-                (lambda batch_idx, steps: steps)
-                if by == "step"
-                else lambda batch_idx, steps, start=start: start + batch_idx * epoch.batch_size  # type: ignore[misc]
-            )
-            steps, done = _steps_after_epoch(milestones, epoch.batches, steps, reached), done + 1
+            batch_idx, done = 0, done + 1
+            while batch_idx < epoch.batches:
+                place = steps if by == "step" else position + batch_idx * epoch.batch_size
+                batch_idx, steps = batch_idx + factor_at(milestones, place), steps + 1
     return steps if max_steps == -1 else min(steps, max_steps)
-
-
-def _steps_after_epoch(milestones: Milestones, batches: int, steps: int, reached: Callable[[int, int], int]) -> int:
-    """Return the optimizer steps taken by the end of an epoch in which a milestone is reached.
-
-    ``reached(batch_idx, steps)`` is the position before a batch.
-    """
-    batch_idx = 0
-    while batch_idx < batches:
-        batch_idx, steps = batch_idx + factor_at(milestones, reached(batch_idx, steps)), steps + 1
-    return steps
