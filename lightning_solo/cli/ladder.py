@@ -64,8 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     folder = SweepFolder(folder_of(options, cfg))
     command = shlex.join(["lightning-solo", "ladder", *arguments])
     claim(folder, options, command)
-    names: dict[int, str] = {}
-    display = Display(folder, names, parallel=1)
+    display = Display(folder, {}, parallel=1)
     ladder = Ladder(
         folder,
         application_of(rung, (*preload, *PRELOAD)),
@@ -74,9 +73,9 @@ def run(arguments: Sequence[str]) -> int:
         partial(prepare, options=options, folder=folder.path),
         steps=options.steps,
         until=options.until,
-        tell=partial(tell, display, names),
+        tell=partial(tell, display),
         look=display.look,
-        names=names,
+        names=display.names,
     )
     ladder.plan()
     print_lines(display.console, details(ladder.figures()))  # the refusals, which are known before anything runs
@@ -86,11 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         done = [row for row in ladder.figures() if row.status != INTERRUPTED_JOB]
         write(folder, options, command, done)
-        display.console.print(
-            f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}",
-            soft_wrap=True,
-            markup=False,
-        )
+        resumes = f"interrupted, rungs done: {len(done)}; the same command resumes: {folder.path}"
+        print_lines(display.console, [resumes])
         return INTERRUPTED
     written = write(folder, options, command, rows)
     return report(rows, options, folder, written, ladder.fitting())
@@ -136,16 +132,13 @@ def failed(row: Figures) -> bool:
     return row.status not in (FINISHED, NOT_RUN, REFUSED)
 
 
-def tell(display: Display, names: dict[int, str], event: str, number: int | None, detail: str) -> None:
-    """Pass an event to the display, with the rung's name; print a line of its own where the display shows none."""
-    display.names = names
-    if number is not None:
-        display.states = dict.fromkeys(names, "waiting") | display.states
+def tell(display: Display, event: str, number: int | None, detail: str) -> None:
+    """Pass an event to the display; print a line of its own where the display shows none."""
     display.tell(event, number, detail)
     if number is not None and event != "anew" and not display.console.is_terminal:
         line = event if event == "started" else detail.replace("failed CapabilityError", NOT_RUN)
         line += ", by an earlier command" if event == "kept" else ""
-        print_lines(display.console, [f"{names[number]}: {line}"])
+        print_lines(display.console, [f"{display.names[number]}: {line}"])
 
 
 def picture(folder: Path) -> str:

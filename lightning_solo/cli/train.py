@@ -39,7 +39,6 @@ from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.sweeps.job_process import RESUMES
-from lightning_solo.sweeps.observer import figures
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB
 
@@ -294,6 +293,7 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
 def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None:
     """Print the final table of metrics and costs, and the paths of what was written."""
     from lightning_solo.memory.reading import read
+    from lightning_solo.sweeps.observer import figures
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     table = Table(

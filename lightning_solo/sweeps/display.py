@@ -35,7 +35,7 @@ class Display:
         self.names = dict(names)
         self.parallel = parallel
         self.console = console or Console(stderr=True)
-        self.states: dict[int, str] = dict.fromkeys(names, "waiting")
+        self.states: dict[int, str] = {}  # of those that were started or kept
         self.started: dict[int, float] = {}
         self.seconds: list[float] = []
         self._live: Live | None = None
@@ -81,9 +81,9 @@ class Display:
 
     def render(self, running: Sequence[int]) -> Group:
         """Return the live display: the running jobs and the last ones that ended, and a line about all jobs."""
-        done = [n for n, state in self.states.items() if state not in ("waiting", "running")]
+        done = [number for number, state in self.states.items() if state != "running"]
         failed = [n for n in done if not self.states[n].startswith(FINISHED)]
-        line = f"{len(done)} of {len(self.states)} jobs done"
+        line = f"{len(done)} of {len(self.names)} jobs done"
         line += f", {len(failed)} failed" if failed else ""
         left = self.seconds_left(running)
         line += f", about {format_duration(left)} left" if left is not None else ""
@@ -96,7 +96,7 @@ class Display:
 
     def _cells(self, number: int, runs: bool) -> list[str | Text]:
         progress = read_json(self.folder.job(number).progress) or {} if runs else {}
-        state = self.states.get(number, "running")
+        state = self.states[number]
         style = "yellow" if runs else "green" if state.startswith(FINISHED) else "red"
         peak = progress.get("peak_device_bytes")
         step, steps = progress.get("step"), progress.get("of_steps")
@@ -123,7 +123,7 @@ class Display:
             elapsed += took
         if not durations:
             return None
-        open_jobs = sum(state in ("waiting", "running") for state in self.states.values())
+        open_jobs = sum(self.states.get(number, "running") == "running" for number in self.names)
         return max(statistics.median(durations) * open_jobs - elapsed, 0.0) / self.parallel
 
 

@@ -77,11 +77,8 @@ class Launch:
                     yield self._kept
             except KeyboardInterrupt:
                 done = sum(row.status == FINISHED for row in sweep.rows.values())
-                display.console.print(
-                    f"interrupted with {done} of {len(jobs)} jobs done; the same command resumes: {self.folder.path}",
-                    soft_wrap=True,
-                    markup=False,
-                )
+                resumes = f"the same command resumes: {self.folder.path}"
+                display.console.out(f"interrupted with {done} of {len(jobs)} jobs done; {resumes}", highlight=False)
                 raise SystemExit(INTERRUPTED) from None
             finally:
                 self._kept = None

@@ -1,4 +1,7 @@
-"""A callback in every Trainer of a sweep's job, which writes step, loss and memory for the sweep."""
+"""A callback in every Trainer of a sweep's job, which writes step, loss and memory for the sweep.
+
+Imported where Lightning is: by a job's Trainers, which find `callbacks` by an entry point (`announce` in sweep.py).
+"""
 
 from __future__ import annotations
 
@@ -6,63 +9,42 @@ import importlib
 import os
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_solo.atomic_files import write_json
+from lightning_solo.seams.homes import default_home
 from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.job_process import VARIABLE, peaks
 from lightning_solo.sweeps.results import loss_of
 
 EVERY_S = 1.0
-ENTRY_POINTS = f"""\
-[lightning.pytorch.callbacks_factory]
-sweep = {__name__}:callbacks_for_lightning
-[pytorch_lightning.callbacks_factory]
-sweep = {__name__}:callbacks_for_pytorch_lightning
-"""
+Callback: Any = importlib.import_module(default_home()).Callback
 
 
-def announce(folder: Path) -> None:
-    """Write the metadata of a package by which Lightning adds the observer to every Trainer that finds the folder."""
-    package = folder / "lightning_solo_job-1.dist-info"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-solo-job\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(ENTRY_POINTS)
+def callbacks() -> list[Any]:
+    """Return the observer of this process's job."""
+    return [JobObserver(Path(os.environ[VARIABLE]))]
 
 
-def callbacks(home: str) -> list[Any]:
-    """Return the observer of this process's job, for a Trainer of a home of Lightning."""
-    return [observer(home, Path(os.environ[VARIABLE]))]
+class JobObserver(Callback):  # type: ignore[misc]
+    """Writes `progress.json` about once a second, and at the start and end of each run of the Trainer.
 
+    Args:
+        path: the folder of the job's `JobFiles`.
+    """
 
-callbacks_for_lightning = partial(callbacks, "lightning.pytorch")
-callbacks_for_pytorch_lightning = partial(callbacks, "pytorch_lightning")
-
-
-def observer(home: str, path: Path) -> Any:
-    """Return an observer for the Trainers of a home of Lightning; it can be pickled into a Trainer's own processes."""
-    base = importlib.import_module(home).Callback
-
-    def reduce(self: Any) -> Any:
-        return observer, (home, path)
-
-    cls = type("JobObserver", (JobObserver, base), {"__module__": __name__, "__reduce__": reduce})
-    return cls(JobFiles(path))
-
-
-class JobObserver:
-    """Writes `progress.json` about once a second, and at the start and end of each run of the Trainer."""
-
-    def __init__(self, files: JobFiles) -> None:
-        self._files = files
+    def __init__(self, path: Path) -> None:
+        self._files = JobFiles(path)
         self._pruning: Any = None
-        if SweepFolder(files.path.parents[2]).pruning.exists():
+        if SweepFolder(path.parents[2]).pruning.exists():
             from lightning_solo.sweeps.pruning import pruning_of
 
-            self._pruning = pruning_of(files.path)
+            self._pruning = pruning_of(path)
         self._written = 0.0
+
+    def __reduce__(self) -> Any:  # into a Trainer's own processes
+        return JobObserver, (self._files.path,)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Write the progress, at most once a second."""

@@ -24,12 +24,17 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.interrupts import collected
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders
-from lightning_solo.sweeps.observer import announce
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, outcome
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.server import End, serve
 
 LOOK_S = 0.25
+ENTRY_POINTS = """\
+[lightning.pytorch.callbacks_factory]
+sweep = lightning_solo.sweeps.observer:callbacks
+[pytorch_lightning.callbacks_factory]
+sweep = lightning_solo.sweeps.observer:callbacks
+"""
 
 
 @dataclass
@@ -270,3 +275,11 @@ class Sweep:
             results.append(self.folder.results, row)
         except OSError as error:  # raised by `run` once the running jobs have ended
             self._full = self.folder.results, str(error)
+
+
+def announce(folder: Path) -> None:
+    """Write the metadata of a package by which Lightning adds the observer to every Trainer that finds the folder."""
+    package = folder / "lightning_solo_job-1.dist-info"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-solo-job\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(ENTRY_POINTS)

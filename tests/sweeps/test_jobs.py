@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job_process import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
-from lightning_solo.sweeps.observer import figures, observer
+from lightning_solo.sweeps.observer import figures
 from lightning_solo.sweeps.results import Row, read
 from tests.conftest import long
 from tests.messages import mentions
@@ -99,9 +97,13 @@ def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
 
 
 def test_an_observer_goes_with_its_trainer_into_another_process(home: ModuleType, tmp_path: Path) -> None:
-    made = pickle.loads(pickle.dumps(observer(home.__name__, tmp_path)))
-    assert isinstance(made, home.Callback)
-    assert isinstance(made, importlib.import_module("lightning_solo.sweeps.observer").JobObserver)
+    """In a process that has either home alone, a job of which another process observes too."""
+    code = f"""import sys, pickle, pathlib, {home.__name__}
+from lightning_solo.sweeps.observer import JobObserver
+observer = pickle.loads(pickle.dumps(JobObserver(pathlib.Path({str(tmp_path / "1")!r}))))
+assert isinstance(observer, {home.__name__}.Callback), type(observer).__mro__
+assert not {{"pytorch_lightning", "lightning.pytorch"}} <= set(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=tmp_path)
 
 
 def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
