@@ -16,7 +16,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         data: a batch, or a part of one.
-        samples: in it.
+        samples: in it; 0 where nobody has to know them.
         batch: the index of the batch it is from.
         share: in the mean over all samples or tokens of all batches; at 0 there is nothing to learn from it, and its
             loss may be a mean over nothing: NaN.
@@ -85,6 +85,8 @@ class Splitter:
     def micro_batches(self, batches: Sequence[Any], max_samples: int | None = None) -> list[MicroBatch]:
         """Return batches in micro-batches of at most so many samples, of which a step takes the mean.
 
+        A single batch that isn't to be divided comes back as it is, without a look into it.
+
         >>> import torch
         >>> [(part.samples, part.share) for part in Splitter().micro_batches([torch.zeros(8, 1)], max_samples=3)]
         [(3, 0.375), (3, 0.375), (2, 0.25)]
@@ -92,6 +94,8 @@ class Splitter:
         Raises:
             ConflictError: a batch can't be split, or the function lost samples.
         """
+        if max_samples is None and len(batches) == 1:
+            return [MicroBatch(batches[0], 0, 0, 1.0)]
         pieces: list[tuple[Any, int, int]] = []
         for index, batch in enumerate(batches):
             parts = self.parts(batch, max_samples or sys.maxsize)

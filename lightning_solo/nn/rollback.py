@@ -109,11 +109,21 @@ def _at(places: Iterable[_Place]) -> list[Any]:
     return [owner.get(name, _ABSENT) for owner, name, _ in places]
 
 
-def _written(value: Any) -> bool:
-    """Return whether a value is a tensor that can change in place; one of inference mode can't, nor an expanded one."""
+def _kind(value: Any) -> Any:
+    """Return what tensors have in common that are copied at once; None of what can't change in place.
+
+    That is no tensor, one of inference mode, or an expanded one.
+    """
     if not isinstance(value, Tensor) or value.is_inference():
-        return False
-    return not any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+        return None
+    strided = value.layout is torch.strided
+    if strided and 0 in value.stride() and any(map(_is_expanded, value.shape, value.stride())):
+        return None
+    return (value.device, value.dtype, value.shape) if strided and type(value) is Tensor else id(value)
+
+
+def _is_expanded(size: int, stride: int) -> bool:
+    return stride == 0 and size > 1
 
 
 class _Values:
@@ -125,9 +135,8 @@ class _Values:
     def __init__(self, places: list[_Place]) -> None:
         self._changing = places
         self._values: list[Any] = []  # at these places
-        self._copies: list[Any] = []  # of these values; of what can't change in place the value itself
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # copies and tensors of one device and type
-        self._lists: list[int] = []
+        self._groups: dict[Any, tuple[list[Tensor], Any]] = {}  # those of the values that can change in place
+        self._lists: list[tuple[list[Any], list[Any]]] = []  # and lists among the values, with copies
         self._saves = 0
         self._constant: list[_Place] = []
         self._constants: list[Any] = []
@@ -144,41 +153,41 @@ class _Values:
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._values = values
             self._group()
-        for copies, tensors in self._groups:
-            torch._foreach_copy_(copies, tensors)
-        for index in self._lists:
-            self._copies[index] = [*values[index]]
+        for tensors, copies in self._groups.values():
+            if isinstance(copies, list):
+                torch._foreach_copy_(copies, tensors)
+            else:
+                torch.stack(tensors, out=copies)
+        self._lists = [(value, [*value]) for value in values if isinstance(value, list)]
 
     def _group(self) -> None:
-        """Have a copy for each tensor."""
-        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        self._copies += [None] * (len(self._values) - len(self._copies))
-        self._lists = [index for index, value in enumerate(self._values) if isinstance(value, list)]
-        for index, value in enumerate(self._values):
-            if not _written(value):
-                self._copies[index] = value
-                continue
-            copy, kind = self._copies[index], (value.device, value.dtype)
-            if not _written(copy) or (copy.device, copy.dtype) != kind or copy.shape != value.shape:
-                copy = self._copies[index] = torch.empty_like(value)
-            copies, tensors = groups.setdefault(kind, ([], []))
-            copies.append(copy)
-            tensors.append(value)
-        self._groups = [*groups.values()]
+        """Have copies for all tensors: of one kind as one tensor, which takes one kernel; of others one each."""
+        groups: dict[Any, list[Tensor]] = {}
+        for value in self._values:
+            if (kind := _kind(value)) is not None:
+                groups.setdefault(kind, []).append(value)
+        before, self._groups = self._groups, {}
+        for kind, tensors in groups.items():
+            earlier, copies = before.get(kind, ((), None))
+            if len(earlier) != len(tensors):
+                first = tensors[0]
+                stacked = not isinstance(kind, int)
+                copies = first.new_empty(len(tensors), *first.shape) if stacked else [torch.empty_like(first)]
+            self._groups[kind] = tensors, copies
 
     def _settle(self) -> None:
         """Find what a step changes and what is constant, after the first one: by content, as kernels may not count."""
-        rows = [*zip(self._changing, self._values, self._copies, _at(self._changing), strict=True)]
-        stays = [now is value and _is_equal(place, value, copy) for place, value, copy, now in rows]
+        copies = {id(tensor): copy for pair in self._groups.values() for tensor, copy in zip(*pair, strict=True)}
+        rows = [*zip(self._changing, self._values, _at(self._changing), strict=True)]
+        stays = [now is value and _is_equal(place, value, copies.get(id(value))) for place, value, now in rows]
         constant = [place for place, stay in zip(self._changing, stays, strict=True) if stay]
         self._changing = [place for place, stay in zip(self._changing, stays, strict=True) if not stay]
-        self._copies = [copy for copy, stay in zip(self._copies, stays, strict=True) if not stay]
-        self._values = []
+        self._values, self._groups = [], {}
         self._take_as_constant(constant)
 
     def _take_as_constant(self, places: list[_Place]) -> None:
         self._constant, self._constants = places, _at(places)
-        self._tensors = [value for value in self._constants if _written(value)]
+        self._tensors = [value for value in self._constants if _kind(value) is not None]
         self._versions = [*map(_version, self._tensors)]
 
     def _are_constant(self) -> bool:
@@ -189,7 +198,7 @@ class _Values:
         """Yield places whose value is another or has changed, and whether it has changed in place."""
         versions = iter(self._versions)
         for place, value in zip(self._constant, self._constants, strict=True):
-            in_place = _written(value) and value._version != next(versions)
+            in_place = _kind(value) is not None and value._version != next(versions)
             if in_place or place.owner.get(place.name, _ABSENT) is not value:
                 yield place, in_place
 
@@ -212,16 +221,16 @@ class _Values:
                 place.owner.pop(place.name, None)
             else:
                 place.owner[place.name] = value
-        for copies, tensors in self._groups:
-            torch._foreach_copy_(tensors, copies)
-        for index in self._lists:
-            self._values[index][:] = self._copies[index]
+        for tensors, copies in self._groups.values():
+            torch._foreach_copy_(tensors, [*copies])
+        for value, items in self._lists:
+            value[:] = items
 
 
 def _is_equal(place: _Place, value: Any, copy: Any) -> bool:
     if isinstance(value, list) or place.is_unseen:
         return False
-    return torch.equal(value, copy) if _written(value) else True
+    return copy is None or torch.equal(value, copy)
 
 
 _METRIC_ATTRIBUTES = (
@@ -269,7 +278,7 @@ class _NumpyState:
     def get(self) -> Any:
         bits = self._random.get_bit_generator() if hasattr(self._random, "get_bit_generator") else None
         if not isinstance(bits, self._random.MT19937):
-            return self._random.get_state()
+            return self._random.get_state(legacy=False)
         present = ctypes.string_at(bits.ctypes.state_address, self.KEY + self.POSITION)
         if present != self._bytes:
             self._state = _, key, position, has_normal, _ = self._random.get_state()

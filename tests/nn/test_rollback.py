@@ -32,16 +32,70 @@ def test_random_numbers_are_drawn_again() -> None:
         assert drawn() == first
 
 
-def test_a_normal_number_that_waits_in_numpy() -> None:
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["Python", "NumPy"])
+def test_a_generator_of_which_some_steps_draw_nothing_and_others_all_its_numbers(draw: Any) -> None:
+    """Its state is got again only where its words in memory are others; 312 of these are a round of the generator."""
+    rollback = Rollback(nn.Module(), CPU)
+    for draws in (0, 0, 1, 312, 0, 624):
+        rollback.save()
+        first = [draw() for _ in range(draws)], draw()
+        rollback.restore()
+        assert ([draw() for _ in range(draws)], draw()) == first
+        rollback.restore()
+        for _ in range(draws):
+            draw()
+
+
+def test_a_generator_that_is_seeded_or_set_between_steps() -> None:
+    rollback = Rollback(nn.Module(), CPU)
+    states = random.getstate(), numpy.random.get_state()
+    for seed in range(3):
+        rollback.save()
+        first = random.random(), numpy.random.rand()
+        random.seed(seed), numpy.random.seed(seed)
+        rollback.restore()
+        assert (random.random(), numpy.random.rand()) == first
+        random.setstate(states[0]), numpy.random.set_state(states[1])
+
+
+@pytest.mark.parametrize("draw", [lambda: random.gauss(0, 1), numpy.random.randn], ids=["Python", "NumPy"])
+def test_a_normal_number_that_waits(draw: Any) -> None:
     """They are drawn in pairs: the second one of a pair changes no bit of the generator."""
     rollback = Rollback(nn.Module(), CPU)
     for _ in range(3):
-        numpy.random.randn()
+        draw()
         for _ in range(2):
             rollback.save()
-            first = numpy.random.randn()
+            first = draw()
             rollback.restore()
-            assert numpy.random.randn() == first
+            assert draw() == first
+
+
+def test_a_normal_number_that_is_set_without_a_draw() -> None:
+    rollback, (version, words, _) = Rollback(nn.Module(), CPU), random.getstate()
+    for normal in (None, 0.5):
+        random.setstate((version, words, normal))
+        rollback.save()
+        first = random.gauss(0, 1)
+        rollback.restore()
+        assert random.gauss(0, 1) == first
+        random.setstate((version, words, None))
+
+
+def test_a_generator_that_takes_the_place_of_numpys() -> None:
+    rollback, stock = Rollback(nn.Module(), CPU), numpy.random.get_bit_generator()
+    numpy.random.seed(0)  # no normal number waits
+    try:
+        for kind in (numpy.random.MT19937, numpy.random.PCG64, numpy.random.MT19937):
+            rollback.save()
+            numpy.random.set_bit_generator(kind(1))
+            for _ in range(2):
+                rollback.save()
+                first = numpy.random.rand()
+                rollback.restore()
+                assert numpy.random.rand() == first
+    finally:
+        numpy.random.set_bit_generator(stock)
 
 
 class Own(nn.Module):
@@ -199,8 +253,36 @@ def test_what_never_changes_is_copied_once() -> None:
     for _ in range(3):
         rollback.save()
         module[0](torch.randn(4, 2))
-    copied = [copy for values in rollback._values for copies, _ in values._groups for copy in copies]
+    copied = [copy for values in rollback._values for _, copies in values._groups.values() for copy in copies]
     assert sum(copy.numel() for copy in copied) == 2 + 2 + 1  # mean, variance and count of batch norm
+
+
+class Labelled(Tensor):
+    """A tensor of a class of its own."""
+
+
+def test_buffers_of_several_kinds() -> None:
+    """Those of one shape, type and device are copied in one tensor."""
+    module = nn.Module()
+    plain = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 3).double(), torch.zeros(())]
+    others = [torch.zeros(0, 2), torch.zeros(2).as_subclass(Labelled)]
+    kinds = {f"buffer_{index}": value for index, value in enumerate(plain + others)}
+    for name, value in kinds.items():
+        module.register_buffer(name, value)
+    rollback = Rollback(module, CPU)
+    for step in range(4):
+        rollback.save()
+        for _ in range(2):
+            for buffer in module.buffers():
+                buffer.add_(1)
+            rollback.restore()
+            assert all(
+                module.get_buffer(name) is value and bool((value == step).all()) for name, value in kinds.items()
+            )
+        for buffer in module.buffers():
+            buffer.add_(1)
+        if step == 2:
+            module.buffer_0 = kinds["buffer_0"] = torch.full((2, 4), 3.0)
 
 
 METRICS: list[Any] = [

@@ -164,7 +164,7 @@ class Short(TorchDispatchMode):
 
         def micro_batches(batches: Any, max_samples: int | None = None) -> Any:
             parts = whole(batches, max_samples)
-            self._size, self._left, self._count = max(part.samples for part in parts), len(parts), 0
+            self._size, self._left, self._count = max(part.samples or BATCH for part in parts), len(parts), 0
             # zeroing writes two records of the profiler, in the first attempt of a step alone
             self._position = self._draw.randrange(operators[self._size] - 2) if self._size > self._fits else None
             return parts

@@ -36,14 +36,15 @@ class Logged:
             samples: of the batch, for means over an epoch; None where Lightning counts them itself.
         """
         for (hook, name), calls in self.calls.items():
-            shares, values, every = zip(*calls, strict=True)
-            options = dict(every[-1])
-            sizes = [each.get("batch_size") for each in every]
-            if None not in sizes:
-                options["batch_size"] = sum(sizes)
-            elif samples is not None:
-                options["batch_size"] = samples
-            log(hook, name, merged(values, shares, options.get("reduce_fx", "mean")), **options)
+            _, value, options = calls[-1]
+            if len(calls) > 1:
+                shares, values, _ = zip(*calls, strict=True)
+                value = merged(values, shares, options.get("reduce_fx", "mean"))
+            sizes: list[Any] = [each.get("batch_size") for _, _, each in calls]
+            size = samples if None in sizes else sum(sizes)
+            if size is not None:
+                options = {**options, "batch_size": size}
+            log(hook, name, value, **options)
 
 
 def merged(values: Sequence[Any], shares: Sequence[float], reduce: Any) -> Any:

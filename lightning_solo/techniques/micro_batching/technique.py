@@ -269,22 +269,23 @@ class MicroBatching(Technique):
         undo = self._save(ctx) if ctx.window.repeats else []
         batches = [waiting.batch for waiting in self._window]
         while True:
-            parts = self._splitter.micro_batches(batches, self._size.current)
+            size = self._size.current
+            parts = self._splitter.micro_batches(batches, size)
             run = partial(self._forward_and_backward, ctx, proceed, parts)
             result, failure = attempt(run) if ctx.window.repeats else (run(), None)
             if failure is None:
                 break
             for each in undo:
                 each()
-            self._shrink(ctx, max(part.samples for part in parts), failure)
+            self._shrink(ctx, max(part.samples or self._splitter.samples(part.data) for part in parts), failure)
         assert result is not None
         logged, whole = result
         samples = sum(part.samples for part in parts) if len(batches) > 1 else None
         logged.replay(ctx.trainer.fit_loop.epoch_loop._results.log, samples)
-        before = self._size.current
-        largest = max(sum(part.samples for part in parts if part.batch == index) for index in range(len(batches)))
-        if (larger := self._size.fitted(largest)) is not None:
-            self._report(ctx, f"micro_batching: {before} samples fitted, {larger} are tried")
+        if size is not None:
+            largest = max(sum(part.samples for part in parts if part.batch == index) for index in range(len(batches)))
+            if (larger := self._size.fitted(largest)) is not None:
+                self._report(ctx, f"micro_batching: {size} samples fitted, {larger} are tried")
         return whole
 
     def _save(self, ctx: Run) -> list[Callable[[], None]]:
@@ -406,9 +407,9 @@ class MicroBatching(Technique):
 
 def _whole(results: list[Any], parts: list[MicroBatch], factor: int) -> Any:
     """Return Lightning's result for all parts; where the factor is ours, the loss isn't divided by it."""
-    whole = results[-1] if len(results) == 1 else copy.copy(results[-1])
-    having = [(result, part) for result, part in zip(results, parts, strict=True) if result.loss is not None]
-    if having and len(results) > 1:
+    whole = results[-1]
+    if len(results) > 1 and (having := [pair for pair in zip(results, parts, strict=True) if pair[0].loss is not None]):
+        whole = copy.copy(whole)
         shares = [part.share for _, part in having]
         whole.loss = weighted_mean([result.loss for result, _ in having], shares) * sum(shares)
         whole.extra = merged_outputs([result.extra for result, _ in having], shares, [p.samples for _, p in having])
