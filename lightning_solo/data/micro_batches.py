@@ -16,7 +16,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         data: a batch, or a part of one.
-        samples: in it; 0 where nobody has to know them.
+        samples: in it; 0 for a single batch that isn't divided, whose samples aren't counted.
         batch: the index of the batch it is from.
         share: in the mean over all samples or tokens of all batches; at 0 there is nothing to learn from it, and its
             loss may be a mean over nothing: NaN.
@@ -85,7 +85,7 @@ class Splitter:
     def micro_batches(self, batches: Sequence[Any], max_samples: int | None = None) -> list[MicroBatch]:
         """Return batches in micro-batches of at most so many samples, of which a step takes the mean.
 
-        A single batch that isn't to be divided comes back as it is, without a look into it.
+        A single batch that isn't to be divided comes back as it is: its samples aren't counted, `split` isn't called.
 
         >>> import torch
         >>> [(part.samples, part.share) for part in Splitter().micro_batches([torch.zeros(8, 1)], max_samples=3)]

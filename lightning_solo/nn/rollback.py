@@ -110,16 +110,17 @@ def _at(places: Iterable[_Place]) -> list[Any]:
 
 
 def _kind(value: Any) -> Any:
-    """Return what tensors have in common that are copied at once; None of what can't change in place.
+    """Return the key under which tensors are copied together; None for a value that can't change in place.
 
-    That is no tensor, one of inference mode, or an expanded one.
+    Such is what is no tensor, a tensor of inference mode, and an expanded one.
     """
     if not isinstance(value, Tensor) or value.is_inference():
         return None
     strided = value.layout is torch.strided
     if strided and 0 in value.stride() and any(map(_is_expanded, value.shape, value.stride())):
         return None
-    return (value.device, value.dtype, value.shape) if strided and type(value) is Tensor else id(value)
+    plain = strided and type(value) is Tensor and not value.is_quantized
+    return (value.device, value.dtype, value.shape) if plain else id(value)
 
 
 def _is_expanded(size: int, stride: int) -> bool:
@@ -161,7 +162,7 @@ class _Values:
         self._lists = [(value, [*value]) for value in values if isinstance(value, list)]
 
     def _group(self) -> None:
-        """Have copies for all tensors: of one kind as one tensor, which takes one kernel; of others one each."""
+        """Make room for the copies: a single tensor for all of one kind, so that one kernel copies them."""
         groups: dict[Any, list[Tensor]] = {}
         for value in self._values:
             if (kind := _kind(value)) is not None:
@@ -172,7 +173,10 @@ class _Values:
             if len(earlier) != len(tensors):
                 first = tensors[0]
                 stacked = not isinstance(kind, int)
-                copies = first.new_empty(len(tensors), *first.shape) if stacked else [torch.empty_like(first)]
+                if stacked:
+                    copies = first.new_empty(len(tensors), *first.shape)
+                else:  # one tensor, in one place or several
+                    copies = [torch.empty_like(first)] * len(tensors)
             self._groups[kind] = tensors, copies
 
     def _settle(self) -> None:
@@ -230,7 +234,7 @@ class _Values:
 def _is_equal(place: _Place, value: Any, copy: Any) -> bool:
     if isinstance(value, list) or place.is_unseen:
         return False
-    return copy is None or torch.equal(value, copy)
+    return copy is None or (value.layout is torch.strided and torch.equal(value, copy))
 
 
 _METRIC_ATTRIBUTES = (

@@ -33,9 +33,8 @@ class WindowGradients:
     def save(self, *, zeroed: bool) -> None:
         """Remember the gradients that there are, unless they have been remembered; zeros need no copy."""
         if self._before is None:
-            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-            present = [p for group in groups for p in group["params"] if p.grad is not None]
-            self._before = [(p, None if zeroed else p.grad.clone()) for p in present]
+            present = [(p, p.grad) for p in self.parameters if p.grad is not None]
+            self._before = [(p, None if zeroed else grad.clone()) for p, grad in present]
 
     def restore(self) -> None:
         """Put gradients back, also those that an optimizer's ``zero_grad`` drops elsewhere."""

@@ -34,7 +34,7 @@ def test_random_numbers_are_drawn_again() -> None:
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["Python", "NumPy"])
 def test_a_generator_of_which_some_steps_draw_nothing_and_others_all_its_numbers(draw: Any) -> None:
-    """Its state is got again only where its words in memory are others; 312 of these are a round of the generator."""
+    """NumPy's state is got again only where its words in memory are others; 312 draws are a round of the generator."""
     rollback = Rollback(nn.Module(), CPU)
     for draws in (0, 0, 1, 312, 0, 624):
         rollback.save()
@@ -265,14 +265,14 @@ def test_buffers_of_several_kinds() -> None:
     """Those of one shape, type and device are copied in one tensor."""
     module = nn.Module()
     plain = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 3).double(), torch.zeros(())]
-    others = [torch.zeros(0, 2), torch.zeros(2).as_subclass(Labelled)]
+    others = [torch.zeros(0, 2), torch.zeros(2).as_subclass(Labelled), nn.Parameter(torch.zeros(2), False)]
     kinds = {f"buffer_{index}": value for index, value in enumerate(plain + others)}
     for name, value in kinds.items():
         module.register_buffer(name, value)
     rollback = Rollback(module, CPU)
-    for step in range(4):
+    for step in range(5):
         rollback.save()
-        for _ in range(2):
+        for _ in range(2 if step > 1 else 0):  # once it is known what stays as it is
             for buffer in module.buffers():
                 buffer.add_(1)
             rollback.restore()
@@ -281,8 +281,32 @@ def test_buffers_of_several_kinds() -> None:
             )
         for buffer in module.buffers():
             buffer.add_(1)
-        if step == 2:
-            module.buffer_0 = kinds["buffer_0"] = torch.full((2, 4), 3.0)
+        if step == 3:
+            module.buffer_0 = kinds["buffer_0"] = torch.full((2, 4), 4.0)
+
+
+def quantized(rows: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(rows, 0.5, 0, torch.quint8)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("make", [Tensor.to_sparse, quantized, lambda rows: nn.Parameter(rows, False)])
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+def test_a_buffer_of_another_layout_in_two_modules(make: Any, changes: bool) -> None:
+    module, buffer, before = nn.Sequential(nn.Module(), nn.Module()), make(torch.eye(3)), torch.eye(3)
+    for part in module:
+        part.register_buffer("buffer", buffer)
+    rollback = Rollback(module, CPU)
+    for step in range(4):
+        rollback.save()
+        if changes:
+            buffer.copy_(make(2 * before))
+        if step > 0:  # the first step shows what stays as it is
+            rollback.restore()
+        elif changes:
+            before = 2 * before
+        assert all(part.buffer is buffer for part in module)
+        assert torch.equal(buffer.dequantize() if buffer.is_quantized else buffer.to_dense(), before)
 
 
 METRICS: list[Any] = [
