@@ -70,6 +70,13 @@ class EpochBatches(Sampler[Any]):
         """Go to a place in an epoch of the own numbers; it is in the epoch that Lightning numbers next."""
         self.epoch, self.start, self._ahead = epoch, start, None
 
+    def step_back(self) -> None:
+        """Go back by one batch."""
+        if self.start:
+            self.go_to(self.epoch, self.start - 1)
+        else:
+            self.go_to(self.epoch - 1, min(self.count, self.batches_used) - 1)
+
     def follow(self, before: EpochBatches) -> None:
         """Take the place and the numbers of others."""
         self.epoch, self.start, self._ahead = before.epoch, before.start, before._ahead

@@ -90,7 +90,7 @@ class Resumable(DataLoader[Any]):
     handed out.
     """
 
-    _handed_out = (0, 0)  # an epoch, and how many of its batches
+    _handed_out = (-1, 0)  # the epoch of the last batch, and how many of its batches there were with it
 
     @property
     def _batches(self) -> Any:
@@ -138,7 +138,7 @@ class Resumable(DataLoader[Any]):
                     f" {key}={here[key]}: resume with the same data set and settings, or from the end of an epoch"
                 )
         self._batches.go_to(state["epoch"], state["batches_done"])
-        self._handed_out = state["epoch"], state["batches_done"]
+        self._handed_out = Resumable._handed_out
 
 
 @functools.cache

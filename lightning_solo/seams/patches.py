@@ -176,11 +176,20 @@ def loaders_resumed(trainer: Any) -> None:
     if loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
+    if batch_within(trainer) is not None:  # saved there, as by Ctrl-C: Lightning runs that batch again
+        for batches in _epoch_batches(loop._combined_loader):
+            batches.step_back()
     if loop.epoch_loop.batch_progress.current.completed == trainer.num_training_batches:
         for batches in _epoch_batches(loop._combined_loader):
             if batches.start == 0:
                 # Lightning ends that epoch once more; where nothing is validated it would train on a batch in it
                 batches.go_to(batches.epoch - 1, batches.count)
+
+
+def batch_within(trainer: Any) -> int | None:
+    """Return the index of the batch that a run is within, as at Ctrl-C; None between two batches."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return progress.ready - 1 if progress.ready > progress.processed else None
 
 
 def loader_numbered(trainer: Any, loader: Any) -> None:

@@ -62,7 +62,7 @@ class Window:
 
     def before(self, batch_idx: int) -> int:
         """Return how many batches come before this one in its window."""
-        start = self.start if self.start <= batch_idx else 0  # of the epoch before
+        start = self.start if self.start <= batch_idx else 0  # else it is one of the epoch before
         return (batch_idx - start) % self.factor
 
     def start_batch(self, batch_idx: int) -> None:
@@ -192,11 +192,16 @@ class Run:
 
     def backward(self, proceed: Callable[[Tensor], Any], loss: Tensor) -> Any:
         """Run backward of a micro-batch: the techniques' seams, and the window's weight."""
-        self.window.count()
         weight = self.window.weight
         if weight == 0:
             return loss
-        return self.around("backward", proceed)(loss if weight == 1 else loss * weight)
+
+        def counted(loss: Tensor) -> Any:
+            result = proceed(loss)
+            self.window.count()  # only now: what a failing backward leaves is no gradient
+            return result
+
+        return self.around("backward", counted)(loss if weight == 1 else loss * weight)
 
     def end(self) -> None:
         """Undo what the techniques did; a second call does nothing."""

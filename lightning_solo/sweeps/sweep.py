@@ -37,7 +37,7 @@ sweep = lightning_solo.sweeps.observer:callbacks
 """
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Sweep:
     """One command's work on one sweep's folder.
 

@@ -30,6 +30,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoErr
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
+from lightning_solo.techniques.prefetch.technique import Prefetch
 from tests.messages import mentions
 from tests.modules import regression
 
@@ -86,8 +87,8 @@ class Indices(L.Callback):
 def fit(make_trainer: Make, technique: Any, loader: Any, note: Any = None, path: Any = None, **arguments: Any) -> Any:
     module = regression(L, nn.Linear(1, 1))
     module.training_step = lambda batch, batch_idx: module.net(batch[0].mean(1, keepdim=True)).pow(2).mean()
-    callbacks = [technique, *([note] if note else [])]
-    trainer = make_trainer(L, callbacks=callbacks, **{"max_epochs": 2, **arguments})
+    notes = note if isinstance(note, list) else [note] if note else []
+    trainer = make_trainer(L, callbacks=[technique, *notes], **{"max_epochs": 2, **arguments})
     trainer.fit(module, loader, ckpt_path=path, weights_only=path and True)
     return trainer
 
@@ -288,6 +289,28 @@ def test_a_run_resumed_in_an_epoch_has_the_order_of_the_undisturbed_one(
     begin = [at for at, _ in whole.seen].index(epoch) + after + 1
     assert rest.seen == whole.seen[begin:]
     assert len(rest.seen) > 0
+
+
+@pytest.mark.parametrize("ahead", [[], [Prefetch()]], ids=["plain", "prefetched"])
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 0), (1, 3), (1, 14)], ids=["first batch", "middle", "last batch"])
+def test_a_batch_within_which_a_run_was_stopped_comes_again(
+    make_trainer: Make, tmp_path: Any, epoch: int, batch: int, ahead: list[Any]
+) -> None:
+    """As Lightning counts it: the last window of the epoch steps, too."""
+    path = str(tmp_path / "within.ckpt")
+
+    class Within(Indices):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+            if (trainer.current_epoch, trainer.fit_loop.batch_idx) == (epoch, batch):
+                trainer.save_checkpoint(path)
+
+    whole, rest = Within(), Indices()
+    options = {"accumulate_grad_batches": 4, "max_epochs": 3}
+    one = fit(make_trainer, LengthBucketing(), texts(), [whole, *ahead], **options)
+    other = fit(make_trainer, LengthBucketing(), texts(), [rest, *ahead], path, **options)
+    begin = [at for at, _ in whole.seen].index(epoch) + batch
+    assert rest.seen == whole.seen[begin:]
+    assert one.global_step == other.global_step == 3 * 4
 
 
 def test_the_state_is_plain_and_of_these_batches() -> None:

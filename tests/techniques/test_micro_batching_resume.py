@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_solo.errors import CheckpointError
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from tests.messages import mentions
 from tests.modules import Resumable, Stack, loader, regression
@@ -107,6 +108,42 @@ def test_a_run_resumed_within_a_step_is_the_undisturbed_one(make_trainer: Make, 
         first = 0 if after == 6 else max(start for start in starts if start <= after + 1)  # of the step or the next
         ran = resumed.indices[: resumed.indices.index(6)]
         assert sorted({*ran}) == [*range(first, 6)], after
+
+
+@pytest.mark.parametrize("make", [lambda: MicroBatching(2, global_batch=12), lambda: AccumulationSchedule([[0, 3]])])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward"])
+def test_a_run_stopped_within_a_batch_has_those_that_came_before_it(
+    make_trainer: Make, tmp_path: Path, hook: str, make: Callable[[], Any]
+) -> None:
+    """The batch itself comes again from a loader that keeps its place by what was trained on."""
+
+    class Within(L.Callback):
+        def save(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(str(tmp_path / f"{trainer.fit_loop.batch_idx}.ckpt"))
+
+    setattr(Within, hook, Within.save)
+
+    ((x, y),) = loader(1, 26)
+    items = [torch.cat([x[row], torch.zeros(row % 5)]) for row in range(26)]  # of 5 lengths
+
+    def collate(rows: list[Tensor]) -> list[Tensor]:
+        together = torch.stack([row[: x.shape[1]] for row in rows])
+        return [together.double(), together[:, : y.shape[1]].double()]
+
+    def run(*others: Any, **options: Any) -> Any:
+        torch.manual_seed(3)
+        module = regression(L, Stack(2)).double()
+        callbacks = [LengthBucketing(length=len), make(), *others]
+        trainer = make_trainer(L, max_epochs=2, callbacks=callbacks)
+        trainer.fit(module, DataLoader(items, batch_size=4, collate_fn=collate), **options)
+        return module.cpu()
+
+    undisturbed = run(Within())
+    assert len([*tmp_path.glob("*.ckpt")]) >= 3  # of 7 batches in steps of 3, 3 and 1
+    for stopped in [int(path.stem) for path in tmp_path.glob("*.ckpt")]:
+        resumed = run(ckpt_path=str(tmp_path / f"{stopped}.ckpt"), weights_only=True)
+        assert same(resumed.net, undisturbed.net), stopped
 
 
 def test_gradients_that_a_checkpoint_has_outlast_a_retry(make_trainer: Make, tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class AccumulationSchedule(Technique):
         if self.by == "noise_scale":
             state["noise_scale"] = self._noise.state()
         window = None if self.ctx is None else self.ctx.window
-        if window is not None and window.gradients_stay and window.held and not window.is_last:
+        if window is not None and window.gradients_stay and window.held and self._window_is_open:
             state["window"] = {
                 "held": window.held,
                 "reference": self._reference,
@@ -256,11 +256,16 @@ class AccumulationSchedule(Technique):
             }
         return state
 
+    @property
+    def _window_is_open(self) -> bool:
+        """Whether its optimizer step is still to come."""
+        return not self._ctx.window.is_last or patches.batch_within(self._ctx.trainer) is not None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of a checkpoint; the window's gradients wait for the start of training.
 
         Raises:
-            CheckpointError: a key is missing or unknown, or the factor is not a positive integer.
+            CheckpointError: a key is missing or unknown, or the factor or the window's start is no such integer.
         """
         needed = {"factor", self.by} if self.by in COUNTED else {"factor"}
         unknown = sorted(set(state_dict) - {"factor", "start", *COUNTED, "noise_scale", "window"})
@@ -275,7 +280,12 @@ class AccumulationSchedule(Technique):
             raise CheckpointError(
                 f"the checkpoint's state of AccumulationSchedule has factor={factor!r}, not an int >= 1"
             )
-        self._factor, self._start = factor, state_dict.get("start", 0)  # in older ones windows are counted from 0
+        start = state_dict.get("start", 0)  # in older ones windows are counted from 0
+        if not isinstance(start, int) or start < 0:
+            raise CheckpointError(
+                f"the checkpoint's state of AccumulationSchedule has start={start!r}, not an int >= 0"
+            )
+        self._factor, self._start = factor, start
         self._seen = state_dict.get(self.by, 0) if self.by in COUNTED else 0
         if self.by == "noise_scale" and "noise_scale" in state_dict:
             self._noise.load(state_dict["noise_scale"])

@@ -382,9 +382,12 @@ class MicroBatching(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of sizes that fit, and the batches that wait for the last one of their step."""
         state: dict[str, Any] = dict(self._size.state())
-        if self._window and not self._ran:
-            unknown = next((type(waiting.batch) for waiting in self._window if not is_plain(waiting.batch)), None)
-            waiting = [(moved(batch, "cpu"), batch_idx) for batch, batch_idx in self._window]
+        waits = [] if self._ran else self._window
+        if self.ctx is not None and (within := patches.batch_within(self.ctx.trainer)) is not None:
+            waits = [waiting for waiting in self._window if waiting.batch_idx != within]  # that one comes again
+        if waits:
+            unknown = next((type(waiting.batch) for waiting in waits if not is_plain(waiting.batch)), None)
+            waiting = [(moved(batch, "cpu"), batch_idx) for batch, batch_idx in waits]
             state["waiting"] = waiting if unknown is None else unknown.__name__
         return state
 
