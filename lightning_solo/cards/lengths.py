@@ -6,14 +6,15 @@ from typing import Any
 
 from lightning_solo.cards.arguments import setting
 
+WAYS = "``auto``, ``collated``, the name of a column, or in Python a function of an item"
+
 
 def length_setting() -> Any:
     """Return a field of settings: how lengths are read, as by `lightning_solo.data.item_lengths.item_lengths`."""
-    words = "``auto``, ``collated``, the name of a column, or in Python a function of an item"
-    return setting("auto", words, check=_complaint)
+    return setting("auto", WAYS, check=_complaint)
 
 
 def _complaint(value: object) -> str | None:
     if callable(value) or (isinstance(value, str) and value):
         return None
-    return "write auto, collated, the name of a column, or in Python a function of an item"
+    return f"write {WAYS.replace('`', '')}"
