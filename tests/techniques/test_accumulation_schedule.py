@@ -551,6 +551,35 @@ def test_resumed_at_a_window_edge_equals_undisturbed(
 
 
 @pytest.mark.filterwarnings(RESUME_WARNING)
+def test_a_resumed_run_logs_changes_alone(make_trainer: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    import lightning.pytorch as home
+
+    class Logger(home.loggers.logger.DummyLogger):
+        seen: list[Any] = []  # noqa: RUF012
+
+        def log_metrics(self, metrics: Any = None, step: Any = None) -> None:
+            self.seen += [metrics["accumulation/factor"]] if "accumulation/factor" in metrics else []
+
+    path = str(tmp_path / "amid.ckpt")
+
+    class Save(home.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                trainer.save_checkpoint(path)
+
+    for more, options in (([Save()], {}), ([], {"ckpt_path": path, "weights_only": True})):
+        caplog.clear()
+        Logger.seen.clear()
+        callbacks = [AccumulationSchedule([[0, 4], [2, 2]], by="step"), *more]
+        trainer = make_trainer(home, logger=Logger(), log_every_n_steps=1, callbacks=callbacks)
+        with caplog.at_level("INFO", logger="lightning.pytorch"):
+            trainer.fit(regression(home), Resumable(list(loader(12))), **options)
+    (line,) = lines_with(caplog.text, "->")
+    assert lines_with(line, "4 -> 2", "batch 8", "optimizer step 2")
+    assert Logger.seen == [4, 2]  # a new logger has what is in effect, too
+
+
+@pytest.mark.filterwarnings(RESUME_WARNING)
 def test_row_50_resumed_with_another_schedule(home: Any, make_trainer: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "edge.ckpt")
     trainer = make_trainer(home, callbacks=[AccumulationSchedule([[0, 2]])])

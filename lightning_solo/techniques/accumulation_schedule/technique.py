@@ -177,9 +177,10 @@ class AccumulationSchedule(Technique):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with the factor in effect when the checkpoint was saved, else with the schedule's, and its window."""
-        factor = self._wanted(trainer) if self._factor is None else self._factor
-        self._begin_with(trainer, factor, self._start)
+        """Continue with the factor in effect when the checkpoint was saved, and its window."""
+        if self._factor is not None:
+            self._ctx.window.start = self._start
+            self._set_factor(trainer, self._factor)
         if self._resumed is not None and self._ctx.window.gradients_stay:
             self._restore_window(trainer, self._resumed)
         self._resumed = None
@@ -313,15 +314,18 @@ class AccumulationSchedule(Technique):
         return factor_at(self.milestones, positions.get(self.by, self._seen))
 
     def _begin_with(self, trainer: Trainer, factor: int, batch_idx: int) -> None:
-        self._factor, before = factor, trainer.accumulate_grad_batches
+        before, self._factor = trainer.accumulate_grad_batches, factor
         self._start = self._ctx.window.start = batch_idx
         if factor == before:
             return
-        trainer.accumulate_grad_batches = factor
+        self._set_factor(trainer, factor)
         rank_zero_info(
             f"AccumulationSchedule: {before} -> {factor} batches per optimizer step, from epoch {trainer.current_epoch}"
             f", batch {batch_idx}, optimizer step {trainer.global_step} on"
         )
+
+    def _set_factor(self, trainer: Trainer, factor: int) -> None:
+        trainer.accumulate_grad_batches = factor
         for logger in trainer.loggers:
             # the axis that pl_module.log() uses
             logger.log_metrics({"accumulation/factor": factor}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
