@@ -22,7 +22,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoErr
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.techniques.curriculum.technique import Curriculum
 from tests.conftest import long
-from tests.messages import mentions
+from tests.messages import lines_with, mentions
 from tests.modules import Resumable, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:curriculum. training ends")  # many fits here are short
@@ -317,7 +317,7 @@ def test_what_is_shorter_stays_and_the_longest_counts(make_trainer: Make) -> Non
         assert length == min(there, kept)
 
 
-def test_what_changes_is_logged(make_trainer: Make) -> None:
+def test_what_changes_is_logged(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     class Logger(L.loggers.logger.DummyLogger):
         def __init__(self) -> None:
             super().__init__()
@@ -327,7 +327,9 @@ def test_what_changes_is_logged(make_trainer: Make) -> None:
             self.values += [metrics] if next(iter(metrics)).startswith("curriculum") else []
 
     lengths, shares = Logger(), Logger()
-    fit(make_trainer, short("sequence_length"), texts(length=LENGTH), logger=lengths, log_every_n_steps=1)
+    with caplog.at_level(logging.INFO):
+        fit(make_trainer, short("sequence_length"), texts(length=LENGTH), logger=lengths, log_every_n_steps=1)
+    assert len(lines_with(caplog.text, "curriculum", "10%", "20 steps")) == 1
     assert lengths.values == [{"curriculum/sequence_length": length} for length in (9, 17, 25, 33)]
     fit(make_trainer, short(), texts(), logger=shares, log_every_n_steps=1)
     assert [value["curriculum/share"] for value in shares.values][:3] == [0.1, 0.15, 0.19]  # 0.145 rounded

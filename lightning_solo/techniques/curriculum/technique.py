@@ -150,7 +150,12 @@ class Curriculum(Technique):
         return with_batches(loader, batches)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Warn of a duration behind the end of training."""
+        """Log what is cut, and warn of a duration behind the end of training."""
+        if self.by == SEQUENCES and self.ctx is not None:
+            self.ctx.info(
+                f"curriculum: sequences are cut, at first to {self.start:.0%} of the longest that has come; whole ones"
+                f" after {self.duration:,} {self.pace}"
+            )
         steps = trainer.max_steps
         if steps == -1 and trainer.max_epochs != -1 and math.isfinite(trainer.num_training_batches):
             steps = trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
