@@ -111,14 +111,23 @@ class Resumable(DataLoader[Any]):
             yield batch
         batches.epoch = epoch + 1
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return the place: epoch, batches of it that were handed out; and their kind, seed and number."""
+    @property
+    def _place(self) -> tuple[int, int]:
+        """An epoch, and how many of its batches were handed out."""
         batches = self._batches
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:
             done = self._handed_out[1]
-        if done == min(len(batches), batches.batches_used):
-            epoch, done = epoch + 1, 0
+        return (epoch + 1, 0) if done == min(len(batches), batches.batches_used) else (epoch, done)
+
+    def _go_to(self, epoch: int, done: int) -> None:
+        self._batches.go_to(epoch, done)
+        self._handed_out = Resumable._handed_out
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the place: epoch, batches of it that were handed out; and their kind, seed and number."""
+        batches = self._batches
+        epoch, done = self._place
         kind = type(batches).__name__
         return {"epoch": epoch, "batches_done": done, "kind": kind, "seed": batches.seed, "batches": len(batches)}
 
@@ -137,8 +146,7 @@ class Resumable(DataLoader[Any]):
                     f"the checkpoint was saved within an epoch with {key}={state[key]}, and the loader has"
                     f" {key}={here[key]}: resume with the same data set and settings, or from the end of an epoch"
                 )
-        self._batches.go_to(state["epoch"], state["batches_done"])
-        self._handed_out = Resumable._handed_out
+        self._go_to(state["epoch"], state["batches_done"])
 
 
 @functools.cache

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
+
+from lightning_solo.data.epoch_batches import EpochBatches
+from lightning_solo.data.loaders import Resumable
 
 DTYPES = {name: getattr(torch, name) for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")}
 _ROUNDS = 6
@@ -137,46 +140,35 @@ class TokenWindows(Dataset[Tensor]):
             )
 
 
-class WindowSampler(Sampler[int]):
-    """Indexes in an order of each epoch's own, of which no list is made; it draws no global random numbers.
+class WindowBatches(EpochBatches):
+    """Batches of indexes in an order of each epoch's own, of which no list is made; it draws no global random numbers.
 
     Args:
         length: how many indexes.
+        batch_size: indexes of a batch.
         seed: of the orders.
         shuffle: False for rising indexes.
-
-    Attributes:
-        epoch: whose order comes next.
-        start: indexes of the next iteration that are passed over.
+        drop_last: leave out a last batch that isn't full.
     """
 
-    def __init__(self, length: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, length: int, batch_size: int, seed: int, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(seed)
         self.length = length
-        self.seed = seed
+        self.batch_size = batch_size
         self.shuffle = shuffle
-        self.epoch = self.start = 0
-        self._ahead: int | None = 0  # of its own numbers are Lightning's; None: the next one of Lightning's tells
+        self.count = length // batch_size if drop_last else -(-length // batch_size)
 
-    def __len__(self) -> int:
-        return self.length
+    def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        """Yield the batches of an epoch, from one on."""
+        order: Any = Permutation(self.length, self.seed, epoch) if self.shuffle else range(self.length)
+        for first in range(start * self.batch_size, self.count * self.batch_size, self.batch_size):
+            yield [order[index] for index in range(first, min(first + self.batch_size, self.length))]
 
-    def __iter__(self) -> Iterator[int]:
-        order: Any = Permutation(self.length, self.seed, self.epoch) if self.shuffle else range(self.length)
-        start, self.start = self.start, 0
-        return (order[index] for index in range(start, self.length))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, by Lightning's number, whose order comes next."""
-        if self._ahead is None:
-            self._ahead = epoch - self.epoch
-        self.epoch = epoch - self._ahead
-
-    def go_to(self, epoch: int) -> None:
-        """Choose an epoch by its own number; Lightning numbers it next, and counts one that was stopped as two."""
-        self.epoch, self._ahead = epoch, None
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.batches(self.epoch, self.start)  # those before it aren't computed
 
 
-class TokenLoader(DataLoader[Tensor]):
+class TokenLoader(Resumable):
     """A loader of windows in shuffled batches, whose ``state_dict`` resumes an epoch at the batch where it was.
 
     Lightning saves and restores that state with each checkpoint. It doesn't depend on the number of workers.
@@ -192,27 +184,13 @@ class TokenLoader(DataLoader[Tensor]):
     def __init__(
         self, windows: TokenWindows, batch_size: int = 1, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> None:
-        self._batches = 0  # of this epoch, that the caller has had
-        self._resumed: tuple[int, int] | None = None  # (epoch, batches) where the next iteration starts
-        self._windows_per_batch = batch_size
-        sampler = WindowSampler(len(windows), seed, shuffle)
-        super().__init__(windows, batch_size=batch_size, sampler=sampler, **options)
-
-    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
-        sampler: Any = self.sampler
-        resumed, self._resumed = self._resumed, None
-        self._batches = 0
-        if resumed is not None and resumed[0] == sampler.epoch:  # else that epoch was at its end
-            self._batches = resumed[1] % len(self)
-            sampler.start = self._batches * self._windows_per_batch
-        for batch in super().__iter__():
-            self._batches += 1
-            yield batch
+        super().__init__(windows, batch_size, shuffle, **options)
+        # around DataLoader.__setattr__: it keeps its batch_size beside the batches
+        vars(self)["batch_sampler"] = WindowBatches(len(windows), batch_size, seed, shuffle, self.drop_last)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the batches of it that the caller has had, and what the order depends on."""
-        sampler: Any = self.sampler
-        epoch, batches = self._resumed or (sampler.epoch, self._batches)
+        epoch, batches = self._place
         return {"epoch": epoch, "batches": batches, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -224,18 +202,15 @@ class TokenLoader(DataLoader[Tensor]):
         there = {name: state_dict.get(name) for name in self._order()}
         if there != self._order():
             raise ValueError(f"the state is of a loader with {there}, and this one has {self._order()}: write the same")
-        sampler: Any = self.sampler
         epoch, batches = state_dict["epoch"], state_dict["batches"]
-        if batches == len(self):
-            epoch, batches = epoch + 1, 0
-        sampler.go_to(epoch)
-        self._resumed = epoch, batches
+        # in older ones an epoch may be at its end
+        self._go_to(*((epoch + 1, 0) if batches == len(self) else (epoch, batches)))
 
     def _order(self) -> dict[str, Any]:
-        sampler: Any = self.sampler
+        batches = self._batches
         return {
-            "windows": len(sampler),
-            "batch_size": self._windows_per_batch,
-            "seed": sampler.seed,
-            "shuffle": sampler.shuffle,
+            "windows": batches.length,
+            "batch_size": batches.batch_size,
+            "seed": batches.seed,
+            "shuffle": batches.shuffle,
         }

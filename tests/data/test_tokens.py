@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_solo.data.tokens import DTYPES, Permutation, TokenLoader, TokenWindows
+from lightning_solo.techniques.early_zero_grad.technique import EarlyZeroGrad
+from tests.conftest import long
 from tests.messages import mentions
 
 
@@ -71,7 +73,7 @@ def test_an_epoch_has_each_window_once_in_an_order_by_seed_and_epoch(path: Path)
     orders = []
     for seed, epoch in [(0, 0), (0, 1), (1, 0), (0, 0)]:
         loader = TokenLoader(windows, batch_size=3, seed=seed)
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        loader.batch_sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         orders.append(firsts(loader))
     assert all(sorted(order) == list(range(0, 100, 10)) for order in orders)
     assert orders[0] == orders[3]
@@ -136,7 +138,7 @@ def test_resident_memory_does_not_grow_with_what_is_read(tmp_path: Path) -> None
 def test_an_epoch_resumes_at_its_batch(path: Path, workers: int) -> None:
     def made() -> TokenLoader:
         loader = TokenLoader(TokenWindows(path, window=10), batch_size=3, seed=2, num_workers=workers)
-        loader.sampler.set_epoch(4)  # type: ignore[attr-defined]
+        loader.batch_sampler.set_epoch(4)  # type: ignore[attr-defined]
         return loader
 
     whole, first = firsts(made()), made()
@@ -148,8 +150,9 @@ def test_an_epoch_resumes_at_its_batch(path: Path, workers: int) -> None:
     rest.load_state_dict(state)
     assert rest.state_dict() == state
     assert firsts(rest) == whole[6:]
-    assert firsts(rest) == whole  # the next iteration is a whole one
-    assert rest.state_dict()["batches"] == 4
+    after = firsts(rest)  # of a whole epoch, the next one
+    assert sorted(after) == sorted(whole)
+    assert after != whole
 
 
 def test_the_state_of_an_epoch_that_has_ended_starts_the_next_one(path: Path) -> None:
@@ -157,7 +160,7 @@ def test_the_state_of_an_epoch_that_has_ended_starts_the_next_one(path: Path) ->
     firsts(loader)
     other = TokenLoader(TokenWindows(path, window=10), batch_size=3)
     other.load_state_dict(loader.state_dict())
-    other.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    other.batch_sampler.set_epoch(1)  # type: ignore[attr-defined]
     assert sorted(firsts(other)) == list(range(0, 100, 10))
 
 
@@ -167,22 +170,36 @@ def test_a_state_of_another_order_is_refused(path: Path) -> None:
         TokenLoader(TokenWindows(path, window=10), batch_size=4).load_state_dict(state)
 
 
+@pytest.mark.parametrize(("batches", "left"), [(1, [[4, 7, 9], [3, 2, 8], [0]]), (4, [])])
+def test_a_checkpoint_of_the_first_version_has_the_same_order(path: Path, batches: int, left: Any) -> None:
+    """Where an epoch may be at its end; the numbers are those that it had."""
+    loader = TokenLoader(TokenWindows(path, window=10), batch_size=3, seed=2)
+    order = {"windows": 10, "batch_size": 3, "seed": 2, "shuffle": True}
+    loader.load_state_dict({"epoch": 4, "batches": batches, **order})
+    epochs = [left] if left else []
+    for number, expected in enumerate([*epochs, [[2, 1, 4], [7, 9, 8], [5, 3, 0], [6]]]):
+        loader.batch_sampler.set_epoch(1 + number)  # type: ignore[union-attr]
+        assert [batch[:, 0].div(10).tolist() for batch in loader] == expected
+    assert loader.state_dict() == {"epoch": 6, "batches": 0, **order}
+
+
+class Reader(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += batch[:, 0].tolist()
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def test_a_fit_resumes_with_the_windows_it_has_not_seen(
     path: Path, tmp_path: Path, make_trainer: Callable[..., Any]
 ) -> None:
-    class Reader(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(()))
-            self.seen: list[int] = []
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.seen += batch[:, 0].tolist()
-            return self.weight * 1.0
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     def run(steps: int, name: str, checkpoint: Path | None = None) -> list[int]:
         trainer = make_trainer(L, max_epochs=9, max_steps=steps)
         module = Reader()
@@ -195,6 +212,30 @@ def test_a_fit_resumes_with_the_windows_it_has_not_seen(
     second = run(11, "second", tmp_path / "first.ckpt")
     rest = run(18, "rest", tmp_path / "second.ckpt")
     assert [*first, *second, *rest] == whole
+
+
+@pytest.mark.parametrize("workers", [0, long(2)])
+def test_under_a_technique_the_batch_within_which_a_run_was_stopped_comes_again(
+    path: Path, tmp_path: Path, make_trainer: Callable[..., Any], workers: int
+) -> None:
+    class Within(L.Callback):
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{len(module.seen) - (1 if trainer.is_last_batch else 3)}.ckpt")
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{len(module.seen)}-end.ckpt")
+
+    def run(*others: Any, **options: Any) -> list[int]:
+        module, loader = Reader(), TokenLoader(TokenWindows(path, window=10), batch_size=3, num_workers=workers)
+        make_trainer(L, max_epochs=2, callbacks=[EarlyZeroGrad(), *others]).fit(module, loader, **options)
+        return module.seen
+
+    whole = run(Within())
+    checkpoints = [*tmp_path.glob("*.ckpt")]
+    assert len(checkpoints) == 2 * 4 + 2
+    for checkpoint in checkpoints:
+        begin = int(checkpoint.stem.partition("-")[0])
+        assert run(ckpt_path=checkpoint, weights_only=True) == whole[begin:], checkpoint.stem
 
 
 # --- what is refused ---
