@@ -38,6 +38,7 @@ class Window:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._counted = False
+        self._latest: int | None = None  # index of the batch that ran last
         self.held = 0.0
         self.weight = 1.0
         self.varies = False
@@ -65,11 +66,17 @@ class Window:
         start = self.start if self.start <= batch_idx else 0  # else it is one of the epoch before
         return (batch_idx - start) % self.factor
 
+    def begins(self, batch_idx: int) -> bool:
+        """Return whether the batch that runs next is a window's first; a loader may have given None for others."""
+        before, latest = self.before(batch_idx), self._latest
+        return before == 0 or (latest is not None and not batch_idx - before <= latest < batch_idx)
+
     def start_batch(self, batch_idx: int) -> None:
-        """Begin a micro-batch, and where Lightning zeroes gradients a window."""
+        """Begin a micro-batch, and with its first one a window."""
         self._counted = False
-        if self.before(batch_idx) == 0:
+        if self.begins(batch_idx):
             self.held = 0.0
+        self._latest = batch_idx
 
     def count(self) -> None:
         """Count the present micro-batch, once."""

@@ -300,6 +300,19 @@ def test_row_75_the_gradient_of_a_short_window(home: Any, make_trainer: Any) -> 
     assert seen == [pytest.approx(1.0), 1.0, 1.0]  # three of four batches; four; one of four: 1.0, not 0.25
 
 
+@pytest.mark.filterwarnings("ignore:.*train_dataloader yielded None")
+def test_a_window_begins_with_the_first_batch_that_is_one(home: Any, make_trainer: Any) -> None:
+    """Where a loader gives None Lightning runs no hook, and zeroes no gradients."""
+    net = Stack(1).double()
+    by_hand, batches = copy.deepcopy(net), list(data(10))
+    train_by_hand(by_hand, 2 * [[1, 2, 3, 4], [6, 7, 8, 9]], batches)
+    batches[0] = batches[5] = None
+    trainer = make_trainer(home, max_epochs=2, callbacks=[AccumulationSchedule([[0, 4]])])
+    trainer.fit(double(net, home), DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))
+    for expected, parameter in zip(by_hand.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(parameter.cpu(), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_a_batch_whose_backward_runs_twice_counts_once(home: Any, make_trainer: Any) -> None:
     """As under LBFGS, which evaluates a batch several times in a step; each time the gradient is 1."""
     seen: list[float] = []

@@ -188,7 +188,7 @@ class AccumulationSchedule(Technique):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a window where one has ended, with the factor of its place; weigh the batch."""
         window = self._ctx.window
-        if window.before(batch_idx) == 0:
+        if window.begins(batch_idx):
             self._begin_with(trainer, self._wanted(trainer), batch_idx)
             self._begin_window()
             if not window.gradients_stay:
