@@ -35,7 +35,7 @@ from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.param_groups import name_in
+from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.staging import Staging
 
 BUFFERS = ("device", "host")
@@ -89,7 +89,11 @@ class GradientRelease:
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._forget_and_zero  # type: ignore[method-assign]
-        self._pre_step = optimizer.register_step_pre_hook(self._require_ended)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._require_ended),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._load),
+        ]
         self.watch()
 
     def watch(self) -> None:
@@ -141,8 +145,7 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Take the hooks off the parameters, and forget what was kept."""
-        self._pre_step.remove()
-        for handle in self._handles.values():
+        for handle in [*self._hooks, *self._handles.values()]:
             handle.remove()
         self._handles.clear()
         self.forget()
@@ -168,8 +171,7 @@ class GradientRelease:
         self.remove()
 
     def _unwatched(self) -> list[Tensor]:
-        every = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [p for p in every if p.requires_grad and p not in self._handles]
+        return [p for p in parameters_of(self.optimizer) if p.requires_grad and p not in self._handles]
 
     def _require_watched(self) -> None:
         for p in self._unwatched():
@@ -179,6 +181,22 @@ class GradientRelease:
                     f"{self._name(p)} was unfrozen or added after GradientRelease was made, and its gradient was not"
                     " released; call watch() before backward"
                 )
+
+    # --- in the optimizer's state dict ---
+
+    def _save(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add what is kept of a window that is open, by the parameters' numbers."""
+        if self.has_kept and self.accumulation > 1:
+            numbered = enumerate(parameters_of(self.optimizer))
+            state_dict["window"] = {number: self._sums.saved(p) for number, p in numbered if p in self._sums}
+
+    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("window", {}) if self.accumulation > 1 else {}
+        parameters = parameters_of(self.optimizer)
+        for number, sums in saved.items():
+            if not self._sums.has_room(parameters[number], sums.dtype):
+                self.allocate()
+            self._sums.restore(parameters[number], sums)
 
     # --- in backward ---
 
@@ -241,8 +259,7 @@ class GradientRelease:
 
     @property
     def _first(self) -> Tensor:
-        first: Tensor = next(p for group in self.optimizer.param_groups for p in group["params"])
-        return first
+        return parameters_of(self.optimizer)[0]
 
     @property
     def _sums(self) -> GradientSums:
@@ -258,7 +275,7 @@ class GradientRelease:
     # --- at the end of a window ---
 
     def _step_kept(self) -> Tensor | None:
-        kept = [p for group in self.optimizer.param_groups for p in group["params"] if p in self._sums]
+        kept = [p for p in parameters_of(self.optimizer) if p in self._sums]
         if not kept:
             return None
         total = self._sums.norm(kept, self._control())

@@ -69,6 +69,22 @@ class GradientSums:
         norm: Tensor = torch.linalg.vector_norm(torch.cat([self._partials[p] for p in chosen]))
         return norm
 
+    def saved(self, parameter: Tensor) -> Tensor:
+        """Return what is kept for a parameter, of its shape and not a copy."""
+        kept = self._kept[parameter]
+        if self._staging is None:
+            return kept
+        self._staging.wait()
+        return kept.as_strided(parameter.shape, parameter.stride())
+
+    def restore(self, parameter: Tensor, saved: Tensor) -> None:
+        """Keep what `saved` has returned; on the host there must be room."""
+        self._partials.pop(parameter, None)
+        if self._staging is None:
+            self._kept[parameter] = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False).copy_(saved)
+        else:
+            self._kept[parameter] = self._homes[parameter].copy_(in_memory_order(saved, parameter))
+
     def pop(self, parameter: Tensor) -> Tensor:
         """Return what was kept for a parameter, and keep it no more."""
         self._partials.pop(parameter, None)

@@ -31,6 +31,7 @@ class Window:
         start: index of the window's first batch, where the factor varies.
         gradients_stay: whether parameters hold their gradients when the optimizer's step comes. Where they don't, a
             short window can only be set right by its losses' weight.
+        gradients_saved: whether a checkpoint that is saved while a window is open has its gradients, wherever they are.
         repeats: whether a micro-batch whose forward or backward has failed can be run again: gradients are only kept
             until the step, and zeroing them is all that it takes.
     """
@@ -43,7 +44,7 @@ class Window:
         self.weight = 1.0
         self.varies = False
         self.start = 0
-        self.gradients_stay = True
+        self.gradients_stay = self.gradients_saved = True
         self.repeats = True
 
     @property

@@ -31,7 +31,7 @@ from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states import states
 from tests.conftest import long
 from tests.messages import lines_with, mentions
-from tests.modules import Stack, loader, regression
+from tests.modules import Resumable, Stack, loader, regression
 
 pytestmark = pytest.mark.any_device
 
@@ -510,6 +510,30 @@ def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
         assert list(module.state_dict()) == keys
         nn.functional.mse_loss(module.net(torch.ones(2, WIDTH).bfloat16()), torch.ones(2, 1).bfloat16()).backward()
         assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("buffer", ["device", "host"])
+def test_trace_a_run_resumed_amid_a_window_is_the_undisturbed_one(
+    home: ModuleType, make_trainer: Make, tmp_path: Path, buffer: str
+) -> None:
+    class Save(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "amid.ckpt")
+
+    def run(*callbacks: Any, **options: Any) -> Any:
+        strategy = for_home(CompactStrategy, home.__name__)(gradient_buffer=buffer)
+        trainer = make_trainer(
+            home, strategy=strategy, precision="bf16-true", accumulate_grad_batches=3, gradient_clip_val=0.1,
+            callbacks=[*callbacks],
+        )  # fmt: skip
+        trainer.fit(regression(home, net()), Resumable(list(batches())[:8]), **options)
+        return trainer
+
+    whole = run(Save())
+    resumed = run(ckpt_path=tmp_path / "amid.ckpt", weights_only=True)
+    assert_same(weights(resumed), weights(whole))
+    assert "window" in torch.load(tmp_path / "amid.ckpt")["optimizer_states"][0]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])

@@ -110,6 +110,24 @@ def test_a_run_resumed_within_a_step_is_the_undisturbed_one(make_trainer: Make, 
         assert sorted({*ran}) == [*range(first, 6)], after
 
 
+@pytest.mark.parametrize("buffer", ["device", "host"])
+@pytest.mark.parametrize("schedule", [False, True])
+def test_a_window_whose_gradients_are_released_is_resumed(
+    make_trainer: Make, tmp_path: Path, buffer: str, schedule: bool
+) -> None:
+    """Of 4 batches, or of the last 3 of an epoch, which a schedule weighs by what they are."""
+
+    def run(*others: Any, **options: Any) -> Any:
+        more = [AccumulationSchedule([[0, 4]])] if schedule else []
+        factor = {} if schedule else {"accumulate_grad_batches": 4}
+        return fit(make_trainer, Stack(2), [GradientRelease(buffer=buffer), *more, *others], **factor, **options)
+
+    undisturbed = run(save := Save(tmp_path))
+    for after in (1, 3, 5):
+        resumed = run(ckpt_path=save.path(after), weights_only=True)
+        assert same(resumed.net.cpu(), undisturbed.net.cpu()), after
+
+
 @pytest.mark.parametrize("make", [lambda: MicroBatching(2, global_batch=12), lambda: AccumulationSchedule([[0, 3]])])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward"])
 def test_a_run_stopped_within_a_batch_has_those_that_came_before_it(

@@ -181,7 +181,7 @@ class AccumulationSchedule(Technique):
         if self._factor is not None:
             self._ctx.window.start = self._start
             self._set_factor(trainer, self._factor)
-        if self._resumed is not None and self._ctx.window.gradients_stay:
+        if self._resumed is not None and self._ctx.window.gradients_saved:
             self._restore_window(trainer, self._resumed)
         self._resumed = None
 
@@ -191,9 +191,9 @@ class AccumulationSchedule(Technique):
         if window.begins(batch_idx):
             self._begin_with(trainer, self._wanted(trainer), batch_idx)
             self._begin_window()
-            if not window.gradients_stay:
-                # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
-                window.weight = short_window_weight(window.factor, trainer.num_training_batches - batch_idx)
+        if not window.gradients_stay:
+            # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
+            window.weight = short_window_weight(window.factor, trainer.num_training_batches - self._start)
         if self.weight_by != "batches":
             weight = _count(batch, self.weight_by)
             self._reference = self._reference or weight
@@ -237,7 +237,7 @@ class AccumulationSchedule(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return the factor in effect and where its window began, what was counted, and the window.
 
-        The window's gradients are in it where one is open, as at a time limit or a signal.
+        The window's gradients are in it where one is open, as at a time limit or a signal, unless they are released.
         """
         if self._factor is None:
             return {}
@@ -247,7 +247,7 @@ class AccumulationSchedule(Technique):
         if self.by == "noise_scale":
             state["noise_scale"] = self._noise.state()
         window = None if self.ctx is None else self.ctx.window
-        if window is not None and window.gradients_stay and window.held and self._window_is_open:
+        if window is not None and window.gradients_saved and window.held and self._window_is_open:
             state["window"] = {
                 "held": window.held,
                 "reference": self._reference,
@@ -300,6 +300,9 @@ class AccumulationSchedule(Technique):
                 "the checkpoint's state of AccumulationSchedule has gradients of other parameters; resume the module"
                 " that was saved, with its optimizers"
             )
+        released = all(gradient is None for gradient in gradients)  # they are beside the optimizer's states
+        if released is self._ctx.window.gradients_stay:
+            return
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
         self._ctx.window.held = state["held"]

@@ -215,7 +215,7 @@ class ZeroOffloadStrategy(Base):
         owned = resources(CARD.owns, self._settings) | {"accumulation_factor"}
         refuse_callbacks("strategy=zero_offload", owned, self._trainer.callbacks)
         run = self.begin(self._trainer)
-        run.window.gradients_stay = False  # the engine takes them in backward
+        run.window.gradients_stay = run.window.gradients_saved = False  # the engine takes them in backward
         run.window.repeats = False  # and its buckets are half full where that fails
         if self.nvme_path is not None:
             disk_budget(self.nvme_path)
