@@ -135,7 +135,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = entry.ref()
             if storage is None or entry.label is None:
                 continue
-            self._resize(entry, storage)  # a storage may have been resized without any operator
+            self._count(entry, storage.nbytes())  # a storage may have been resized without any operator
             # a storage that was owned before, such as a former weight, is a remainder
             unowned = "other" if entry.label in _OWNED else entry.label
             if entry.on_host == on_host:
@@ -205,11 +205,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry.label = label
             if entry.number >= 0:
                 self.log.labels[entry.number] = label
-        if entry.label is not None:
-            self._resize(entry, storage)
-
-    def _resize(self, entry: _Entry, storage: UntypedStorage) -> None:
-        self._count(entry, storage.nbytes())
+        if entry.label is not None and (now := storage.nbytes()) != entry.bytes:
+            self._count(entry, now)
 
     def _count(self, entry: _Entry, now: int) -> None:
         change = now - entry.bytes
@@ -254,27 +251,32 @@ def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator
         yield "weights", [parameters, list(module.buffers())]
 
 
-def storages_of(tree: Any) -> Iterator[UntypedStorage]:
-    """Yield the storage of every tensor in ``tree`` that has one."""
-    for tensor in tensors_of(tree):
-        if tensor.layout is torch.strided:
-            yield tensor.untyped_storage()
+def storages_of(tree: Any) -> list[UntypedStorage]:
+    """Return the storage of every tensor in ``tree`` that has one."""
+    return [tensor.untyped_storage() for tensor in tensors_of(tree) if tensor.layout is torch.strided]
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield every tensor in ``tree``; in arguments of operators, by far the most, without torch's slower walk."""
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return every tensor in ``tree``; in arguments of operators, by far the most, without torch's slower walk."""
+    tensors: list[Tensor] = []
+    _gather(tree, tensors)
+    return tensors
+
+
+def _gather(tree: Any, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
         if hasattr(tree, "__tensor_flatten__"):  # torchao's states: the bytes are those of what it wraps
-            yield from (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
+            tensors += (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
         else:
-            yield tree
+            tensors.append(tree)
     elif isinstance(tree, (list, tuple)):
         for part in tree:
-            yield from tensors_of(part)
+            _gather(part, tensors)
     elif isinstance(tree, dict):
-        yield from tensors_of(list(tree.values()))
+        for part in tree.values():
+            _gather(part, tensors)
     elif not isinstance(tree, _LEAVES):
-        yield from (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+        tensors += (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def saved_for_backward(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, int]:

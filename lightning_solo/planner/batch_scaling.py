@@ -21,6 +21,8 @@ class AffineTrace:
         """Return the trace of a micro-batch of ``size`` examples, at least 1."""
 
         def line(first: int, second: int) -> int:
+            if first == second:
+                return first
             slope, rest = divmod((second - first) * (size - self.low), self.high - self.low)
             return first + slope + (1 if 2 * rest > self.high - self.low else 0)
 

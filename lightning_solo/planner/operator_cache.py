@@ -52,13 +52,17 @@ class OperatorCache:
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Return the metadata of a call and its tensors; None where its result may depend on more, or on no tensor."""
+    """Return the metadata of a call and its tensors; None where its result may depend on more."""
     if not _is_by_metadata(func):
         return None
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     tensors: list[Tensor] = []
-    if not _describe(args, key, tensors) or not _describe(kwargs.values(), key, tensors) or not tensors:
+    if not _describe(args, key, tensors) or not _describe(kwargs.values(), key, tensors):
         return None
+    if not tensors:
+        if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is None:
+            return None  # torch has set it aside, and the result has data
+        key.append(mode)
     known = [tensor.constant is not None for tensor in tensors]  # type: ignore[attr-defined]
     if any(known) and (all(known) or func._schema.is_mutable):
         return None  # it is computed, or changed
@@ -99,12 +103,12 @@ def _metadata(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Output(NamedTuple):
-    """How to rebuild a tensor of a result.
+    """How to rebuild one value of a result.
 
     Attributes:
         argument: position of the tensor that it is, or is a view of, among those of the call; -1 for none.
         layout: sizes, strides, offset and type; None for the argument itself, or for no tensor.
-        attributes: of the fake tensor.
+        attributes: of the fake tensor; of another value, the value.
     """
 
     argument: int
@@ -113,32 +117,37 @@ class _Output(NamedTuple):
 
 
 def _outputs(results: Sequence[Any], tensors: Sequence[Tensor]) -> list[_Output]:
-    """Return how to rebuild the tensors of a result; nothing where one can't be."""
+    """Return how to rebuild the values of a result; nothing where one can't be."""
+    positions = {id(tensor): position for position, tensor in reversed(list(enumerate(tensors)))}
+    owners: dict[int, set[int]] = {}  # storage -> positions of its tensors
+    for position in positions.values():
+        owners.setdefault(_storage(tensors[position]), set()).add(position)
     outputs: list[_Output] = []
     storages: list[int] = []  # new ones
     for result in results:
-        output = _output(result, tensors)
-        if output is None:
+        if type(result) in _PLAIN:
+            outputs.append(_Output(-1, attributes=result))
+        elif type(result) is not FakeTensor or result.constant is not None:
             return []
-        outputs.append(output)
-        if output.layout is not None and output.argument < 0:
-            storages.append(_storage(result))
+        elif (position := positions.get(id(result), -1)) >= 0:
+            outputs.append(_Output(position))
+        else:
+            storage = _storage(result)
+            output = _output(result, tensors, owners.get(storage, set()))
+            if output is None:
+                return []
+            outputs.append(output)
+            if output.argument < 0:
+                storages.append(storage)
     return outputs if len(set(storages)) == len(storages) else []
 
 
-def _output(result: Any, tensors: Sequence[Tensor]) -> _Output | None:
-    if result is None:
-        return _Output(-1)
-    if type(result) is not FakeTensor or result.constant is not None:
-        return None
-    for position, tensor in enumerate(tensors):
-        if tensor is result:
-            return _Output(position)
-    owners = {id(tensor): position for position, tensor in enumerate(tensors) if _storage(tensor) == _storage(result)}
+def _output(result: FakeTensor, tensors: Sequence[Tensor], owners: set[int]) -> _Output | None:
+    """Return how to rebuild a tensor that is none of the ``tensors``, ``owners`` of which have its storage."""
     if len(owners) > 1:
         return None
     layout = (result.shape, result.stride(), result.storage_offset(), result.dtype)
-    output = _Output(next(iter(owners.values()), -1), layout, dict(vars(result)))
+    output = _Output(next(iter(owners), -1), layout, dict(vars(result)))
     rebuilt = _rebuilt(output, tensors)
     is_same = _metadata(rebuilt) == _metadata(result)
     return output if is_same and rebuilt.untyped_storage().nbytes() == result.untyped_storage().nbytes() else None
@@ -152,13 +161,15 @@ def _storage(tensor: Tensor) -> int:
 def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
     argument, layout, attributes = output
     if layout is None:
-        return tensors[argument] if argument >= 0 else None
+        return tensors[argument] if argument >= 0 else attributes
     sizes, strides, offset, dtype = layout
     with torch._C._DisableTorchDispatch():
         if argument < 0:
             data = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+        elif (owner := tensors[argument]).dtype is dtype:
+            data = torch.as_strided(owner, sizes, strides, offset)
         else:
-            data = torch.as_strided(tensors[argument], sizes, strides, offset)
+            data = torch.empty(0, dtype=dtype, device="meta").set_(owner.untyped_storage(), offset, sizes, strides)
     # as in FakeTensor.__new__, which takes five times as long to set the same attributes
     result = Tensor._make_subclass(
         FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=attributes["_fake_device"]

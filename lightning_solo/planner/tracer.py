@@ -33,6 +33,7 @@ NORMS = (
     aten._native_batch_norm_legit.no_stats,
 )
 _META = torch.device("meta")
+_DEVICE = torch.ops.prim.device.default
 
 
 class Cost(NamedTuple):
@@ -98,10 +99,21 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         """Record a copy to the device or the host, through a staging buffer, or that the last one is awaited."""
         self.costs.append(Cost(0, size, torch.uint8, stream, slot))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # the ledger's `__torch_dispatch__` skips it; to do so once more takes longer than to name a device
+        )
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device  # as torch's rule does
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or its replacement where it needs data that fake tensors lack."""
-        if func is torch.ops.prim.device.default:
-            return _device(args[0]) if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         cached = self.fake and func not in DATA_DEPENDENT and func not in CONVOLUTIONS
         result, cost = self._cached(func, args, kwargs) if cached else self._computed(func, args, kwargs)
         if cost is not None:
@@ -130,11 +142,6 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
             for size in workspaces(func, args, result):
                 self.see_workspace(size)
         return result, None if func.is_view or func in _FREE else _cost(func, args, kwargs, result)
-
-
-def _device(tensor: FakeTensor) -> torch.device:
-    """Return a fake tensor's device as torch's rule does, in fewer calls: it is two of three operators."""
-    return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 def has_numbers(tensor: Tensor) -> bool:

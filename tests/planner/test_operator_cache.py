@@ -50,6 +50,11 @@ CALLS: dict[str, Any] = {
     "transposed": lambda: (aten.add.Tensor, fake(4, 3).t(), 1),
     "view": lambda: (aten.slice.Tensor, fake(4, 3), 0, 1, 3),
     "views": lambda: (aten.split.Tensor, fake(4, 3), 2),
+    "view of another type": lambda: (aten.view.dtype, fake(4, 3), torch.int16),
+    "numbers among tensors": lambda: (
+        aten._scaled_dot_product_flash_attention.default,
+        *[fake(2, 3, 5, 8, dtype=torch.bfloat16)] * 3,
+    ),
     "unsafe view": lambda: (aten._unsafe_view.default, fake(4, 3), [12]),
     "in place": lambda: (aten.add_.Tensor, fake(4, 3), 2.0),
     "tuple": lambda: (aten.native_layer_norm.default, fake(4, 3), [3], fake(3), fake(3), 1e-5),
@@ -126,7 +131,7 @@ def test_a_default_type_changes_results() -> None:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("name", ["known numbers", "resized", "a number", "a generator", "no tensor"])
+@pytest.mark.parametrize("name", ["known numbers", "resized", "a number", "a generator", "no mode"])
 def test_what_depends_on_more_than_metadata_is_run_each_time(name: str) -> None:
     cache = Counted()
     for _ in range(2):
@@ -142,6 +147,14 @@ def test_what_depends_on_more_than_metadata_is_run_each_time(name: str) -> None:
             assert isinstance(cache(aten.bernoulli.default, fake(4), generator=torch.Generator()), FakeTensor)
         else:
             cache(aten.full.default, [3], 1.0)
+    assert cache.ran == 2
+
+
+def test_a_new_tensor_is_made_once_by_each_mode() -> None:
+    cache, other = Counted(), fake_mode()
+    for mode in (MODE, MODE, other):
+        with mode:
+            assert cache(aten.full.default, [3], 1.0).shape == (3,)
     assert cache.ran == 2
 
 
