@@ -21,7 +21,10 @@ from lightning_solo.units import format_bytes
 
 SMALL = (2, 3, 4)  # micro-batches that are traced besides the given one; 1 may have special cases in torch
 FAKE, REAL = "fake tensors", "real steps on the CPU"
-UNLIKE = "two micro-batches did not do the same: only the one given is planned"
+ONE_SIZE = (
+    "so this plan is of its own micro-batch alone, and the largest that fits isn't known: micro_batch=8, say,"
+    " plans another"
+)
 
 
 @dataclass
@@ -77,7 +80,9 @@ def scalable_trace(
             one = partial(capture, fake=fake, attention=attention)
             if not scales:
                 scalable = ScalableTrace(size, one(size), None, FAKE if fake else REAL)
-                scalable.trace.assumptions.append(UNLIKE)
+                scalable.trace.assumptions.append(
+                    f"what is kept is chosen by bytes, anew for each size of a micro-batch, {ONE_SIZE}"
+                )
             else:
                 scalable = _on_fake_tensors(one, size, pair) if fake else _by_real_steps(one, size)
         except BudgetError:  # a technique's own, whatever the way
@@ -96,18 +101,20 @@ def _on_fake_tensors(capture: Callable[[int], Trace], size: int, known: tuple[in
     """Return the trace of a micro-batch, and of all others if two small ones predict it, or else a third."""
     low, high, third = [*(other for other in SMALL if other != size), max(SMALL)][:3]
     pair = known or (low, high)
-    sizes = list(dict.fromkeys((size, *pair)))
+    # a single example rarely follows from others, so a third is traced beside it rather than after it
+    check = (third,) if size == 1 and known is None else ()
+    sizes = list(dict.fromkeys((size, *pair, *check)))
     traces = dict(zip(sizes, run_in_forks(*(partial(capture, each) for each in sizes)), strict=True))
     trace = traces[size]
     affine = affine_trace(pair[0], traces[pair[0]], pair[1], traces[pair[1]])
     if affine is None:
-        trace.assumptions.append(UNLIKE)
+        trace.assumptions.append(_unlike(pair))
         return ScalableTrace(size, trace, None, FAKE)
     if known is None:
         if affine.predicts(size, trace):
             pair = min(size, low), max(size, low)
-        elif size > 1 or not affine.predicts(third, capture(third)):  # scores of each example against each, say
-            trace.assumptions.append("what is held isn't linear in the batch: only the one given is planned")
+        elif size > 1 or not affine.predicts(third, traces[third]):  # scores of each example against each, say
+            trace.assumptions.append(f"memory isn't linear in the micro-batch, {ONE_SIZE}")
             return ScalableTrace(size, trace, None, FAKE)
     return ScalableTrace(size, trace, affine, FAKE, pair)
 
@@ -119,8 +126,13 @@ def _by_real_steps(capture: Callable[[int], Trace], size: int) -> ScalableTrace:
     if (affine := affine_trace(low, trace, high, capture(high))) is not None:
         return ScalableTrace(low, trace, affine, REAL)
     trace = capture(size)
-    trace.assumptions.append(UNLIKE)
+    trace.assumptions.append(_unlike((low, high)))
     return ScalableTrace(size, trace, None, REAL)
+
+
+def _unlike(pair: tuple[int, int]) -> str:
+    low, high = pair
+    return f"batches of {low} and {high} don't allocate the same tensors in the same order, {ONE_SIZE}"
 
 
 def _check_host_memory(make: Callable[[], Any]) -> None:
