@@ -271,3 +271,10 @@ def test_an_lstm_on_a_cpu_is_not_planned_without_data(precision: str) -> None:
 def test_recurrent_layers_of_a_gpu_are_planned_step_by_step_which_is_said() -> None:
     make, batch = MODULES["recurrent"]
     assert any("cuDNN" in said for said in capture(make, batch(), {}).assumptions)
+
+
+def test_a_kernel_that_returns_one_tensor_twice_does_so_in_each_step() -> None:
+    make, batches = MODULES["recurrent"]  # backward of an LSTM's kernel: the gradient of both biases
+    batch = batches(4)
+    first, second = (capture(make, batch, {"precision": "bf16-mixed"}) for _ in range(2))
+    assert first.costs == second.costs
