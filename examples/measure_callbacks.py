@@ -2,6 +2,9 @@
 
 Runs a small training on the CPU with one callback at a time, whose every hook is timed from outside; a figure is the
 median over several runs. `python examples/measure_callbacks.py --out examples/results/callbacks_cpu.json`
+
+With `--in-all` it prints what a batch takes more of CPU time in a fit with the callback than in one without, the median
+over pairs of fits: with what Lightning does to call it, and what it puts around Lightning's own work.
 """
 
 from __future__ import annotations
@@ -38,6 +41,12 @@ CALLBACKS = {
     "MemoryLogger(per_phase=True)": lambda: MemoryLogger(per_phase=True, table=False),
     "Throughput()": Throughput,
     "AccumulationSchedule([[0, 2], [50, 4]], by='step')": lambda: AccumulationSchedule([[0, 2], [50, 4]], by="step"),
+}
+# Callbacks, and what the Trainer has in a fit without them, so that both take as many steps.
+IN_ALL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "MemoryLogger()": (CALLBACKS["MemoryLogger()"], {}),
+    "Throughput()": (Throughput, {}),
+    "AccumulationSchedule([[0, 2]])": (lambda: AccumulationSchedule([[0, 2]]), {"accumulate_grad_batches": 2}),
 }
 # Called for each batch, or each of its phases; what comes once in a fit does not weigh on a step.
 BATCH_HOOKS = (
@@ -83,23 +92,32 @@ def time_hooks(callback: Callback) -> dict[str, list[float]]:
     return seconds
 
 
-def run(make: Any, steps: int) -> dict[str, dict[str, float]]:
-    """Train ``steps`` batches; return per hook its median and mean microseconds, and the share of a step."""
-    callback = make()
-    seconds = time_hooks(callback)
+def train(steps: int, **options: Any) -> float:
+    """Train ``steps`` batches; return the seconds of CPU time that the fit takes."""
     data = TensorDataset(torch.randn(steps * 8, 64), torch.randn(steps * 8, 1))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Trainer(
+        trainer = Trainer(
             accelerator="cpu",
             devices=1,
             max_epochs=1,
             logger=CSVLogger(folder),
-            callbacks=[callback],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-        ).fit(Model(), DataLoader(data, batch_size=8))
+            **options,
+        )
+        module, loader = Model(), DataLoader(data, batch_size=8)
+        started = time.process_time()
+        trainer.fit(module, loader)
+        return time.process_time() - started
+
+
+def run(make: Any, steps: int) -> dict[str, dict[str, float]]:
+    """Train ``steps`` batches; return per hook its median and mean microseconds, and the share of a step."""
+    callback = make()
+    seconds = time_hooks(callback)
+    train(steps, callbacks=[callback])
     return {
         name: {
             "median_us": statistics.median(times) * 1e6,
@@ -125,6 +143,14 @@ def measure(steps: int, runs: int) -> dict[str, Any]:
     return results
 
 
+def measure_in_all(steps: int, pairs: int) -> None:
+    """Print what a batch takes more with a callback, in microseconds of CPU time."""
+    for label, (make, without) in IN_ALL.items():
+        more = [train(steps, callbacks=[make()]) - train(steps, **without) for _ in range(pairs)]
+        quartiles = [round(each / steps * 1e6) for each in statistics.quantiles(more, n=4)]
+        print(f"{label}: {quartiles[1]} us a batch (quartiles {quartiles[0]} and {quartiles[2]}, {pairs} pairs)")
+
+
 def processor() -> str:
     """Return the name of the processor."""
     try:
@@ -140,7 +166,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "callbacks_cpu.json")
     parser.add_argument("--steps", type=int, default=500, help="batches in a run")
     parser.add_argument("--runs", type=int, default=5, help="runs; a figure is their median")
+    parser.add_argument("--in-all", action="store_true", help="print what a batch takes more of CPU time, nothing else")
     arguments = parser.parse_args()
+    if arguments.in_all:
+        measure_in_all(arguments.steps, 4 * arguments.runs)
+        return
     results = measure(arguments.steps, arguments.runs)
     table = Table("callback", "hook", "median us", "mean us", "slowest us", "% of 10 ms", title="Cost per hook")
     for label, result in results.items():
