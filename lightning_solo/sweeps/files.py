@@ -6,7 +6,6 @@
 ├── .sweep/
 │   ├── lock             held by the command that runs the sweep, and by the process that starts its jobs
 │   ├── server.log       what that process printed: its imports, or why they failed
-│   ├── entry_points/    the package by which Lightning finds the observer, in jobs alone
 │   ├── pruning.json     settings of pruning for the jobs of a search that prunes
 │   └── jobs/7/
 │       ├── start.json       attempt, configuration and folder; written by the command before the job starts
@@ -56,7 +55,6 @@ class SweepFolder:
         self.state = path / STATE
         self.results = path / "results.jsonl"
         self.server_log = self.state / "server.log"
-        self.entry_points = self.state / "entry_points"
         self.pruning = self.state / "pruning.json"
 
     def job(self, number: int) -> JobFiles:

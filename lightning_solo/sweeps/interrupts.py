@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected() -> Iterator[list[int]]:
+def caught_signals() -> Iterator[list[int]]:
     """Yield a list that each signal to end is appended to, instead of raising; one that is ignored stays ignored."""
     signals: list[int] = []
     before = {}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_solo.atomic_files import write_json
-from lightning_solo.sweeps.files import JobFiles, SweepFolder
+from lightning_solo.sweeps.files import JobFiles
 from lightning_solo.sweeps.jobs import Settings
 
 VARIABLE = "LIGHTNING_SOLO_JOB"
 """Environment variable of a job: the folder of its `JobFiles`, for the observer that joins its Trainer."""
 RESUMES = "LIGHTNING_SOLO_RESUMES"
 """Environment variable of a job that an earlier attempt began and did not finish: its folder is as that left it."""
+ENTRY_POINTS = str(Path(__file__).with_name("entry_points"))
+"""Folder of the metadata of a package by which Lightning adds the observer to every Trainer that finds it."""
 BEFORE_S = 0.3
 """Seconds before its time limit at which a job prints its stack."""
 
@@ -44,7 +48,7 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
     if request.settings.timeout_s is not None:
         faulthandler.dump_traceback_later(max(request.settings.timeout_s - BEFORE_S, BEFORE_S), file=2)
     os.environ[VARIABLE] = str(files.path)
-    sys.path.append(str(SweepFolder(files.path.parents[2]).entry_points))
+    sys.path.append(ENTRY_POINTS)
     if request.resumes:
         os.environ[RESUMES] = "1"
     result: dict[str, Any] = {"attempt": request.attempt}
@@ -80,21 +84,15 @@ def returned(value: object) -> dict[str, Any]:
     ({'returned': 0.5}, {'returned': {'loss': 1}}, {'not_kept': 'builtin_function_or_method'})
     """
     try:
-        return {"returned": _plain(value)}
+        return {"returned": json.loads(json.dumps(value, default=_plain))}
     except Exception:  # any object of the user's, which may raise anything
         return {"not_kept": type(value).__name__}
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0:  # a number of torch or numpy
-        return _plain(value.item())
-    raise TypeError(type(value).__name__)
+        return dict(value)
+    return value.item()  # of a number of torch or numpy; another object has none, or refuses
 
 
 def peaks() -> dict[str, Any]:

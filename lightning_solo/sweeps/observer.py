@@ -1,6 +1,6 @@
 """A callback in every Trainer of a sweep's job, which writes step, loss and memory for the sweep.
 
-Imported where Lightning is: by a job's Trainers, which find `callbacks` by an entry point (`announce` in sweep.py).
+Imported where Lightning is: by a job's Trainers, which find `callbacks` by an entry point (entry_points/).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from lightning_solo.processes import interpreter
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.interrupts import collected
+from lightning_solo.sweeps.interrupts import caught_signals
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, outcome
@@ -29,12 +29,6 @@ from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.server import End, serve
 
 LOOK_S = 0.25
-ENTRY_POINTS = """\
-[lightning.pytorch.callbacks_factory]
-sweep = lightning_solo.sweeps.observer:callbacks
-[pytorch_lightning.callbacks_factory]
-sweep = lightning_solo.sweeps.observer:callbacks
-"""
 
 
 @dataclass(eq=False, repr=False)
@@ -78,7 +72,7 @@ class Sweep:
         if self._opened is not None:
             yield
             return
-        with collected() as self._signals, self.folder.lock(self._check_signals) as self._lock:
+        with caught_signals() as self._signals, self.folder.lock(self._check_signals) as self._lock:
             self.rows = {}
             try:
                 with ExitStack() as self._opened:
@@ -101,7 +95,7 @@ class Sweep:
             earlier = {row.number: row for row in results.read(self.folder.results)}
             waiting: deque[Try] = deque()
             for job in jobs:
-                kept = self._earlier(job, earlier.get(job.number))
+                kept = self._row_or_try(job, earlier.get(job.number))
                 if isinstance(kept, Row):
                     self.rows[job.number] = kept
                     self.tell("kept", job.number, kept.status)
@@ -117,7 +111,7 @@ class Sweep:
                 )
             return [self.rows[job.number] for job in jobs if job.number in self.rows]
 
-    def _earlier(self, job: Job, row: Row | None) -> Row | Try:
+    def _row_or_try(self, job: Job, row: Row | None) -> Row | Try:
         """Return a job's row, from an earlier command, if the job need not run again, else its next try."""
         files, rerun = self.folder.job(job.number), self.settings.rerun
         start = read_json(files.start)
@@ -174,7 +168,6 @@ class Sweep:
     def _serve(self) -> Connection:
         """Start the process that starts the jobs, and wait until it has loaded the application."""
         assert self._opened is not None
-        announce(self.folder.entry_points)
         ours, theirs = socketpair()
         numbers = (theirs.fileno(), self._lock)
         with self.folder.server_log.open("ab") as log, theirs:
@@ -275,11 +268,3 @@ class Sweep:
             results.append(self.folder.results, row)
         except OSError as error:  # raised by `run` once the running jobs have ended
             self._full = self.folder.results, str(error)
-
-
-def announce(folder: Path) -> None:
-    """Write the metadata of a package by which Lightning adds the observer to every Trainer that finds the folder."""
-    package = folder / "lightning_solo_job-1.dist-info"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-solo-job\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(ENTRY_POINTS)

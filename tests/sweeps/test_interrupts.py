@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from lightning_solo.sweeps.interrupts import collected
+from lightning_solo.sweeps.interrupts import caught_signals
 
 
 def test_signals_are_counted_and_then_as_before() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with collected() as signals:
+        with caught_signals() as signals:
             assert signals == []
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)
@@ -29,7 +29,7 @@ def test_signals_are_counted_and_then_as_before() -> None:
 def test_what_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with collected() as signals:
+        with caught_signals() as signals:
             signal.raise_signal(signal.SIGINT)
         assert signals == []
     finally:
@@ -40,7 +40,7 @@ def test_in_another_thread_no_signal_arrives() -> None:
     entered = []
 
     def count() -> None:
-        with collected():
+        with caught_signals():
             entered.append(True)
 
     thread = threading.Thread(target=count)
