@@ -27,6 +27,7 @@ from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import PresetError
 from lightning_solo.ladder.ladder import Prepared
 from lightning_solo.ladder.rungs import Technique, chosen, folder_name, overrides_of
+from lightning_solo.ladder.rungs import techniques as rungs
 from lightning_solo.presets.compose import refuse_twice
 from lightning_solo.presets.schema import composition
 from lightning_solo.sweeps.jobs import Settings
@@ -77,7 +78,7 @@ def parse(arguments: Sequence[str]) -> LadderOptions:
     parser.add_argument("overrides", nargs="*", help="as for `lightning-solo train`: model=custom model._target_=...")
     parser.add_argument("--steps", default="25", help="optimizer steps of each rung (25)")
     parser.add_argument("--until", help="stop at the first combination whose peak memory is within this, such as 16GiB")
-    parser.add_argument("--techniques", help="some of them, by rung or by technique, joined by commas")
+    parser.add_argument("--techniques", help=f"some of the rungs, joined by commas: {', '.join(rungs())}")
     options = parser.parse_intermixed_args(list(arguments))
     steps, until = positive("--steps", options.steps, 25), size("--until", options.until)
     for override in parsed(options.overrides):

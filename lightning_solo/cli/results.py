@@ -59,7 +59,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lightning-solo results", description=(__doc__ or "").splitlines()[0])
+    status = "The exit status is 1 where a job did not finish."
+    description = f"{(__doc__ or '').splitlines()[0]} {status}"
+    parser = argparse.ArgumentParser(prog="lightning-solo results", description=description)
     parser.add_argument("run", type=Path, help="the sweep's folder, such as runs/first")
     parser.add_argument("--sort", default="job", metavar="COLUMN", help=f"one of {', '.join(COLUMNS)}")
     parser.add_argument("--descending", action="store_true", help="the largest first")

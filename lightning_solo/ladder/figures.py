@@ -114,9 +114,15 @@ def remarks(
         notes.append(f"ended by itself after {measures['steps']} of {steps} steps")
     samples, usual = measures.get("samples_per_step"), base.get("samples_per_step")
     if samples and usual and samples != usual:
+        parts = max(samples // usual, 1)
+        remedy = (
+            f"a batch of {usual} can't be divided by {parts}, write a batch size that can"
+            if usual % parts
+            else ("a batch size that is an argument (data.batch_size, +model.batch_size) is divided")
+        )
         notes.append(
             f"each step takes {samples} samples, the baseline's {usual}: step time and loss are not of the same batch,"
-            " and no memory is saved; a batch size that is an argument (data.batch_size, +model.batch_size) is divided"
+            f" and each micro-batch is as large as the baseline's batch, so no memory is saved; {remedy}"
         )
     if measures and measures.get("loss") is None:
         notes.append("no loss to compare: training_step returns none, and logs none of that name")

@@ -75,7 +75,7 @@ def chosen(names: str | None) -> tuple[Technique, ...]:
         if name not in known:
             listed = [t.name if t.card in ("", t.name) else f"{t.name} ({t.card})" for t in ladder]
             raise PresetError(
-                f"--techniques {names}: no technique {name!r}{nearest(name, known)}there are {', '.join(listed)}"
+                f"--techniques {names}: no rung {name!r}{nearest(name, known)}those with a rung are {', '.join(listed)}"
             )
     return tuple(technique for technique in ladder if technique.name in requested or technique.card in requested)
 

@@ -43,7 +43,7 @@ class Application:
         preload: modules to import before the first job; by default ``PRELOAD`` of its module.
         resolvers: the command's resolvers of OmegaConf, pickled; None for one that can't be.
         carried: pickled: the function where it can't be imported, else None, and Hydra's state.
-        code: a hash of the file that defines it; empty where there is none.
+        code: a hash of the files that define it, see `_code_of`; empty where there is none.
     """
 
     module: str
@@ -98,7 +98,6 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydr
         state = hydra_context, singletons
     carried = _dumps((task if unwrap is None else None, state), by_value=unwrap is None)
     module = sys.modules.get(task.__module__)
-    source = Path(getattr(module, "__file__", None) or "")
     return Application(
         module=name,
         file=file,
@@ -109,8 +108,22 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydr
         preload=tuple(preload or getattr(module, "PRELOAD", ())),
         resolvers=_pickled_resolvers(),
         carried=carried,
-        code=hashlib.sha256(source.read_bytes()).hexdigest()[:16] if source.is_file() else "",
+        code=_code_of(module),
     )
+
+
+def _code_of(module: ModuleType | None) -> str:
+    """Return a hash of a module's file and of the modules in the application's folder that are imported by now.
+
+    That folder is the first one of `sys.path`, as Python and `lightning-solo` put it there.
+    """
+    folder = Path(sys.path[0]).absolute()
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    files = {Path(file) for m in modules if (file := getattr(m, "__file__", None))}
+    own = {file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts}
+    own |= {Path(getattr(module, "__file__", None) or "")}
+    contents = [file.read_bytes() for file in sorted(own) if file.is_file()]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16] if contents else ""
 
 
 def _is_guarded(script: Path) -> bool:

@@ -143,7 +143,7 @@ def without_trace() -> Iterator[None]:
         raise CompactHydraException(str(error)) from None
 
 
-def check_product(config: DictConfig, most: int, loader: ConfigLoader | None = None) -> None:
+def check_product(config: DictConfig, most: int, loader: ConfigLoader) -> None:
     """Count the jobs of Hydra's own sweeper before it makes them, and compose the first before it makes a folder.
 
     Raises:
@@ -165,7 +165,7 @@ def check_product(config: DictConfig, most: int, loader: ConfigLoader | None = N
             f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
             f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
         )
-    if overrides and loader is not None:
+    if overrides:
         loader.load_sweep_config(config, BasicSweeper.split_arguments(overrides, None)[0][0])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,10 @@ class Search:
         else:
             study.tell(row.number, state=TrialState.FAIL)
         if row.status == FINISHED and VALUE in self.settings.objectives and number(row.returned) is None:
+            detail = f"returned {row.returned!r} {row.detail}".strip() + ": a search needs a number"
+            results.append(self.folder.results, replace(row, status="failed", detail=detail))
             raise PresetError(
-                f"job {row.number} returned {row.returned!r} {row.detail}".strip()
-                + ": a search needs a number; let the task function return it, such as"
+                f"job {row.number} {detail}; let the task function return it, such as"
                 " float(trainer.callback_metrics['validation/loss']), which is there after a validation;"
                 " `lightning-solo train` returns the metric hydra.sweeper.monitor, here one of"
                 f" {', '.join(sorted(row.metrics)) or 'none'}"

@@ -34,6 +34,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["+model.widht=4"], ["model.widht=4", nearest("width")]),  # row 3
         (["solo.callback.throughput.every_n_steps=3"], ["callback.throughput.every_n_steps=3", "write +"]),
         (["+solo/callback=thoughput"], ["callback='thoughput'", nearest("throughput")]),
+        (["+callback=memory_logger"], ["write +solo/callback=memory_logger"]),
+        (["callback=[memory_logger]"], ["write +solo/callback=[memory_logger]"]),
         (["+typo=1"], ["typo", "trainer", "model", "data"]),  # row 3
         (["solo.accumulate_grad_batches=abc"], ["accumulate_grad_batches='abc'", "integer"]),  # row 4
         (["model.width=abc"], ["model.width='abc'", "integer"]),  # row 4

@@ -240,9 +240,7 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
     assert [t.name for t in chosen("zero_offload, bf16")] == ["bf16", "zero_offload"]  # in the ladder's order
     assert chosen("activation_checkpointing,bf16") == chosen("bf16,checkpointing") == chosen("checkpointing,bf16")
     assert chosen(None) == tuple(techniques().values())
-    both = (
-        r"there are bf16, checkpointing \(activation_checkpointing\), accumulation \(accumulation_schedule\), chunked"
-    )
+    both = r"bf16, checkpointing \(activation_checkpointing\), accumulation \(accumulation_schedule\), chunked"
     for wrong in ("bf61", ""):
         with pytest.raises(PresetError, match=both):
             chosen(wrong)
@@ -448,6 +446,7 @@ def test_what_can_not_be_compared_is_said() -> None:
     base = {"steps": 5, "samples_per_step": 8, "loss": 1.0}
     for other, claims_to_be_exact, words in (
         ({"samples_per_step": 32}, None, ("32 ", " 8", "data.batch_size")),
+        ({"samples_per_step": 24}, None, ("24 ", "batch of 8", "by 3")),
         ({"steps": 3}, None, ("3 of 5",)),
         ({"loss": float("nan")}, True, ("loss", "nan")),
     ):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -18,6 +20,7 @@ from lightning_solo.sweeps.launch import check_product, job_return, quoted, swee
 from lightning_solo.sweeps.results import Row
 from tests.messages import mentions
 
+LOADER = Mock(ConfigLoader)  # composes the first job, and has no groups
 APPLICATION = Application("train", "/a/train.py", "train", 1, (), ())
 
 
@@ -49,14 +52,14 @@ def config(target: str, *overrides: str, **params: str) -> Any:
 
 def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
     basic = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-    check_product(config(basic, "a=1,2", "b=range(5)"), 10)
+    check_product(config(basic, "a=1,2", "b=range(5)"), 10, LOADER)
     with pytest.raises(PresetError, match=mentions("10 jobs (5 x 2)")):
-        check_product(config(basic, "a=1,2", b="range(5)"), 9)
+        check_product(config(basic, "a=1,2", b="range(5)"), 9, LOADER)
     with pytest.raises(PresetError, match=mentions("a: ", "a=range(1,5)")):
-        check_product(config(basic, "a=range(5,5)"), 9)
+        check_product(config(basic, "a=range(5,5)"), 9, LOADER)
     with pytest.raises(PresetError, match=mentions("step of 0", "range(1,5,1)")):
-        check_product(config(basic, "a=range(1,5,0)"), 9)
-    check_product(config("another.Sweeper", "a=range(1000)"), 9)  # it decides by itself what it makes of that
+        check_product(config(basic, "a=range(1,5,0)"), 9, LOADER)
+    check_product(config("another.Sweeper", "a=range(1000)"), 9, LOADER)  # it decides by itself what it makes of that
 
 
 @pytest.mark.parametrize(

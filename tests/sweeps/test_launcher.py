@@ -209,6 +209,15 @@ def test_another_script_under_the_same_command_runs_again_but_where_only_failed_
     assert starts(tmp_path) == {1: 4, 2: 4}  # those that ran under the former script
 
 
+def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Path) -> None:
+    script = TRAIN.replace("class Model:", "from mine import times\n\nclass Model:").replace("n * 1.5", "n * times")
+    for times in (2, 2, 3):
+        (tmp_path / "mine.py").write_text(f"times = {times}\n")
+        sweep(tmp_path, "n=1", script=script)
+    assert starts(tmp_path) == {1: 2}
+    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [3]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_moments_no_job_is_missing_and_none_that_ended_runs_again(tmp_path: Path, seed: int) -> None:

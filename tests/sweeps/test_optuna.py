@@ -368,6 +368,8 @@ def test_a_task_function_without_a_number_is_refused_at_once(tmp_path: Path) -> 
     assert "job 0 returned None" in done.stderr
     assert "trainer.callback_metrics" in done.stderr
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL]
+    (row,) = rows(tmp_path)
+    assert (row.status, row.detail.startswith("returned None")) == ("failed", True)
 
 
 @pytest.mark.parametrize("version", ["none", long("2.10.1")])
