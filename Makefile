@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Tests start many processes: without files of bytecode each of these would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all simcuda kernels check docs gpu wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +16,17 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.presets.compose import compose
 
 CLASSES = 32
 OF_DOCUMENTS = {"packing"}
 """Techniques that take batches of documents alone."""
 PRESETS_OF_DOCUMENTS = {*OF_DOCUMENTS, "curriculum"}
 """Presets that do: that of the curriculum cuts sequences, which its technique does not by default."""
+
+
+composed = cache(compose)
+"""A preset composed once for all files of tests that ask for it while they are collected; to be read alone."""
 
 
 class Block(nn.Module):

@@ -141,6 +141,7 @@ def test_the_applications_errors_are_ours(app: Path) -> None:
     assert nearest("table") in done.stderr
 
 
+@pytest.mark.long
 def test_only_the_group_solo_appears_in_an_application(app: Path) -> None:
     listing = run(app, "train.py", "--help").split("== Config ==")[0]
     groups = [line.split(":")[0] for line in listing.splitlines() if ":" in line]
@@ -166,6 +167,7 @@ def test_discovery_imports_no_torch(app: Path) -> None:
     assert "bf16-mixed False" in run(app, "bare.py")
 
 
+@pytest.mark.long
 def test_template_targets(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "train.yaml").write_text(TEMPLATE_CONF)

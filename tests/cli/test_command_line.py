@@ -12,6 +12,7 @@ import pytest
 from lightning_solo.cli import command_line, main
 from lightning_solo.cli.command_line import MOST_JOBS, check_command_line, check_run_name
 from lightning_solo.errors import ConflictError, PresetError
+from tests.conftest import long
 from tests.messages import mentions, nearest
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ def test_row_84_run_names_that_are_no_file_names(name: object) -> None:
         (["show", "+solo/callback=throughput"], 2, "show bf16 +solo/callback=throughput"),
         (["show", "throughput"], 0, "window_size: 100"),
         (["show", "activation_checkpointing", "callback.activation_checkpointing.every_k=2"], 0, "every_k: 2"),
-        (["doctor"], 0, "C++ compiler"),
+        long(["doctor"], 0, "C++ compiler"),
         (["--help"], 0, "results"),
         (["--version"], 0, "0.2.0"),
     ],

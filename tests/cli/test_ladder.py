@@ -136,6 +136,7 @@ def test_killed_in_its_second_rung_it_goes_on_with_that(folder: Path, rows: dict
     assert "resident set" in printed or torch.cuda.is_available()
 
 
+@pytest.mark.long
 def test_each_technique_acted(rows: dict[str, Any], folder: Path) -> None:
     assert rows["bf16"]["loss_difference"] != 0
     assert rows["checkpointing"]["loss_difference"] == 0
@@ -147,12 +148,14 @@ def test_each_technique_acted(rows: dict[str, Any], folder: Path) -> None:
     assert lines_with(output.read_text(), "AccumulationSchedule", "1 -> 4")
 
 
+@pytest.mark.long
 def test_accumulation_sees_the_same_batch_in_parts(rows: dict[str, Any]) -> None:
     assert {rows[name]["samples_per_step"] for name in RUNGS} == {8}
     assert rows["accumulation"]["overrides"][-1] == "+model.batch_size=2"
     assert rows["accumulation"]["exact"] is None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there zero_offload runs")
 def test_what_this_machine_lacks_is_a_row(rows: dict[str, Any]) -> None:
     assert rows["zero_offload"]["status"] == "not run here"
@@ -160,6 +163,7 @@ def test_what_this_machine_lacks_is_a_row(rows: dict[str, Any]) -> None:
     assert not any("+zero_offload" in name for name in rows)
 
 
+@pytest.mark.long
 def test_the_file_is_as_promised(folder: Path) -> None:
     (file,) = folder.glob("runs/ladder-*/ladder.json")
     found = json.loads(file.read_text())
@@ -281,6 +285,7 @@ def test_the_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.long
 def test_a_module_without_data_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     target = "model._target_=their_project.WithoutLoader"

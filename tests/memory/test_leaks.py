@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -25,12 +24,10 @@ OTHER = Kind("other", "Tensor", "float32", (7, 11))
 
 
 @pytest.fixture(autouse=True)
-def only_new_objects() -> Iterator[None]:
-    """Leave what torch and other tests made out of what the garbage collector goes through."""
+def only_new_objects() -> None:
+    """Leave what other tests made out of what the garbage collector goes through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_a_census_counts_each_storage_once_by_what_it_is() -> None:

@@ -73,6 +73,7 @@ def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str,
         assert sum(cost.bytes for cost in made.costs) == sum(cost.bytes for cost in own.costs)
 
 
+@pytest.mark.long
 def test_the_peak_itself_is_no_line() -> None:
     both = of_two("byte_gpt")
     first, second, large = (both.at(size).log.peak()[0] for size in (2, 3, 64))

@@ -105,7 +105,7 @@ def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: py
     assert_equal(*both(make, batch(), lambda: {**arranged.arguments(), **ARGUMENTS[extra]}))
 
 
-@pytest.mark.parametrize("preset", ["compact", "compact_host"])
+@pytest.mark.parametrize("preset", ["compact_host", long("compact")])
 def test_what_this_host_has_limits_no_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (compact_states, host_slabs):
         monkeypatch.setattr(room, "host_memory", lambda: (2**30, 100))
@@ -129,6 +129,7 @@ def test_planned_for_a_gpu_states_on_the_host_are_not_on_the_device(monkeypatch:
     assert resident["compact"]["optimizer_states"] - resident["compact_host"]["optimizer_states"] == on_host
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name == "SGD" else long(name) for name in ONE_BY_ONE if name not in ("Adam", "AdamW")]
 )

@@ -79,7 +79,7 @@ class Reads(Classifier):
         return F.cross_entropy(self.network(x), y)
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("tuple", "dataclass") else long(kind) for kind in BATCHES])
+@pytest.mark.parametrize("kind", [kind if kind == "dataclass" else long(kind) for kind in BATCHES])
 def test_a_batch_of_any_kind_is_resized_and_planned(kind: str) -> None:
     x, y = vectors(4)
     batch = BATCHES[kind](x, y)
@@ -285,6 +285,7 @@ def test_fake_steps_hold_what_real_steps_hold(habit: str) -> None:
     assert_equal(*both(HABITS[habit], vectors(), fp32))
 
 
+@pytest.mark.long
 def test_a_logger_is_there_and_holds_nothing() -> None:
     plain, drawn = (capture(lambda: kind(layer()), vectors(), fp32(), cuda=False) for kind in (Classifier, Draws))  # noqa: B023
     assert drawn.log.peak() == plain.log.peak()
@@ -327,7 +328,7 @@ class Overwrites(Classifier):
 
 
 # 4 x (3 x 9 + 1) of the convolution, 4 x 6 x 6 x 5 + 5 behind it
-@pytest.mark.parametrize("make", [Measures, Lazy])
+@pytest.mark.parametrize("make", [long(Measures), Lazy])
 def test_a_width_that_is_learned_from_a_forward(make: Callable[[], Classifier]) -> None:
     batch = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
     fake, real = both(make, batch, fp32)

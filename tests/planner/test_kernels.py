@@ -14,6 +14,7 @@ from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.tracer import Cost
 from lightning_solo.presets.compose import compose
+from tests.conftest import long
 from tests.modules import Stack, regression
 
 WIDTH = 1024
@@ -33,7 +34,7 @@ def moved(p: torch.Tensor, bits: Any = (24, 8)) -> int:
     return 2 * (p.nbytes + bytes_of(state_layout(p, *bits))) + p.nbytes
 
 
-@pytest.mark.parametrize("preset", ["compact", "compact_host"])
+@pytest.mark.parametrize("preset", ["compact", long("compact_host")])
 def test_a_large_parameter_is_one_launch_of_its_bytes(preset: str) -> None:
     costs, parameters = costs_of_a_step(preset)
     large = [p for p in parameters if p.numel() >= LARGE]
@@ -97,6 +98,7 @@ def test_operators_go_through_two_chunks_for_all(
     assert moved[0] == pytest.approx(moved[1], rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(cpu_kernel.kernel() is None, reason="no C++ compiler")
 def test_the_step_in_cpp_moves_each_tensor_once_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, real = traces_on_a_cpu(monkeypatch, [])

@@ -125,6 +125,7 @@ def test_each_change_changes_the_peak() -> None:
     assert len(set(peaks)) == len(peaks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("preset", "trainer"), [("bf16", "bf16-mixed"), long("bf16_true", "bf16-true")])
 def test_other_precisions_and_another_batch_as_well(preset: str, trainer: str) -> None:
     plan = planned(Attends, examples(), preset, micro_batch=9)
@@ -141,7 +142,7 @@ def test_arguments_of_ones_own_trainer() -> None:
 
 
 @pytest.mark.parametrize("on", [long(CPU), GPU], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("preset", ["baseline", "bf16", "bf16_true", "checkpointing", "zero_offload"])
+@pytest.mark.parametrize("preset", ["baseline", "bf16", *map(long, ("bf16_true", "checkpointing", "zero_offload"))])
 def test_the_parts_are_the_peak(preset: str, on: Device) -> None:
     overrides = ["callback.activation_checkpointing.blocks=[Linear]"] if preset == "checkpointing" else []
     plan = planned(Attends, examples(), preset, on, overrides=overrides)
@@ -183,8 +184,8 @@ TENSORS = len(list(Attends().parameters()))
     [
         (torch.optim.AdamW, 8 * PARAMETERS + 4 * TENSORS),  # two of fp32, a step of 4 bytes in each tensor
         long(torch.optim.SGD, 0),
-        (partial(torch.optim.SGD, momentum=0.9), 4 * PARAMETERS),
-        (partial(torch.optim.Adam, amsgrad=True), 12 * PARAMETERS + 4 * TENSORS),
+        long(partial(torch.optim.SGD, momentum=0.9), 4 * PARAMETERS),
+        long(partial(torch.optim.Adam, amsgrad=True), 12 * PARAMETERS + 4 * TENSORS),
         long(torch.optim.Adagrad, 4 * PARAMETERS + 4 * TENSORS),
     ],
     ids=["AdamW", "SGD", "momentum", "amsgrad", "Adagrad"],
@@ -232,6 +233,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not(on: Device, budget: 
     assert verdicts[1] != "fits"
 
 
+@pytest.mark.long
 def test_no_micro_batch_fits_in_nothing() -> None:
     plan = planned(Attends, examples(), budget=1000)
     assert (plan.largest_micro_batch, plan.verdict) == (0, "does not fit")
@@ -246,6 +248,7 @@ def test_a_strategy_without_a_rule_is_refused() -> None:
         arrange(config, {})
 
 
+@pytest.mark.long
 def test_zero_offload_holds_what_its_layout_holds() -> None:
     config = compose("zero_offload")
     assert config.strategy is not None
@@ -272,6 +275,7 @@ def test_accumulation_multiplies_what_is_computed_and_keeps_what_is_held() -> No
     assert 3 < plans[1].seconds_per_step / plans[0].seconds_per_step < 4  # the update is there once
 
 
+@pytest.mark.long
 def test_sixteen_bit_floats_are_planned_as_bf16() -> None:
     plans = [planned(Attends, examples(), preset, on=GPU) for preset in ("fp16", "bf16")]
     assert plans[0].peak_bytes == plans[1].peak_bytes
@@ -309,6 +313,7 @@ def test_an_operator_without_a_rule_is_planned_by_real_steps() -> None:
     assert plan.peak_bytes == held(custom, vectors(9), precision="32-true")
 
 
+@pytest.mark.long
 def test_a_module_too_large_for_real_steps_is_refused_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = sum(p.numel() for p in custom().parameters())
     monkeypatch.setattr(traces, "host_memory", lambda: (GiB, 16 * parameters))

@@ -121,6 +121,7 @@ def test_a_module_that_reads_its_standard_input_finds_nothing() -> None:
 # --- an error whatever it does ---
 
 
+@pytest.mark.long
 def test_an_abort_is_an_error_here_and_the_next_plan_works() -> None:
     with pytest.raises(PlanError, match=r"signal 6|status -6"):
         asked(lambda: Does(os.abort), vectors())
@@ -185,6 +186,7 @@ class OfItsOwn(Classifier):
         return DataLoader(TensorDataset(torch.randn(14, 16), torch.randint(5, (14,))), batch_size=7)
 
 
+@pytest.mark.long
 def test_without_a_batch_it_is_the_first_of_its_own() -> None:
     found = asked(OfItsOwn(nn.Linear(16, 5)))
     assert found.micro_batch == 7
@@ -306,8 +308,16 @@ print(WORKER._process.pid, flush=True)
 @pytest.mark.parametrize(
     "then",
     [
-        *("", "__import__('os')._exit(0)"),
-        *(long(then) for then in ("raise ValueError", "raise SystemExit(2)", "signal.raise_signal(2)")),
+        "",
+        *(
+            long(then)
+            for then in (
+                "__import__('os')._exit(0)",
+                "raise ValueError",
+                "raise SystemExit(2)",
+                "signal.raise_signal(2)",
+            )
+        ),
     ],
     ids=["end", "kill", "error", "refusal", "interrupt"],
 )

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -326,6 +326,7 @@ def test_composing_imports_neither_torch_nor_lightning() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
+@settings(max_examples=25)  # 0.1 s each
 @given(
     precision=st.sampled_from(sorted(PRECISIONS)),
     factor=st.none() | st.integers(1, 1000),

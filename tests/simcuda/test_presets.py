@@ -12,8 +12,7 @@ from torch import nn
 
 import lightning_solo as solo
 from lightning_solo.machine import is_installed
-from lightning_solo.presets.compose import compose
-from tests.modules import PRESETS_OF_DOCUMENTS, Classifier, classification, documents, loader
+from tests.modules import PRESETS_OF_DOCUMENTS, Classifier, classification, composed, documents, loader
 from tests.simcuda import device
 
 pytestmark = [
@@ -23,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed
-ENGINES = {name for name in solo.list_presets() if (compose(name).strategy or {}).get("name") == "zero_offload"}
+ENGINES = {name for name in solo.list_presets() if (composed(name).strategy or {}).get("name") == "zero_offload"}
 PLAIN = [name for name in solo.list_presets() if name != "auto" and name not in ENGINES]
 NEEDS_DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 DEEPSPEED = [

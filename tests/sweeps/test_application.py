@@ -161,6 +161,7 @@ def test_what_can_not_be_carried_is_refused_before_anything_runs(tmp_path: Path)
 # --- imports ---
 
 
+@pytest.mark.long
 def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
     """Those that the application names as PRELOAD, or those of `hydra.launcher.preload`."""
     for name in ("first", "second"):

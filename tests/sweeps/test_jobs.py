@@ -96,6 +96,7 @@ def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
 # --- the observer ---
 
 
+@pytest.mark.long
 def test_an_observer_goes_with_its_trainer_into_another_process(home: ModuleType, tmp_path: Path) -> None:
     """In a process that has either home alone, a job of which another process observes too."""
     code = f"""import sys, pickle, pathlib, {home.__name__}
@@ -313,6 +314,7 @@ def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:
     assert starts(tmp_path) == {1: 3}  # lost, failed, tried again
 
 
+@pytest.mark.long
 def test_a_sweep_of_an_older_version_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1")
     files = SweepFolder(sweep_folder(tmp_path)).job(0)

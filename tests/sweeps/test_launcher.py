@@ -144,6 +144,7 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path: Path, kind: str, by: str) 
     assert " in do" in told
 
 
+@pytest.mark.long
 def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
     """30 MB of output, of which 2 MiB may stay: it is cut while the job runs, and again when it has ended."""
     wait = """sys.stdout.flush()
@@ -318,6 +319,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
     assert starts(tmp_path) == {1: 2, 2: 1, 3: 1}
 
 
+@pytest.mark.long
 def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGINT, lambda *_: open('asked', 'w').close()); time.sleep(60)"
     script = TRAIN.replace("return cfg.n * 1.5", deaf)
@@ -330,6 +332,7 @@ def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> 
     assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"]
 
 
+@pytest.mark.long
 @forked_or_fresh
 def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fresh: bool) -> None:
     """Its shell lets it ignore Ctrl-C; its jobs end one after the other, and none is started in between."""
@@ -379,6 +382,7 @@ def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: 
     assert not list(tmp_path.glob("multirun/*"))
 
 
+@pytest.mark.long
 def test_odd_characters_in_the_sweeps_folder(tmp_path: Path) -> None:
     """Hydra and the launcher mean the same folder."""
     sweep(tmp_path, "n=1", r"""hydra.sweep.dir="it's [one], back\slash and {two}\\" """.strip())
@@ -408,7 +412,7 @@ DIES = "if __name__ != '__main__':\n    os._exit(5)\n\nclass Model:"
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("class Model:", NOT_HERE, "not here"),
+        long("class Model:", NOT_HERE, "not here"),
         ("class Model:", DIES, " died"),
     ],
     ids=["import fails", "import ends the process"],

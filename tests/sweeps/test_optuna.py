@@ -133,6 +133,7 @@ def starts(folder: Path) -> list[tuple[int, str]]:
 # --- acted ---
 
 
+@pytest.mark.long
 def test_a_search_draws_what_optuna_alone_would(tmp_path: Path) -> None:
     done = search(tmp_path, *SPACE, "hydra.sweeper.n_trials=13")
     found = trials(tmp_path)
@@ -159,6 +160,7 @@ def drawn_by_optuna_alone(count: int) -> list[dict[str, Any]]:
     return [trial.params for trial in study.trials]
 
 
+@pytest.mark.long
 def test_the_space_may_be_in_the_configuration_too(tmp_path: Path) -> None:
     search(tmp_path, "+hydra.sweeper.params.x='interval(2,3)'", "width=3", "hydra.sweeper.n_trials=3")
     assert [list(trial.params) for trial in trials(tmp_path)] == [["x"]] * 3

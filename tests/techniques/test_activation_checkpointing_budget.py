@@ -176,6 +176,7 @@ def compiled_fit(
     return counts, module
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("the graphs are the same there")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_of_compiled_blocks_a_share_is_kept_in_a_graph_of_its_own(make_trainer, backend):
@@ -233,6 +234,7 @@ class Counting(nn.Module):
         return x + self.drop(torch.tanh(self.linear(self.norm(x))))
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("the graphs are the same there")
 def test_what_compiled_blocks_save_is_counted_without_a_trace(make_trainer):
     ends = []
@@ -298,6 +300,7 @@ def batches(*sizes: int) -> Any:
     return DataLoader([(rows[:size], rows[:size, :1]) for size in sizes], batch_size=None)
 
 
+@pytest.mark.long
 def test_a_larger_batch_is_counted_before_blocks_are_kept_in_it(home, make_trainer):
     sizes = (128, 128, 128, 256, 64, 256, 192)
     arguments = {"data": batches(*sizes)}
@@ -310,6 +313,7 @@ def test_a_larger_batch_is_counted_before_blocks_are_kept_in_it(home, make_train
     assert equal(weights, plain)
 
 
+@pytest.mark.long
 def test_two_optimizers_by_hand(home, make_trainer):
     class ByHand(home.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
@@ -362,6 +366,7 @@ def test_steps_that_a_loss_scaler_skips_are_not_counted(home, make_trainer):
     assert peaks.kept == [0, 0, 0, 0, BLOCKS, BLOCKS]
 
 
+@pytest.mark.long
 def test_beside_a_memory_logger_that_counts_too(make_trainer):
     home = lightning_pytorch
     least, most = bounds(home, make_trainer)
@@ -371,6 +376,7 @@ def test_beside_a_memory_logger_that_counts_too(make_trainer):
     assert peaks.largest <= technique.budget
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only("the ledger counts page-locked buffers as well")
 @pytest.mark.parametrize("mode", ["block_inputs", long("disk", id="disk")])
 def test_inputs_that_are_offloaded_make_room_for_less_than_recomputing_all_takes(make_trainer, mode):
@@ -461,6 +467,7 @@ def test_a_share_is_planned_as_it_trains(make_trainer, share, kept):
 # Refused
 
 
+@pytest.mark.long
 def test_less_than_recomputing_all_takes_is_refused_with_the_least(home, make_trainer):
     gc.collect()
     least = fitted(home, make_trainer, ActivationCheckpointing())[0].largest
@@ -472,7 +479,7 @@ def test_less_than_recomputing_all_takes_is_refused_with_the_least(home, make_tr
     assert (error.value.needed, error.value.available) == (least, least - 1)
 
 
-@pytest.mark.parametrize("factor", [2, 3])
+@pytest.mark.parametrize("factor", [2, long(3)])
 def test_less_than_a_whole_window_takes_is_refused_in_the_first(make_trainer, factor):
     home, arguments = lightning_pytorch, {"accumulate_grad_batches": factor, "data": loader(4 * factor, 256, WIDTH)}
     gc.collect()
@@ -546,7 +553,7 @@ def test_a_text_may_be_any_form_of_a_budget(text, budget):
 # Trace
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, long(1), long(2)])
 def test_nothing_counts_behind_a_fit_or_a_failure(home, make_trainer, failing):
     module = regression(home, Stack(BLOCKS, WIDTH))
     technique = ActivationCheckpointing(budget="1GiB")

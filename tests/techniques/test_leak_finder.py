@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +25,10 @@ pytestmark = pytest.mark.any_device
 
 
 @pytest.fixture(autouse=True)
-def only_new_objects() -> Iterator[None]:
-    """Leave what torch and other tests made out of what the garbage collector goes through."""
+def only_new_objects() -> None:
+    """Leave what other tests made out of what the garbage collector goes through."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def stepping(home: Any, before: Any) -> Any:

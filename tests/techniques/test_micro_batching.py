@@ -174,6 +174,7 @@ def test_windows_of_batches_equal_one_large_batch(make_trainer: Make, accumulati
     assert difference(whole, split) < 1e-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", [long("forward"), "backward"])
 @pytest.mark.parametrize(
     "others", [(), long((GradientRelease,)), long((LayerDrop,))], ids=["plain", "released", "drawn"]
@@ -365,6 +366,7 @@ def test_a_limit_of_memory_is_kept(make_trainer: Make, accelerator: str) -> None
     assert trainer.global_step == 4
 
 
+@pytest.mark.long
 def test_a_plan_has_the_largest_micro_batch_that_fits() -> None:
     batch = torch.randn(64, 16), torch.randn(64, 1)
     planner = Planner(lambda: regression(L, Stack(1, width=16)), batch, {}, device_of("cpu"), 16 * GiB)

@@ -236,7 +236,7 @@ def draws_of(module: nn.Module) -> list[float]:
     return [part.draws.random() for part in module.modules() if isinstance(part, Custom)]
 
 
-SEEDS = [1, 2, *[long(seed) for seed in (0, *range(3, 30))]]
+SEEDS = [1, *[long(seed) for seed in (0, *range(2, 30))]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -267,6 +267,7 @@ def plans(batch: Any, on: str, *callbacks: dict[str, Any]) -> list[Any]:
     return [planner.plan("tried", preset) for preset in presets]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [1, long(3)])
 def test_plans_count_the_batches_that_wait(depth: int) -> None:
     (batch,) = loader(1, batch_size=6, width=WIDTH)
