@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ def test_it_reads_counters_twice_a_batch_and_the_history_at_new_peaks_only(
 @pytest.mark.gpu
 def test_a_real_run_tells_weights_and_its_own_lines(home: Any, make_trainer: Any, tmp_path: Path) -> None:
     callback = MemorySnapshot()
+    gc.collect()  # what earlier tests left on the device would make room
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(regression(home), loader(4, batch_size=4096))
