@@ -101,9 +101,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # the ledger's `__torch_dispatch__` skips it; to do so once more takes longer than to name a device
-        )
+        # the ledger's `__torch_dispatch__` skips it; to do so once more takes longer than to name a device
+        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
