@@ -213,7 +213,8 @@ def test_another_script_under_the_same_command_runs_again_but_where_only_failed_
 def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Path) -> None:
     script = TRAIN.replace("class Model:", "from mine import times\n\nclass Model:").replace("n * 1.5", "n * times")
     for times in (2, 2, 3):
-        (tmp_path / "mine.py").write_text(f"times = {times}\n")
+        # of another length, since Python tells a file of bytecode that is out of date by length and second
+        (tmp_path / "mine.py").write_text("times = " + "1 + " * (times - 1) + "1\n")
         sweep(tmp_path, "n=1", script=script)
     assert starts(tmp_path) == {1: 2}
     assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [3]
