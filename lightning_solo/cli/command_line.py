@@ -231,8 +231,12 @@ def _check_job(overrides: Sequence[str]) -> None:
             _check_choice(override.key_or_group, override.value())
         if override.key_or_group in SOLO_GROUPS and not override.is_delete():
             check_choice(override.key_or_group.removeprefix("solo/"), override.value())
-        if f"solo/{override.key_or_group}" in SOLO_GROUPS and isinstance(override.value(), str | list):
-            raise PresetError(f"{text!r}: is chosen for the preset; write +solo/{text.lstrip('+')}")
+        group = f"solo/{override.key_or_group}"
+        if group in SOLO_GROUPS and not override.is_delete() and isinstance(override.value(), str | list):
+            check_choice(override.key_or_group, override.value())
+            raise PresetError(
+                f"{text!r}: a {override.key_or_group} is part of the preset; write +{group}={text.partition('=')[2]}"
+            )
         if override.key_or_group == "run":
             check_run_name(override.value())
     try:

@@ -179,11 +179,20 @@ class TokenLoader(Resumable):
         seed: of the order.
         shuffle: whether each epoch has an order of its own.
         options: of ``DataLoader``, such as ``num_workers``.
+
+    Raises:
+        ValueError: a sampler is given, or no batch size.
     """
 
     def __init__(
         self, windows: TokenWindows, batch_size: int = 1, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> None:
+        given = sorted({"sampler", "batch_sampler"} & options.keys())
+        if given or batch_size is None:
+            raise ValueError(
+                f"TokenLoader({', '.join(f'{name}=...' for name in given) or 'batch_size=None'}): it makes the batches"
+                " itself; write batch_size=1 or more, seed and shuffle, or a plain DataLoader of the windows"
+            )
         super().__init__(windows, batch_size, shuffle, **options)
         # around DataLoader.__setattr__: it keeps its batch_size beside the batches
         vars(self)["batch_sampler"] = WindowBatches(len(windows), batch_size, seed, shuffle, self.drop_last)

@@ -39,7 +39,7 @@ class Window:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._counted = False
-        self._latest: int | None = None  # index of the batch that ran last
+        self._latest: tuple[int, int] | None = None  # epoch and index of the batch that ran last
         self.held = 0.0
         self.weight = 1.0
         self.varies = False
@@ -69,15 +69,16 @@ class Window:
 
     def begins(self, batch_idx: int) -> bool:
         """Return whether the batch that runs next is a window's first; a loader may have given None for others."""
-        before, latest = self.before(batch_idx), self._latest
-        return before == 0 or (latest is not None and not batch_idx - before <= latest < batch_idx)
+        before = self.before(batch_idx)
+        first = self._trainer.current_epoch, batch_idx - before
+        return before == 0 or (self._latest is not None and self._latest < first)
 
     def start_batch(self, batch_idx: int) -> None:
         """Begin a micro-batch, and with its first one a window."""
         self._counted = False
         if self.begins(batch_idx):
             self.held = 0.0
-        self._latest = batch_idx
+        self._latest = self._trainer.current_epoch, batch_idx
 
     def count(self) -> None:
         """Count the present micro-batch, once."""

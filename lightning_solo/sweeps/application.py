@@ -117,13 +117,14 @@ def _code_of(module: ModuleType | None) -> str:
 
     That folder is the first one of `sys.path`, as Python and `lightning-solo` put it there.
     """
-    folder = Path(sys.path[0]).absolute()
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-    files = {Path(file) for m in modules if (file := getattr(m, "__file__", None))}
+    folder = Path(*sys.path[:1]).absolute()
+    # what is in each module as it is: a module that is imported when it is used is not asked for an attribute
+    known = [object.__getattribute__(m, "__dict__") for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    files = {Path(file) for names in known if isinstance(file := names.get("__file__"), str)}
     own = {file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts}
     own |= {Path(getattr(module, "__file__", None) or "")}
-    contents = [file.read_bytes() for file in sorted(own) if file.is_file()]
-    return hashlib.sha256(b"".join(contents)).hexdigest()[:16] if contents else ""
+    contents = [file.name.encode() + b"\0" + file.read_bytes() for file in sorted(own) if file.is_file()]
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16] if contents else ""
 
 
 def _is_guarded(script: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import pickle
 import sys
@@ -80,19 +79,25 @@ def _message(error: BaseException) -> str:
 def returned(value: object) -> dict[str, Any]:
     """Return what is kept of a task function's value: plain numbers, strings and containers of them.
 
-    >>> returned(0.5), returned({"loss": 1}), returned(print)
-    ({'returned': 0.5}, {'returned': {'loss': 1}}, {'not_kept': 'builtin_function_or_method'})
+    >>> returned(0.5), returned({1: (2,)}), returned(print)
+    ({'returned': 0.5}, {'returned': {'1': [2]}}, {'not_kept': 'builtin_function_or_method'})
     """
     try:
-        return {"returned": json.loads(json.dumps(value, default=_plain))}
+        return {"returned": _plain(value)}
     except Exception:  # any object of the user's, which may raise anything
         return {"not_kept": type(value).__name__}
 
 
 def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, Mapping):
-        return dict(value)
-    return value.item()  # of a number of torch or numpy; another object has none, or refuses
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if getattr(value, "ndim", None) == 0:  # a number of torch or numpy
+        return _plain(value.item())
+    raise TypeError(type(value).__name__)
 
 
 def peaks() -> dict[str, Any]:

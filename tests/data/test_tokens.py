@@ -257,6 +257,12 @@ def test_arguments_that_do_not_fit(path: Path, arguments: dict[str, Any], words:
         TokenWindows(path, **{"window": 10, **arguments})
 
 
+@pytest.mark.parametrize("options", [{"sampler": [0, 1]}, {"batch_sampler": [[0, 1]]}, {"batch_size": None}])
+def test_batches_of_others_are_refused(path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=mentions(f"TokenLoader({next(iter(options))}=", "batch_size=1")):
+        TokenLoader(TokenWindows(path, 4), **options)
+
+
 def test_a_path_without_a_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing.bin"):
         with pytest.raises(FileNotFoundError, match=re.escape(str(path))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_solo.errors import ConflictError, GradientError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update
 from lightning_solo.optim.split_weights import split_parameters
@@ -469,3 +470,20 @@ def test_empty_parameters_and_windows():
         norm = release.step()
         assert norm is None or norm == 2**0.5
         release.remove()
+
+
+def test_a_window_of_another_module_is_refused_before_anything_is_kept() -> None:
+    def released(widths: list[int]) -> tuple[nn.Module, torch.optim.Optimizer, GradientRelease]:
+        net = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
+        optimizer = torch.optim.AdamW(net.parameters())
+        return net, optimizer, GradientRelease(optimizer, accumulation=2)
+
+    net, optimizer, _ = released([3, 4, 2])
+    net(torch.ones(1, 3)).sum().backward()
+    state = optimizer.state_dict()
+    assert len(state["window"]) == 4
+    for widths in ([3, 4], [3, 5, 2]):
+        _, other, release = released(widths)
+        with pytest.raises(CheckpointError, match="window"):
+            other.load_state_dict(state)
+        assert not release.has_kept

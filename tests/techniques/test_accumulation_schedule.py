@@ -313,6 +313,29 @@ def test_a_window_begins_with_the_first_batch_that_is_one(home: Any, make_traine
         torch.testing.assert_close(parameter.cpu(), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+def test_a_window_that_none_of_the_epochs_last_batches_ended_is_zeroed_in_the_next(
+    home: Any, make_trainer: Any
+) -> None:
+    batches = iter([*([torch.ones(1), None, None]), *([None, torch.full((1,), 20.0), torch.full((1,), 40.0)])])
+    module = regression(home, nn.Linear(1, 1, bias=False))
+    module.training_step = lambda batch, batch_idx: (module.net.weight * batch).sum()
+    seen: list[float] = []
+    module.on_before_optimizer_step = lambda optimizer: seen.append(module.net.weight.grad.item())
+    data = DataLoader([0, 1, 2], batch_size=None, collate_fn=lambda _: next(batches))
+    make_trainer(home, max_epochs=2, callbacks=[AccumulationSchedule([[0, 4]])]).fit(module, data)
+    assert seen == [30.0]  # the mean of the second epoch's
+
+
+def test_other_callbacks_see_the_schedules_factor_before_the_first_batch(home: Any, make_trainer: Any) -> None:
+    seen: list[int] = []
+    other = home.callbacks.LambdaCallback(
+        on_train_start=lambda trainer, _: seen.append(trainer.accumulate_grad_batches)
+    )
+    make_trainer(home, callbacks=[AccumulationSchedule([[0, 4]]), other]).fit(regression(home), loader(4))
+    assert seen == [4]
+
+
 def test_a_batch_whose_backward_runs_twice_counts_once(home: Any, make_trainer: Any) -> None:
     """As under LBFGS, which evaluates a batch several times in a step; each time the gradient is 1."""
     seen: list[float] = []

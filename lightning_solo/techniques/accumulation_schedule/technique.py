@@ -107,6 +107,7 @@ class AccumulationSchedule(Technique):
         """Begin a run."""
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
         self._start = 0  # index of the window's first batch; survives the fit, too
+        self._begun = False  # whether a window was begun, in this fit or before the checkpoint
         self._seen = 0  # samples or tokens of all batches so far, where the schedule goes by them
         self._noise = NoiseScale()
         self._warned = False
@@ -177,8 +178,11 @@ class AccumulationSchedule(Technique):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue with the factor in effect when the checkpoint was saved, and its window."""
-        if self._factor is not None:
+        """Start with the schedule's factor, or with that in effect when the checkpoint was saved, and its window."""
+        self._begun = self._factor is not None
+        if self._factor is None:
+            self._begin_with(trainer, self._wanted(trainer), self._start)
+        else:
             self._ctx.window.start = self._start
             self._set_factor(trainer, self._factor)
         if self._resumed is not None and self._ctx.window.gradients_saved:
@@ -188,7 +192,8 @@ class AccumulationSchedule(Technique):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a window where one has ended, with the factor of its place; weigh the batch."""
         window = self._ctx.window
-        if window.begins(batch_idx):
+        if window.begins(batch_idx) or not self._begun:
+            self._begun = True
             self._begin_with(trainer, self._wanted(trainer), batch_idx)
             self._begin_window()
         if not window.gradients_stay:
