@@ -84,7 +84,7 @@ def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[li
 
 
 class Resumable(DataLoader[Any]):
-    """What `with_batches` adds to a loader's class: batches of the present epoch, and the place in it as plain data.
+    """A loader that continues where it was: batches of the present epoch, and the place in it as plain data.
 
     An epoch that ends leads to the next one. Batches that workers have fetched ahead don't count, only those that were
     handed out.
