@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lightning_solo.sweeps.application import application_of
 from lightning_solo.sweeps.results import read
 from tests.conftest import long
 from tests.sweeps.applications import THREAD, TRAIN, environment, sweep, sweep_folder
@@ -174,3 +176,15 @@ def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
         (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
         returned.append(row.returned)
     assert returned == [["first"], ["second"]]
+
+
+def test_a_module_that_is_imported_when_it_is_used_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazily.py").write_text("raise RuntimeError\n")
+    spec = importlib.util.spec_from_file_location("lazily", tmp_path / "lazily.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazily", module)
+    spec.loader.exec_module(module)
+    assert application_of(lambda: None).code
