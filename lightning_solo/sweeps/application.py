@@ -43,7 +43,7 @@ class Application:
         preload: modules to import before the first job; by default ``PRELOAD`` of its module.
         resolvers: the command's resolvers of OmegaConf, pickled; None for one that can't be.
         carried: pickled: the function where it can't be imported, else None, and Hydra's state.
-        code: a hash of the files that define it, see `_code_of`; empty where there is none.
+        code: a hash of each file that defines it, see `_code_of`.
     """
 
     module: str
@@ -55,7 +55,7 @@ class Application:
     preload: tuple[str, ...] = ()
     resolvers: Mapping[str, bytes | None] = field(default_factory=dict)
     carried: bytes = pickle.dumps((None, None))
-    code: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydr
     )
 
 
-def _code_of(module: ModuleType | None) -> str:
-    """Return a hash of a module's file and of the modules in the application's folder that are imported by now.
+def _code_of(module: ModuleType | None) -> dict[str, str]:
+    """Return hashes by file: of a module, and of those in the application's folder that are imported by now.
 
     That folder is the first one of `sys.path`, as Python and `lightning-solo` put it there.
     """
@@ -123,8 +123,13 @@ def _code_of(module: ModuleType | None) -> str:
     files = {Path(file) for names in known if isinstance(file := names.get("__file__"), str)}
     own = {file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts}
     own |= {Path(getattr(module, "__file__", None) or "")}
-    contents = [file.name.encode() + b"\0" + file.read_bytes() for file in sorted(own) if file.is_file()]
-    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16] if contents else ""
+    contents = {file: file.read_bytes() for file in sorted(own) if file.is_file()}
+    return {
+        str(file.relative_to(folder) if file.is_relative_to(folder) else file.name): hashlib.sha256(text).hexdigest()[
+            :16
+        ]
+        for file, text in contents.items()
+    }
 
 
 def _is_guarded(script: Path) -> bool:

@@ -54,7 +54,10 @@ class Display:
                 self._live = None
 
     def tell(self, event: str, number: int | None, detail: str) -> None:
-        """Update the state of a job at an event of `Sweep`, and log the event where nothing is shown live."""
+        """Update the state of a job at an event of `Sweep`, and log the event where nothing is shown live.
+
+        Why a job runs again stays on the terminal.
+        """
         if number is None:
             log.warning("each job starts from a fresh interpreter, some seconds slower: %s", detail)
             return
@@ -65,14 +68,17 @@ class Display:
             self.states[number] = detail
             if number in self.started:
                 self.seconds.append(time.monotonic() - self.started.pop(number))
+        words = {
+            "kept": f"{detail}, by an earlier command",
+            "again": f"{detail}; started again",
+            "anew": f"runs again, from the beginning: {detail}",
+            "started": "started",
+        }
+        line = f"#{number} {self.names.get(number, '')}: {words.get(event, detail)}"
         if self._live is None:
-            words = {
-                "kept": f"{detail}, by an earlier command",
-                "again": f"{detail}; started again",
-                "anew": "runs again, from the beginning; its former folder is renamed",
-                "started": "started",
-            }
-            log.info("#%s %s: %s", number, self.names.get(number, ""), words.get(event, detail))
+            log.info("%s", line)
+        elif event == "anew":
+            self.console.out(line, highlight=False)  # above the live display
 
     def look(self, running: Sequence[int]) -> None:
         """Refresh the live display."""

@@ -69,15 +69,20 @@ class Job:
 
 
 class Try(NamedTuple):
-    """An attempt at a job, which may resume an earlier one.
+    """An attempt at a job.
 
-    ``failures`` are the earlier attempts that count against `Settings.retries`.
+    ``failures`` are the earlier attempts that count against `Settings.retries`; ``anew`` is why it doesn't resume them.
     """
 
     job: Job
     attempt: int
-    resumes: bool
     failures: int = 0
+    anew: str = ""
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it finds its folder as an earlier attempt left it."""
+        return self.attempt > 1 and not self.anew
 
 
 def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:

@@ -7,12 +7,13 @@ import platform
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
+from typing import Any
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
@@ -29,6 +30,7 @@ from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.server import End, serve
 
 LOOK_S = 0.25
+SHOWN_FILES = 3
 
 
 @dataclass(eq=False, repr=False)
@@ -116,11 +118,11 @@ class Sweep:
         files, rerun = self.folder.job(job.number), self.settings.rerun
         start = read_json(files.start)
         if start is None:
-            return Try(job, 1, False)
+            return Try(job, 1)
         attempt = start["attempt"]
-        same_code = rerun == "failed" or start.get("code") == self.application.code
-        if start.get("config_hash") != job.config_hash or not same_code:  # or of a version that didn't write them
-            return Try(job, attempt + 1, False)
+        changed = self._changed(job, start)
+        if changed:
+            return Try(job, attempt + 1, anew=changed)
         if row is None or row.attempt != attempt:  # the command ended before it wrote the row
             row, result = None, files.result_of(attempt)
             if result is not None:
@@ -134,7 +136,21 @@ class Sweep:
             and (row.status == FINISHED or (failed and failures > self.settings.retries))
         ):
             return row
-        return Try(job, attempt + 1, row is None or row.status != FINISHED, failures)
+        anew = f"hydra.launcher.rerun={rerun}" if row is not None and row.status == FINISHED else ""
+        return Try(job, attempt + 1, failures, anew)
+
+    def _changed(self, job: Job, start: Mapping[str, Any]) -> str:
+        """Return what has changed since a job was started; empty where its earlier attempts count."""
+        if start.get("config_hash") != job.config_hash:
+            return "its configuration has changed"
+        before, now = start.get("code"), self.application.code
+        if self.settings.rerun == "failed" or before == now:
+            return ""
+        if not isinstance(before, Mapping):  # of a version that didn't write it by file
+            return "another version of lightning-solo ran it"
+        files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
+        more = f" and {len(files) - SHOWN_FILES} more files" if len(files) > SHOWN_FILES else ""
+        return f"{', '.join(files[:SHOWN_FILES])}{more} changed"
 
     def _work(self, waiting: deque[Try]) -> None:
         """Run jobs until all have ended.
@@ -209,8 +225,8 @@ class Sweep:
         files, folder = self.folder.job(job.number), str(job.folder.absolute())
         try:
             if one.attempt > 1 and not one.resumes and job.folder.exists():
-                job.folder.rename(job.folder.with_name(f"{job.folder.name}.attempt-{one.attempt - 1}"))
-                self.tell("anew", job.number, "")
+                former = job.folder.rename(job.folder.with_name(f"{job.folder.name}.attempt-{one.attempt - 1}"))
+                self.tell("anew", job.number, f"{one.anew}; its former folder is now {former.name}")
             start = {"attempt": one.attempt, "failures": one.failures, "started": time.time(), "folder": folder}
             what = {"overrides": job.overrides, "config_hash": job.config_hash, "code": self.application.code}
             write_json(files.start, {**start, **what})
@@ -230,7 +246,7 @@ class Sweep:
         retried = failed and one.failures < self.settings.retries and not self._stops()
         self.tell("again" if retried else "ended", row.number, f"{row.status} {row.detail}".strip())
         if retried:
-            waiting.appendleft(Try(one.job, one.attempt + 1, True, one.failures + 1))
+            waiting.appendleft(Try(one.job, one.attempt + 1, one.failures + 1))
         else:
             self._write(row)
             self.rows[row.number] = row

@@ -30,9 +30,19 @@ def test_a_terminal_shows_the_jobs_that_run_and_counts_the_others(tmp_path: Path
         on_terminal.tell("started", 0, "")
         on_terminal.tell("ended", 0, "failed ValueError")
         on_terminal.tell("started", 1, "")
+        on_terminal.tell("anew", 2, "train.py changed")
         on_terminal.look([1])
         told = shown.getvalue()
-    for words in ("lr=1", "running", "5/10", "0.25", "1.50 GiB", "failed ValueError", "1 of 3 jobs done, 1 failed"):
+    for words in (
+        "lr=1",
+        "running",
+        "5/10",
+        "0.25",
+        "1.50 GiB",
+        "failed ValueError",
+        "train.py",
+        "1 of 3 jobs done, 1 failed",
+    ):
         assert words in told
 
 

@@ -189,7 +189,7 @@ def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
 def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2")
     done = sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
-    assert len(lines_with(done.stdout, "runs again", "renamed")) == 2
+    assert len(lines_with(done.stdout, "configuration", ".attempt-1")) == 2
     assert starts(tmp_path) == {1: 2, 2: 2}
     assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == [
         "0",
@@ -215,8 +215,10 @@ def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Pat
     for times in (2, 2, 3):
         # of another length, since Python tells a file of bytecode that is out of date by length and second
         (tmp_path / "mine.py").write_text("times = " + "1 + " * (times - 1) + "1\n")
-        sweep(tmp_path, "n=1", script=script)
+        done = sweep(tmp_path, "n=1", script=script)
     assert starts(tmp_path) == {1: 2}
+    assert lines_with(done.stdout, " mine.py ", "0.attempt-1")
+    assert not lines_with(done.stdout, "train.py")
     assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [3]
 
 
