@@ -93,6 +93,9 @@ class Card:
         first_factor: for one that owns the accumulation factor; returns for its settings how many micro-batches make
             the first optimizer step.
         rules: each returns why the technique can't be part of a composition and what to write, or None.
+        caveat: returns for its settings why nobody should get it without asking for it by name, or None: a plan has it
+            behind the others, and `auto` takes it only where its preset is named. One that owns ``trained_parameters``
+            needs none for that.
         requires: of the machine.
         on_cpu: settings under which it also runs on a CPU; None where it never does.
         rung: its place in the ladder.
@@ -119,6 +122,7 @@ class Card:
     instead: Mapping[str, str] = field(default_factory=dict)
     first_factor: Callable[[Any], int] | None = None
     rules: tuple[Callable[[Any, Composition], str | None], ...] = ()
+    caveat: Callable[[Any], str | None] | None = None
     requires: tuple[Requirement, ...] = ()
     on_cpu: Mapping[str, Any] | None = field(default_factory=dict)
     rung: Rung | None = None

@@ -135,6 +135,8 @@ def problems(card: Card) -> Iterator[str]:
         yield f"{card.name}: requires={card.requires!r}: write a tuple of Requirement"
     if not all(callable(rule) for rule in card.rules):
         yield f"{card.name}: rules={card.rules!r}: write a tuple of functions of (settings, composition)"
+    if card.caveat is not None and not callable(card.caveat):
+        yield f"{card.name}: caveat={card.caveat!r}: write a function of the settings"
     if not isinstance(card.rung, Rung | None):
         yield f"{card.name}: rung={card.rung!r}: write Rung(name, order), or None"
     for kind in ("owns", "reads", "frees"):

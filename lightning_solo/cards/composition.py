@@ -72,6 +72,21 @@ class Composition:
         return any(chosen.owned() & {"batches", "sequences"} for chosen in self.techniques)
 
     @property
+    def caveats(self) -> tuple[str, ...]:
+        """Why nobody should get it without asking for it by name, in words."""
+        words = [
+            (chosen, "chooses which parameters are trained")
+            for chosen in self.techniques
+            if "trained_parameters" in chosen.owned()
+        ]
+        words += [
+            (chosen, text)
+            for chosen in self.techniques
+            if chosen.card.caveat is not None and (text := chosen.card.caveat(chosen.settings))
+        ]
+        return tuple(f"{chosen.choice} {text}" for chosen, text in words)
+
+    @property
     def first_factor(self) -> int:
         """How many micro-batches make the first optimizer step."""
         for chosen in self.techniques:

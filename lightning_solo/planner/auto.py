@@ -120,6 +120,9 @@ def candidates(
         if composition(preset).makes_batches:
             refused[name] = "its batches are others than the loader's, for which presets are planned"
             continue
+        if presets is None and (caveats := composition(preset).caveats):
+            refused[name] = f"{'; '.join(caveats)}; auto.presets=[..., {name}] would consider it"
+            continue
         candidate = replace(
             preset,
             precision=config.precision,

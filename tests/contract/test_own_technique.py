@@ -82,7 +82,12 @@ trainer = L.Trainer(**solo.trainer_kwargs(["fine_tuning", "accumulation"]), **qu
 trainer.fit(module, loader)
 batch = torch.arange(8)
 plan, whole = (solo.plan(Module, batch, preset=preset, device="rtx-4090") for preset in ("fine_tuning", "bf16"))
+from lightning_solo.planner import auto
+auto.preset_files = lambda: ["bf16", "fine_tuning"]
+asked = compose("auto"), lambda config: None
 print(json.dumps({
+    "candidates": list(auto.candidates(*asked, None, ())),
+    "named": list(auto.candidates(*asked, ["fine_tuning"], ())),
     "presets": solo.list_presets(),
     "shown": solo.show("fine_tuning"),
     "rungs": list(techniques()),
@@ -97,6 +102,8 @@ print(json.dumps({
     assert "min_rows: 256" in shown["shown"]
     names = shown["rungs"]
     assert names.index("checkpointing") < names.index("frozen embeddings") < names.index("accumulation")
+    assert shown["candidates"] == ["bf16"], "what trains other parameters is for those who name it"
+    assert shown["named"] == ["fine_tuning"]
     assert shown["frozen"]
     assert shown["trained"]
     assert shown["undone"]

@@ -138,6 +138,18 @@ def test_presets_that_make_batches_are_no_candidates() -> None:
         candidates(compose("auto"), lambda config: None, presets, ())
 
 
+def test_what_trains_otherwise_or_is_for_another_machine_is_a_candidate_only_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["bf16", "super_offload", "zenflow", "zero_offload"]
+    monkeypatch.setattr(auto, "preset_files", lambda: dict.fromkeys(names))
+    assert list(candidates(compose("auto"), lambda config: None, None, ())) == ["bf16", "zero_offload"]
+    assert list(candidates(compose("auto"), lambda config: None, names, ())) == names
+    monkeypatch.setattr(auto, "preset_files", lambda: {"zenflow": None})
+    with pytest.raises(PresetError, match=mentions("zenflow: ", "AdamW", "auto.presets")):
+        candidates(compose("auto"), lambda config: None, None, ())
+
+
 @pytest.mark.long
 def test_precision_and_accumulation_stay_what_they_are() -> None:
     config = compose("auto", ["precision=32-true", "accumulate_grad_batches=4"])

@@ -42,5 +42,6 @@ CARD = Card(
     conflicts="a module that is compiled whole (refused): it would be compiled again for each draw",
     reference="Fan et al. 2019, LayerDrop, https://arxiv.org/abs/1909.11556; Huang et al. 2016, stochastic depth,"
     " https://arxiv.org/abs/1603.09382",
+    caveat=lambda settings: "trains without some of the blocks at a time",
     planned="lightning_solo.techniques.layer_drop.card:planned",
 )

@@ -79,6 +79,12 @@ def _zenflow_and_its_directory(settings: Settings, composition: Composition) -> 
     return None
 
 
+def _caveat(settings: Settings) -> str | None:
+    if settings.super_offload:
+        return "with SuperOffload is made for a GH200, whose link to the host is many times as fast as a PCIe bus"
+    return "with ZenFlow applies most of the update late: not AdamW" if "zenflow" in settings.zero_section else None
+
+
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan model states by the engine's layout; its weights are in the low precision throughout, without autocast."""
     precision = {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(tracing.precision, tracing.precision)
@@ -106,6 +112,7 @@ CARD = Card(
     frees=lambda settings: (
         frozenset({"gradients", "repeated_backward"}) | ({"weights"} if settings.stage == 3 else frozenset())
     ),
+    caveat=_caveat,
     rules=(_double_precision, _zenflow_and_accumulation, _zenflow_and_its_directory),
     requires=(
         Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),
