@@ -30,7 +30,7 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         new.unlink(missing_ok=True)
 
 
-def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
+def write_json(path: Path, data: Mapping[Any, Any], *, durable: bool = True) -> None:
     """Write a mapping as JSON by `write_whole`."""
     write_whole(path, json.dumps(data).encode(), durable=durable)
 

@@ -1,4 +1,4 @@
-"""`lightning-solo results RUN`: the rows of a sweep as a table, sorted, as CSV, and the front of loss against cost."""
+"""`lightning-solo results [RUN]`: a sweep's jobs as a table or CSV, and why some failed; without RUN, the sweeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import csv
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_solo.errors import NothingToDoError, PresetError, nearest
+from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, nearest
 from lightning_solo.report.sweep_folder import common_overrides, fronts_of, own_overrides, pruned
+from lightning_solo.sweeps.files import RESULTS, STATE, SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.sweeps.results import Row, read
+from lightning_solo.sweeps.output import FILE
+from lightning_solo.sweeps.results import Row, read_all
 from lightning_solo.units import format_bytes, format_duration, shorter_numbers
 
+DEPTH = 3
+"""How many folders deep sweeps are looked for."""
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "job": lambda row: row.number,
     "overrides": lambda row: " ".join(row.overrides),
@@ -45,8 +51,14 @@ SHOWN = ("job", "overrides", "status", "loss", "peak_device_bytes", "peak_host_b
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the rows of a sweep, or write them as CSV; exit 1 where a job did not finish."""
+    """Print the rows of a sweep, or write them as CSV; exit 1 where a job did not finish. Without one, list sweeps."""
     options = _parser().parse_args(arguments)
+    if options.run is None:
+        sweeps = sweeps_below(Path())
+        if arguments or not sweeps:
+            raise NothingToDoError(f"results {' '.join(arguments)}: no sweep is named; {_offered(sweeps)}")
+        print_sweeps(sweeps)
+        return 0
     rows, column = rows_of(options.run), options.sort
     if column not in COLUMNS:
         raise PresetError(f"--sort {column}: no such column{nearest(column, COLUMNS)}one of {', '.join(COLUMNS)}")
@@ -62,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     status = "The exit status is 1 where a job did not finish."
     description = f"{(__doc__ or '').splitlines()[0]} {status}"
     parser = argparse.ArgumentParser(prog="lightning-solo results", description=description)
-    parser.add_argument("run", type=Path, help="the sweep's folder, such as runs/first")
+    parser.add_argument("run", nargs="?", type=Path, help="the sweep's folder, such as runs/first; without it, a list")
     parser.add_argument("--sort", default="job", metavar="COLUMN", help=f"one of {', '.join(COLUMNS)}")
     parser.add_argument("--descending", action="store_true", help="the largest first")
     parser.add_argument("--csv", metavar="FILE", help="write them there, - for standard output, with all metrics")
@@ -76,15 +88,43 @@ def rows_of(folder: Path) -> list[Row]:
         NothingToDoError: there are none; lists the sweeps in this folder.
         CheckpointError: they are of another version.
     """
-    rows = read(folder / "results.jsonl")
+    rows = read_all(SweepFolder(folder))
     if not rows:
-        beside = folder if folder.is_dir() else folder.parent
-        sweeps = sorted(str(path.parent) for path in beside.glob("*/results.jsonl"))
-        raise NothingToDoError(
-            f"{folder}: no results of a sweep there; "
-            + (f"there are {', '.join(sweeps)}" if sweeps else "lightning-solo train -m ... run=x makes runs/x")
-        )
+        sweeps = sweeps_below(folder if folder.is_dir() else folder.parent)
+        raise NothingToDoError(f"{folder}: no results of a sweep there; {_offered(sweeps)}")
     return rows
+
+
+def sweeps_below(folder: Path) -> list[Path]:
+    """Return the folders of sweeps in a folder, such as `multirun/train-1a2b3c4d`, the last one that ran first."""
+    depths = ("*/" * depth for depth in range(DEPTH + 1))
+    found = {path.parent for depth in depths for name in (STATE, RESULTS) for path in folder.glob(depth + name)}
+    return sorted(found, key=_last_run, reverse=True)
+
+
+def _last_run(sweep: Path) -> float:
+    return max(path.stat().st_mtime for path in (sweep, sweep / STATE, sweep / RESULTS) if path.exists())
+
+
+def _offered(sweeps: Sequence[Path]) -> str:
+    there = ", ".join(map(str, sweeps))
+    return f"there are {there}" if sweeps else "lightning-solo train -m ... run=x makes runs/x"
+
+
+def print_sweeps(sweeps: Sequence[Path]) -> None:
+    """Print a table of sweeps: when each ran last, and how its jobs ended."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("sweep", "last run", "jobs"):
+        table.add_column(name, overflow="fold")
+    for sweep in sweeps:
+        try:
+            counts = Counter(row.status for row in read_all(SweepFolder(sweep)))
+            jobs = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+        except CheckpointError:
+            jobs = "of another version of lightning-solo"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_last_run(sweep)))
+        table.add_row(Text(str(sweep)), when, jobs)
+    Console().print(table)
 
 
 def _order(value: Any) -> tuple[bool, Any]:
@@ -92,7 +132,7 @@ def _order(value: Any) -> tuple[bool, Any]:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table of jobs, which marks those on a Pareto front of loss.
+    """Print a table of jobs, which marks those on a Pareto front of loss, and why jobs failed.
 
     Overrides that do not fit beside the figures are listed below.
     """
@@ -106,6 +146,9 @@ def print_rows(rows: Sequence[Row]) -> None:
         console.print(*(Text(f"#{number} {name}") for number, name in names.items() if name), sep="\n")
     if common:
         console.print(Text(f"in all jobs: {' '.join(common)}", style="italic"))
+    for row in rows:
+        if row.status != FINISHED and row.detail:
+            console.print(Text(f"#{row.number} {row.detail} ({Path(row.folder, FILE)})"), soft_wrap=True)
 
 
 def table_of(rows: Sequence[Row], names: Mapping[int, str]) -> Table:

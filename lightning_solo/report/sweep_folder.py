@@ -9,7 +9,6 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.report.charts import scatter
 from lightning_solo.report.csv_files import read_metrics
@@ -17,13 +16,11 @@ from lightning_solo.report.figures import line_figure
 from lightning_solo.report.model import Cell, Figure, Report, Table, number, plain
 from lightning_solo.report.run_folder import documents, newest
 from lightning_solo.report.series import Series
-from lightning_solo.sweeps import results
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.results import Row, read_all
 from lightning_solo.units import GiB, format_bytes, shorter_numbers
 
-BEGUN = "begun, no result yet"
 MOST_CURVES = 35  # pairs of colour and dash that differ
 MOST_DETAIL = 300
 
@@ -37,7 +34,7 @@ def read_sweep(folder: Path) -> Report:
     """Return the report on a sweep's folder, with a note on each file that can't be read."""
     report = Report(title=plain(folder.resolve().name))
     try:
-        rows = read_rows(folder)
+        rows = read_all(SweepFolder(folder))
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         known = isinstance(error, CheckpointError)
         report.notes.append(plain(error if known else f"{folder / 'results.jsonl'}: no results: {error}"))
@@ -57,22 +54,6 @@ def read_sweep(folder: Path) -> Report:
     report.figures.extend(figure for figure in drawn if figure is not None)
     report.documents.update(documents(folder, ("multirun.yaml",)))
     return report
-
-
-def read_rows(folder: Path) -> list[Row]:
-    """Return the results, and a row for each job that was started and has none."""
-    rows = results.read(folder / "results.jsonl")
-    ended = {row.number for row in rows}
-    sweep = SweepFolder(folder)
-    for job in sweep.jobs():
-        start, progress = read_json(sweep.job(job).start), read_json(sweep.job(job).progress) or {}
-        if job not in ended and start is not None:
-            row = Row(
-                job, tuple(start.get("overrides", ())), BEGUN, folder=str(start.get("folder", "")),
-                metrics=progress.get("metrics") or {}, steps=progress.get("step"),
-            )  # fmt: skip
-            rows.append(row)
-    return rows
 
 
 def facts(rows: Sequence[Row], common: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,8 +134,8 @@ class Display:
         return max(statistics.median(durations) * open_jobs - elapsed, 0.0) / self.parallel
 
 
-def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) -> str:
-    """Return a table of the jobs that did not finish, with the ends of their outputs."""
+def failures(rows: Sequence[Row], folder: Path, tail_lines: int = 0, *, rerun: bool = True) -> str:
+    """Return a table of a sweep's jobs that did not finish, the ends of their outputs, and all their numbers."""
     failed = [row for row in rows if row.status != FINISHED]
     table = Table(title=f"{len(failed)} of {len(rows)} jobs did not finish", title_justify="left")
     for name in ("job", "overrides", "status", "why"):
@@ -151,4 +152,7 @@ def failures(rows: Sequence[Row], tail_lines: int = 0, *, rerun: bool = True) ->
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         if rerun and any(row.status != INTERRUPTED for row in failed):
             console.print("\nto run the failed ones again: the same command with hydra.launcher.rerun=failed")
+        numbers = ", ".join(str(row.number) for row in failed)
+        seen = shlex.join(["lightning-solo", "results", str(folder)])
+        console.print(f"did not finish: {numbers}; to see all jobs: {seen}", soft_wrap=True, highlight=False)
     return captured.get()

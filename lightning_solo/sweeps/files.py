@@ -6,6 +6,7 @@
 ├── .sweep/
 │   ├── lock             held by the command that runs the sweep, and by the process that starts its jobs
 │   ├── server.log       what that process printed: its imports, or why they failed
+│   ├── listed.json      overrides of the jobs of the last command, by number; written before the first job starts
 │   ├── pruning.json     settings of pruning for the jobs of a search that prunes
 │   └── jobs/7/
 │       ├── start.json       attempt, configuration and folder; written by the command before the job starts
@@ -30,6 +31,7 @@ from lightning_solo.errors import CheckpointError
 from lightning_solo.processes import is_running
 
 STATE = ".sweep"
+RESULTS = "results.jsonl"
 
 
 class JobFiles:
@@ -53,8 +55,9 @@ class SweepFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = path / STATE
-        self.results = path / "results.jsonl"
+        self.results = path / RESULTS
         self.server_log = self.state / "server.log"
+        self.listed = self.state / "listed.json"
         self.pruning = self.state / "pruning.json"
 
     def job(self, number: int) -> JobFiles:
@@ -62,8 +65,9 @@ class SweepFolder:
         return JobFiles(self.state / "jobs" / str(number))
 
     def jobs(self) -> list[int]:
-        """Return the numbers of the jobs that were ever started, in order."""
-        return sorted(int(path.name) for path in (self.state / "jobs").glob("*") if path.name.isdigit())
+        """Return the numbers of the jobs that were ever started or are to be, in order."""
+        started = {int(path.name) for path in (self.state / "jobs").glob("*") if path.name.isdigit()}
+        return sorted(started | {int(number) for number in read_json(self.listed) or {}})
 
     @contextmanager
     def lock(self, look: Callable[[], None] = lambda: None) -> Iterator[int]:

@@ -96,7 +96,7 @@ class Launch:
         with self.kept(names) if self._kept is None else nullcontext(self._kept) as (sweep, display):
             display.names.update(names)
             rows = sweep.run(jobs)
-        error = JobsFailed(failures(rows, self.settings.tail_lines))
+        error = JobsFailed(failures(rows, self.folder.path, self.settings.tail_lines))
         return [job_return(config, row, error) for config, row in zip(configs, rows, strict=True)]
 
     @contextmanager
@@ -132,6 +132,19 @@ class Launch:
 
 class JobsFailed(CompactHydraException):
     """Some jobs did not finish; the message is the table of them."""
+
+
+class FailedJob(JobReturn):
+    """A job that did not finish, whose error names all of them; Hydra's own return would print this one before."""
+
+    @property
+    def return_value(self) -> Any:
+        """Raise the error."""
+        raise self._return_value
+
+    @return_value.setter
+    def return_value(self, value: Any) -> None:
+        self._return_value = value
 
 
 @contextmanager
@@ -240,7 +253,7 @@ def job_return(config: DictConfig, row: Row, error: Exception) -> JobReturn:
     """Return a job's `JobReturn`, as Hydra's own launcher does."""
     plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     finished = row.status == FINISHED
-    return JobReturn(
+    return (JobReturn if finished else FailedJob)(
         overrides=list(filter_overrides(row.overrides)),
         cfg=plain,
         hydra_cfg=OmegaConf.masked_copy(config, ["hydra"]),

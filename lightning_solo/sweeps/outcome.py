@@ -22,6 +22,8 @@ STATUSES = {
     "exited": "it left by sys.exit or os._exit before the task function returned",
     INTERRUPTED: "Ctrl-C; the same command runs it again",
 }
+BEGUN = "begun, no result yet"
+NOT_STARTED = "not started"
 OWN_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SIGTRAP")
 
 

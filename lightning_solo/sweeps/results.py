@@ -10,7 +10,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.outcome import BEGUN, NOT_STARTED
 
 VERSION = 1
 
@@ -139,3 +142,23 @@ def read(path: Path) -> list[Row]:
             )
         rows[values["number"]] = Row(**{**values, "overrides": tuple(values["overrides"])})
     return [rows[number] for number in sorted(rows)]
+
+
+def read_all(sweep: SweepFolder) -> list[Row]:
+    """Return the rows of a sweep, by number, and one for each job that has no result yet or was not started.
+
+    Raises:
+        CheckpointError: they are of another version of this library.
+    """
+    rows = {row.number: row for row in read(sweep.results)}
+    listed = read_json(sweep.listed) or {}
+    for job in sweep.jobs():
+        start, progress = read_json(sweep.job(job).start), read_json(sweep.job(job).progress) or {}
+        if job not in rows and start is not None:
+            rows[job] = Row(
+                job, tuple(start.get("overrides", ())), BEGUN, folder=str(start.get("folder", "")),
+                metrics=progress.get("metrics") or {}, steps=progress.get("step"),
+            )  # fmt: skip
+        elif job not in rows and str(job) in listed:
+            rows[job] = Row(job, tuple(listed[str(job)]), NOT_STARTED)
+    return [rows[job] for job in sorted(rows)]

@@ -172,4 +172,4 @@ class Search:
                 f" was pruned; there are {', '.join(names) or 'no metrics'}; write hydra.sweeper.monitor=<one of them>"
             )
         if any(row.status != FINISHED for row in rows):
-            raise JobsFailed(failures(rows, self.config.hydra.launcher.tail_lines, rerun=False))
+            raise JobsFailed(failures(rows, self.folder.path, self.config.hydra.launcher.tail_lines, rerun=False))

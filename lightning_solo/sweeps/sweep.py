@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,6 +58,7 @@ class Sweep:
         if not hasattr(os, "pidfd_open"):
             raise CapabilityError("hydra/launcher=solo needs Linux; write hydra/launcher=basic")
         self.rows: dict[int, Row] = {}
+        self._listed: dict[int, tuple[str, ...]] = {}
         self._signals: list[int] = []  # to end, which this process got
         self._full: tuple[Path, str] | None = None  # the file that could not be written, and why; no job starts then
         self._opened: ExitStack | None = None
@@ -75,7 +76,7 @@ class Sweep:
             yield
             return
         with caught_signals() as self._signals, self.folder.lock(self._check_signals) as self._lock:
-            self.rows = {}
+            self.rows, self._listed = {}, {}
             try:
                 with ExitStack() as self._opened:
                     yield
@@ -95,6 +96,9 @@ class Sweep:
         with self.opened():
             self._check_signals()
             earlier = {row.number: row for row in results.read(self.folder.results)}
+            self._listed |= {job.number: job.overrides for job in jobs}
+            with suppress(OSError):  # on a full disk the first job that starts fails, too, and says so
+                write_json(self.folder.listed, self._listed, durable=False)
             waiting: deque[Try] = deque()
             for job in jobs:
                 kept = self._row_or_try(job, earlier.get(job.number))

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_solo.atomic_files import write_json
 from lightning_solo.cli.results import run
+from lightning_solo.errors import NothingToDoError
+from lightning_solo.sweeps.files import SweepFolder
 from tests.messages import lines_with
 from tests.report.folders import make_row, make_sweep
 
@@ -45,6 +48,39 @@ def test_a_pruned_job_says_so_and_beats_none(
     assert lines_with(first, "memory", "time")
     assert "pruned at 50" in second
     assert second.endswith("11 s")
+
+
+def test_a_failed_job_says_why_and_where_and_one_that_was_not_started_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    failed = {"status": "failed", "detail": f"ValueError: bad [luck] {'x' * 100}", "folder": "here/1", "returned": None}
+    make_sweep(tmp_path, [make_row(0), make_row(1, **failed)])
+    write_json(SweepFolder(tmp_path).listed, {n: ["model.width=8", f"optimizer.lr={n}"] for n in range(3)})
+    assert run([str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert lines_with(told, "#1 ", failed["detail"], "here/1/output.log")
+    assert len(lines_with(told, "2", "not started")) == 1
+    assert run([str(tmp_path), "--csv", "-"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2,model.width=8 optimizer.lr=2,not started,")
+
+
+def test_without_a_folder_the_sweeps_below_are_listed_the_last_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NothingToDoError, match="lightning-solo train -m"):
+        run([])
+    for age, name in enumerate(["runs/b", "multirun/2026-11-23/train-a"]):
+        sweep = make_sweep(tmp_path / name, [make_row(0), make_row(1, status="failed")])
+        for path in (sweep / "results.jsonl", sweep):
+            os.utime(path, (10**9 - age, 10**9 - age))
+    assert run([]) == 0
+    _, *sweeps = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in sweeps] == ["runs/b", "multirun/2026-11-23/train-a"]
+    assert all(lines_with(line, "2001-09-09", "1 finished", "1 failed") for line in sweeps)
+    with pytest.raises(NothingToDoError, match="runs/b"):
+        run(["--sort", "loss"])
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:

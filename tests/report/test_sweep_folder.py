@@ -13,8 +13,9 @@ from lightning_solo.atomic_files import write_json
 from lightning_solo.report.charts import scatter
 from lightning_solo.report.model import Table
 from lightning_solo.report.palette import LIGHT
-from lightning_solo.report.sweep_folder import BEGUN, MOST_CURVES, job_folder, read_sweep
+from lightning_solo.report.sweep_folder import MOST_CURVES, job_folder, read_sweep
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.outcome import BEGUN
 from lightning_solo.sweeps.results import Row, line_of
 from lightning_solo.units import GiB
 from tests.messages import lines_with

@@ -21,7 +21,7 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job_process import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures
-from lightning_solo.sweeps.results import Row, read
+from lightning_solo.sweeps.results import Row, read, read_all
 from tests.conftest import long
 from tests.messages import mentions
 from tests.sweeps.applications import (
@@ -83,7 +83,7 @@ def test_plain_values_are_kept(value: object, kept: dict[str, Any]) -> None:
 
 def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
     row = Row(0, ("paths=[/data/a,b]",), "failed", "ValueError: expected [batch, width] in [/data/a]", str(tmp_path))
-    told = failures([row])
+    told = failures([row], tmp_path)
     assert "paths=[/data/a,b]" in told
     assert "expected [batch, width] in [/data/a]" in told
     display = Display(SweepFolder(tmp_path), {0: "paths=[/data/a,b]"}, 1)
@@ -252,7 +252,7 @@ def test_an_interrupt_between_two_jobs_starts_no_other(
         plain_sweep(tmp_path, tell=between).run(plain_jobs(tmp_path, 3))
     assert signal.getsignal(number) is handler
     assert begun(tmp_path) == [0]
-    assert [(row.number, row.status) for row in read(tmp_path / "results.jsonl")] == [(0, "finished")]
+    assert [row.status for row in read_all(SweepFolder(tmp_path))] == ["finished", "not started", "not started"]
     rows = plain_sweep(tmp_path).run(plain_jobs(tmp_path, 3))
     assert [(row.attempt, row.returned) for row in rows] == [(1, 0), (1, 1), (1, 2)]
     assert begun(tmp_path) == [0, 1, 2]

@@ -53,8 +53,12 @@ def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> No
     assert [row.returned for row in rows if row.overrides[0] == "kind=fine"] == [1.5, 3.0]
     assert {"Model" in row.detail for row in rows if row.overrides[0] == "kind=object"} == {True}
     assert "14 of 18 jobs" in done.stderr
-    for number in (row.number for row in rows if row.status != "finished"):  # all failures are named, not the first
+    failed = [str(row.number) for row in rows if row.status != "finished"]
+    for number in failed:  # all failures are named, not the first
         assert f"{number}/output.log" in done.stderr
+    folder = sweep_folder(tmp_path).relative_to(tmp_path)
+    assert lines_with(done.stderr, ", ".join(failed), f"lightning-solo results {folder}")
+    assert "n=1'" not in done.stderr  # as in Hydra's own line about the first of them
     assert "ValueError: bad luck" in done.stderr
     assert '    raise ValueError("bad luck")' in done.stderr  # the end of its output
     assert "hydra.launcher.rerun=failed" in done.stderr
