@@ -74,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.as_json:
         print(json.dumps(as_plain(plans, failed, arguments, advice), indent=2))
     else:
-        print_plans(plans, failed, longer_steps(plans, presets), advice)
+        print_plans(plans, failed, notes(plans, presets), advice)
         for picture in pictures:
             print(f"picture: {picture}")
     return 0 if any(plan.fits for plan in plans) else 1
@@ -118,13 +118,15 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
         error = next(iter(failed.values()))
         if "" in failed or isinstance(error, PresetError):
             raise error
-    return ranked(plans), failed
+    return ranked(plans, request.presets), failed
 
 
-def longer_steps(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
-    """Return a line for each preset whose optimizer step, and so its time, is of several micro-batches."""
-    of = {plan.preset: composition(presets[plan.preset]).first_factor for plan in plans}
-    return [f"{name}: an optimizer step is of {count} micro-batches" for name, count in of.items() if count > 1]
+def notes(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
+    """Return a line for each preset whose optimizer step is of several micro-batches, and for each caveat."""
+    of = {plan.preset: composition(presets[plan.preset]) for plan in plans}
+    factors = {name: each.first_factor for name, each in of.items() if each.first_factor > 1}
+    longer = [f"{name}: an optimizer step is of {count} micro-batches" for name, count in factors.items()]
+    return longer + [f"{name}: {caveat}" for name, each in of.items() for caveat in each.caveats]
 
 
 def as_plain(

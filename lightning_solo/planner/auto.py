@@ -17,7 +17,7 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
 from lightning_solo.planner import preset_plans
 from lightning_solo.planner.device import CPU
-from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.plan import Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
@@ -148,14 +148,16 @@ def candidates(
 def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     """Return why this one was chosen, in a sentence.
 
-    A plan's order is by time among those that fit; the next one is the alternative.
+    Plans are in the order in which to try them; the next one is the alternative.
     """
     others = [plan for plan in plans if plan is not chosen and plan.verdict == chosen.verdict]
     leaves = f"it needs {format_bytes(chosen.needed_bytes)} of {format_bytes(chosen.budget_bytes)}"
     if not others:
         only = "the only one that fits" + (", if only just" if chosen.verdict == "tight" else "")
         return f"auto: {chosen.preset}, {only}; {leaves}"
-    slower = others[0].seconds_per_example / (chosen.seconds_per_example or 1.0) - 1
+    if as_fast(others[0], chosen):
+        return f"auto: {chosen.preset}, of the fastest that fit the one that changes least; {leaves}"
+    slower = others[0].seconds_per_example / chosen.seconds_per_example - 1
     before = f"by an estimated {slower:.0%} before {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
 from typing import Any
 
 from lightning_solo.planner.timeline import Span
+from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.units import format_bytes
 
 TIGHT = 0.05  # of the need: workspaces of cuDNN and of sorting aren't known, and the CUDA context is an estimate
 HOST_NOT_JUDGED = (
     "the host has the memory that is kept there; --host-memory 64GiB (in Python host_memory=) would judge it"
 )
+# Estimates that differ by less don't order presets: 2 %, and the time in which the host runs the loop around a step
+NEAR, NEAR_S = 0.02, 1e-3
 VERDICTS = ("fits", "tight", "does not fit")
 
 
@@ -134,12 +138,36 @@ def with_host_memory(plan: Plan, host_memory: int | None) -> Plan:
     return judged if on_host != "does not fit" else replace(judged, largest_micro_batch=0)
 
 
-def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans in the order in which to try them: those that fit by time, the others by missing bytes."""
-    return sorted(
-        plans,
-        key=lambda p: (
-            VERDICTS.index(p.verdict),
-            p.missing_bytes if p.verdict == "does not fit" else float(f"{p.seconds_per_example:.3g}"),
-        ),
-    )
+def as_fast(plan: Plan, other: Plan) -> bool:
+    """Return whether a plan takes as long as another per example, as far as estimates can tell."""
+    slack = NEAR * other.seconds_per_step + NEAR_S
+    return plan.seconds_per_example <= other.seconds_per_example + slack / (other.micro_batch * other.accumulation)
+
+
+def ranked(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[Plan]:
+    """Return plans in the order in which to try them: those that fit by time, the others by missing bytes.
+
+    Of those that are as fast as the fastest left, the first keeps least on the host and has the fewest techniques.
+    Behind all others of its verdict is a preset with a caveat.
+
+    Args:
+        plans: of several presets.
+        presets: checked, by name.
+    """
+    of = {name: composition(config) for name, config in presets.items()}
+
+    def group(plan: Plan) -> tuple[int, bool]:
+        return VERDICTS.index(plan.verdict), bool(of[plan.preset].caveats)
+
+    def changes(plan: Plan) -> tuple[int, int, bool]:
+        config = of[plan.preset]  # in 16 bits throughout, small updates are lost
+        return plan.host_bytes, len(config.techniques), str(config.precision).endswith("16-true")
+
+    order: list[Plan] = []
+    for _, each in groupby(sorted(plans, key=group), key=group):
+        left = sorted(each, key=lambda plan: (plan.missing_bytes, plan.seconds_per_example))
+        while left:
+            alike = [plan for plan in left if plan.fits and as_fast(plan, left[0])] or left[:1]
+            order += sorted(alike, key=changes)
+            left = [plan for plan in left if plan not in alike]
+    return order

@@ -99,7 +99,7 @@ def plan(
             errors.append(result)
     if not plans:
         raise errors[0]
-    return ranked(plans) if preset is None else plans[0]
+    return ranked(plans, configs) if preset is None else plans[0]
 
 
 def _configs(

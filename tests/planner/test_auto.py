@@ -58,7 +58,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, SoloCon
     """Return a function that chooses among plans that are given: ``answers(plan, ..., overrides=[...])``."""
 
     def among(*plans: Plan, overrides: Any = (), said: io.StringIO | None = None) -> tuple[str, SoloConfig, Plan]:
-        monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **kwargs: ranked(plans))
+        presets = {plan.preset: compose(plan.preset) for plan in plans}
+        monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **kwargs: ranked(plans, presets))
         config = compose("auto", [f"auto.presets=[{','.join(plan.preset for plan in plans)}]", *overrides])
         console = Console(file=said or io.StringIO(), width=200)
         return choose(config, None, None, check=lambda config: None, console=console)
@@ -80,6 +81,15 @@ def test_the_fastest_that_fits(answers: Any) -> None:
     )
     assert name == "zero_offload"
     assert all(name in said.getvalue() for name in ("bf16_true", "baseline", "checkpointing", "zero_offload *"))
+
+
+def test_why_it_is_this_one(answers: Any) -> None:
+    said = io.StringIO()
+    assert answers(planned("checkpointing", seconds=1.0), planned("bf16", seconds=1.01), said=said)[0] == "bf16"
+    assert answers(planned("checkpointing", seconds=1.5), planned("bf16"), said=said)[0] == "bf16"
+    (near, far) = lines_with(said.getvalue(), "auto: bf16, ")
+    assert "%" not in near
+    assert "50% before checkpointing" in far
 
 
 def test_a_tight_one_only_where_it_is_accepted(answers: Any) -> None:

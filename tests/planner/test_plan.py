@@ -16,6 +16,8 @@ from lightning_solo.planner.device import assumed, device
 from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan, ranked, with_host_memory
 from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.table import table
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import GiB
 from tests.messages import lines_with, mentions
@@ -85,7 +87,39 @@ def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
     on_host = with_host_memory(planned(preset="host"), 9 * GiB)  # lacks 1
     on_device = planned(preset="device", verdict="does not fit", needed_bytes=20 * GiB + 1, host_bytes=0)
     far = planned(preset="far", verdict="does not fit", needed_bytes=30 * GiB, host_bytes=0)
-    assert [one.preset for one in ranked([far, on_host, on_device])] == ["device", "host", "far"]
+    assert order(far, on_host, on_device) == ["device", "host", "far"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        # 2 % of the fastest that is left, not of a grid: 1.019 is beside 1.0, and 1.022 begins anew
+        ({"checkpointing": 1.0, "bf16": 1.019, "baseline": 1.022}, ["bf16", "checkpointing", "baseline"]),
+        ({"checkpointing": 1.0, "bf16": 1.022, "baseline": 1.03}, ["checkpointing", "bf16", "baseline"]),
+        ({"compact_checkpointing": 0.1, "compact": 0.1, "bf16": 0.1}, ["bf16", "compact", "compact_checkpointing"]),
+        ({"bf16_true": 0.1, "bf16": 0.1}, ["bf16", "bf16_true"]),
+        ({"zero_offload": 0.1, "compact_checkpointing": 0.1}, ["compact_checkpointing", "zero_offload"]),  # the host
+        ({"zero_offload": 1e-4, "baseline": 9e-4}, ["baseline", "zero_offload"]),  # less than 1 ms a step
+        ({"super_offload": 0.1, "zenflow": 0.2, "bf16": 3.0}, ["bf16", "super_offload", "zenflow"]),  # have a caveat
+    ],
+)
+def test_of_equally_fast_ones_the_one_that_changes_least_is_first(
+    seconds: dict[str, float], expected: list[str]
+) -> None:
+    on_host = {"zero_offload": GiB, "super_offload": GiB, "zenflow": GiB}
+    plans = [planned(preset=name, seconds_per_step=s, host_bytes=on_host.get(name, 0)) for name, s in seconds.items()]
+    assert order(*plans) == order(*plans[::-1]) == expected
+
+
+def test_a_tight_one_is_behind_one_that_fits_however_fast() -> None:
+    plans = planned(preset="bf16", verdict="tight", seconds_per_step=0.1), planned(preset="zenflow")
+    assert order(*plans) == ["zenflow", "bf16"]
+
+
+def order(*plans: Plan) -> list[str]:
+    known = preset_files()
+    presets = {p.preset: compose(p.preset if p.preset in known else "bf16") for p in plans}
+    return [one.preset for one in ranked(plans, presets)]
 
 
 def byte_gpt() -> ByteGPT:
