@@ -36,6 +36,7 @@ from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_
 from lightning_solo.presets.signature import parameters
 
 MOST_JOBS = 10_000
+DEFAULT_OPTIMIZER = "adamw"
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GROUPS = ("solo", "model", "data", "optimizer", "experiment")
@@ -115,8 +116,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
         _check_job([])
 
 
-def check_config(cfg: DictConfig) -> CheckedConfig:
-    """Return the checked parts of a composed application.
+def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfig:
+    """Return the checked parts of an application, composed with these overrides.
 
     Raises:
         PresetError: an unknown key, name or argument, a wrong value, a target not allowed, a bad run name.
@@ -138,10 +139,8 @@ def check_config(cfg: DictConfig) -> CheckedConfig:
         check_object(kind, plain[kind], allow)
     check_object("optimizer", plain["optimizer"], allow, given=["params"])
     if plain["optimizer"] and "optimizer" not in (plain["model"] or {}):
-        raise ConflictError(
-            "optimizer and model: this model takes no optimizer, it brings its own; write optimizer=none, "
-            "or hand it over as an argument: '+model.optimizer=${optimizer}'"
-        )
+        _refuse_unused_optimizer(plain["optimizer"], overrides)
+        plain["optimizer"] = {}
     solo = compose(plain["solo"], allow=allow)
     check_arguments(plain["trainer"], parameters("lightning.pytorch.trainer.trainer:Trainer"), "trainer")
     _refuse_set_twice(solo, plain["trainer"])
@@ -153,6 +152,17 @@ def check_config(cfg: DictConfig) -> CheckedConfig:
         trainer=plain["trainer"],
         allow=allow,
     )
+
+
+def _refuse_unused_optimizer(optimizer: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Refuse an optimizer that was chosen for a model which brings its own; the default one gives way."""
+    default = OmegaConf.to_container(OmegaConf.load(conf_folder() / f"app/optimizer/{DEFAULT_OPTIMIZER}.yaml"))
+    chosen = [text for text in overrides if text.lstrip("+~").startswith(("optimizer=", "optimizer."))]
+    if chosen or optimizer != default:
+        raise ConflictError(
+            f"{' '.join(chosen) or 'optimizer'} and model: this model takes no optimizer, it brings its own; drop it,"
+            " or hand it over as an argument: '+model.optimizer=${optimizer}'"
+        )
 
 
 def check_run_name(name: object) -> None:
@@ -245,7 +255,7 @@ def _check_job(overrides: Sequence[str]) -> None:
         _explain(overrides)
         raise PresetError(f"{error}") from error
     check_hydra(cfg)
-    check_config(cfg)
+    check_config(cfg, overrides)
     check_root(Path(str(cfg.root)) / str(cfg.run))
 
 

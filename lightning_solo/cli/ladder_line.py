@@ -128,7 +128,7 @@ def composed(overrides: Sequence[str]) -> tuple[DictConfig, CheckedConfig]:
     except (HydraException, OmegaConfBaseException):
         check_command_line(overrides)  # raises an error of its own, with the remedy
         raise
-    return cfg, check_config(cfg)
+    return cfg, check_config(cfg, overrides)
 
 
 def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[str]:

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from lightning_solo.cli import command_line, main
-from lightning_solo.cli.command_line import MOST_JOBS, check_command_line, check_run_name
+from lightning_solo.cli.command_line import (
+    MOST_JOBS,
+    check_command_line,
+    check_config,
+    check_run_name,
+    compose_application,
+)
 from lightning_solo.errors import ConflictError, PresetError
 from tests.conftest import long
 from tests.messages import mentions, nearest
@@ -101,6 +107,7 @@ def test_refused_with_the_option_the_value_and_what_to_write(arguments: list[str
         ["solo=fp16", "+trainer.accelerator=cpu"],
         ["solo=[bf16,fp16]"],  # row 13
         ["model=custom", "model._target_=m.X", "optimizer=adamw", "allow=[m]"],
+        ["model=custom", "model._target_=m.X", "optimizer.lr=1e-3", "allow=[m]"],
         ["solo=accumulation", "solo.accumulate_grad_batches=4"],
     ],
 )
@@ -127,6 +134,26 @@ def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
 def test_accepted(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "CHECKED_VALUES", 3)  # of a sweep's many values, each of which is composed
     check_command_line(arguments)
+
+
+def test_a_model_of_ones_own_folder_brings_its_optimizer_unless_one_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "model/tiny": "_target_: m.X\n",
+        "experiment/theirs": "# @package _global_\ndefaults:\n  - override /optimizer: sgd\n",
+    }.items():
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    own = ["model=tiny", "allow=[m]"]
+    check_command_line(own)
+    assert check_config(compose_application(own)).optimizer == {}
+    check_command_line([*own, "+model.optimizer=${optimizer}", "optimizer.lr=1"])
+    for chosen in ("optimizer.lr=1e-3", "experiment=theirs"):
+        with pytest.raises(ConflictError, match=r"\+model.optimizer="):
+            check_command_line([*own, chosen])
 
 
 def test_a_file_where_the_root_should_be_is_refused(tmp_path: Path) -> None:  # row 31
