@@ -14,7 +14,7 @@ from typing import Any
 from lightning_solo.cli.plan_display import Progress, print_plans, print_readings, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import first_batch, model_of
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
@@ -100,8 +100,8 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
     """Return the plans, the one to try first in front, and the errors of the other presets.
 
     Raises:
-        PresetError: the configuration can't be planned under any preset, such as a module without data.
-        PlanError: the process that plans ended.
+        SoloError: nothing can be planned: a module without data, or that can't be traced under any preset; or the
+            process that plans ended.
     """
     plans: list[Plan] = []
     failed: dict[str, SoloError] = {}
@@ -113,11 +113,10 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
                 plans.append(answer)
             else:
                 failed[name] = answer
-            progress.tell(name, answer)
-    if not plans and len({str(error) for error in failed.values()}) == 1:
-        error = next(iter(failed.values()))
-        if "" in failed or isinstance(error, PresetError):
-            raise error
+            if name:
+                progress.tell(name, answer)
+    if "" in failed:
+        raise failed[""]
     return ranked(plans, request.presets), failed
 
 

@@ -79,7 +79,10 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
         console.print()
         console.print(bars(plans, console.width))
         print_lines(console, [*assumptions(plans), *notes, *shortages(plans)])
-    print_lines(console, [f"{name}: not planned: {error}" for name, error in failed.items()])
+    of: dict[str, list[str]] = {}
+    for name, error in failed.items():
+        of.setdefault(str(error), []).append(name)
+    print_lines(console, [f"{', '.join(names)}: not planned: {error}" for error, names in of.items()])
     print_lines(console, [advice], style="bold")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import os
 import shlex
 import sys
@@ -18,6 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
+from hydra.utils import get_object
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -185,9 +187,11 @@ def _refuse_unused_batch(checked: CheckedConfig, module: str) -> None:
     """Refuse a batch size of the embedded text beside a module with a loader of its own."""
     batch = chosen_batch(checked.data)
     if batch is not None:
+        arguments = inspect.signature(get_object(checked.model["_target_"])).parameters
+        near = [f"{'' if name in checked.model else '+'}model.{name}={batch}" for name in arguments if "batch" in name]
         raise PresetError(
             f"data.batch_size={batch}: {module} brings its own train_dataloader, which sets the batch size; drop it and"
-            f" set the size there, such as by an argument of {module}: +model.batch_size={batch}"
+            f" set the size there, by an argument of {module}: {' or '.join(near) or ', '.join(arguments)}"
         )
 
 

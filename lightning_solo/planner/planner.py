@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lightning_solo.cards.footprint import ELEMENT_BYTES
+from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.batches import examples, first_batch, sized, storage_bytes
@@ -98,6 +99,21 @@ class Planner:
             accumulation=arranged.accumulation,
             timeline=tuple(timeline),
         )
+
+    def check_module(self, precisions: Iterable[str | None]) -> None:
+        """Refuse a module that can't be traced without any technique, in none of these precisions.
+
+        Raises:
+            PlanError: that of the first precision.
+        """
+        errors: list[PlanError] = []
+        for precision in precisions:
+            try:
+                self._trace(arrange(SoloConfig(precision), self.trainer, self.allow), self.micro_batch or 1)
+                return
+            except PlanError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _at(self, size: int, arranged: Arrangement, scalable: ScalableTrace) -> Trace:
         """Return the trace of a micro-batch of ``size`` examples, with what isn't traced."""

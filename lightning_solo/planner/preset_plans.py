@@ -91,7 +91,7 @@ def plan(
     errors: list[SoloError] = []
     for name, answer in WORKER.answers(request, timeout_s):
         result = with_host_memory(answer, host) if isinstance(answer, Plan) else answer
-        if tell is not None:
+        if tell is not None and name:
             tell(name, result)
         if isinstance(result, Plan):
             plans.append(result)

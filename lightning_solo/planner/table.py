@@ -18,11 +18,11 @@ def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
     """Return a row per preset, with a star behind the chosen one; times are per example, against the fastest."""
     times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
     fastest = min(times)
-    # collapsed and folded, it fits into eighty columns
+    # collapsed, and with cells of two lines, it fits into eighty columns
     rows = Table(box=None, pad_edge=False, collapse_padding=True)
-    rows.add_column("preset", overflow="fold")
+    rows.add_column("preset", no_wrap=True)
     for name in HEADINGS:
-        rows.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", no_wrap=True)
+        rows.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", overflow="fold")
     for plan in plans:
         rows.add_row(
             Text(f"{plan.preset} *" if plan is chosen else plan.preset),  # a list of presets is in brackets, as markup

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -54,7 +54,7 @@ class Worker:
             self._ensure_running()
 
     def answers(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
-        """Yield (name, plan or exception) of each preset when it is done.
+        """Yield (name, plan or exception) of each preset when it is done; ("", exception) where none can be planned.
 
         A preset at which the process dies gets an exception, and the others are requested again.
 
@@ -173,22 +173,27 @@ def serve() -> None:
 def _answer(payload: bytes, replies: Connection) -> None:
     from lightning_solo.planner.planner import Planner
 
-    names: Iterable[str] = ("",)  # until the request can be read
     try:
         request: Request = cloudpickle.loads(payload)
-        names = request.presets
+        precisions = dict.fromkeys(config.precision for config in request.presets.values())
+        checked = False
         planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})
         for name, config in request.presets.items():
             try:
                 if request.device.name == CPU and (reason := composition(config).needs_cuda()):
                     raise CapabilityError(reason)
                 answer: Any = planner.plan(name, config)
+                checked = True
+            except PlanError as error:
+                answer = error
+                if not checked:
+                    planner.check_module(precisions)
+                    checked = True
             except Exception as error:
                 answer = _sendable(error)
             _send(replies, "plan", name, answer)
-    except Exception as error:
-        for name in names:
-            _send(replies, "plan", name, _sendable(error))
+    except Exception as error:  # of the module, the batch or the request
+        _send(replies, "plan", "", _sendable(error))
     _send(replies, "done")
 
 

@@ -20,12 +20,13 @@ from PIL import Image
 from lightning_solo.cli import main
 from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
-from lightning_solo.errors import SoloError
+from lightning_solo.errors import PlanError, PresetError, SoloError
 from lightning_solo.planner import calibrate
 from lightning_solo.planner.calibration import Readings, calibrated
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan
 from lightning_solo.planner.preset_plans import plan
+from lightning_solo.planner.worker import WORKER
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture
@@ -383,6 +384,19 @@ def test_a_refusal_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = called(capsys, "--budget", "16 gigs", "--json", code=2)
     assert out == ""
     assert err.startswith("lightning-solo: --budget '16 gigs'")
+
+
+def test_what_fails_for_all_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Exception] = {"": PresetError("data.batch_size=1: drop it")}
+    monkeypatch.setattr(WORKER, "start", lambda: None)
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: iter(answers.items()))
+    assert called(capsys, *CARD, "--presets", "bf16,fp16", code=2) == (
+        "",
+        "lightning-solo: data.batch_size=1: drop it\n",
+    )
+    answers = dict.fromkeys(("bf16", "fp16"), PlanError("no repeated blocks"))
+    out, _ = called(capsys, *CARD, "--presets", "bf16,fp16", code=1)
+    assert len(lines_with(out, "bf16", "fp16", "no repeated blocks")) == 1
 
 
 def test_a_preset_that_refuses_an_override_leaves_the_others() -> None:

@@ -100,6 +100,9 @@ class MyData(L.LightningDataModule):
 
 
 class Loading(Plain):
+    def __init__(self, images_per_batch=2):
+        super().__init__()
+
     def train_dataloader(self):
         return loader(2)
 
@@ -131,7 +134,7 @@ def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
     assert (
         build_parts(checked({**embedded, "batch_size": 16}, "Loading"))[1] is None
     )  # as `data/stdlib_text.yaml` has it
-    remedies = mentions("data.batch_size=8", "Loading", "train_dataloader", "drop it", "+model.batch_size=8")
+    remedies = mentions("data.batch_size=8", "Loading", "train_dataloader", "drop it", "+model.images_per_batch=8")
     with pytest.raises(PresetError, match=remedies):
         build_parts(checked({**embedded, "batch_size": 8}, "Loading"))
     with pytest.raises(PresetError, match=remedies):  # as a plan asks

@@ -183,6 +183,14 @@ def test_a_plan_is_read_back_as_it_was_written() -> None:
     assert Plan.from_dict(json.loads(json.dumps(whole.as_dict()))) == whole
 
 
+def test_a_preset_stays_in_one_piece_in_eighty_columns() -> None:
+    said = io.StringIO()
+    long = planned(preset="compact_host_checkpointing", verdict="does not fit", needed_bytes=130 * GiB)
+    Console(file=said, width=80).print(table([long], long))
+    assert lines_with(said.getvalue(), "compact_host_checkpointing *", "130.00")
+    assert "\u2026" not in said.getvalue(), "and nothing is cut off"
+
+
 def test_the_table_has_a_star_behind_the_chosen_one() -> None:
     first, second = planned(), planned(preset="bf16", host_bytes=0, largest_micro_batch=None, seconds_per_step=2.0)
     said = io.StringIO()

@@ -171,6 +171,16 @@ def test_a_batch_of_the_wrong_shape_names_the_line() -> None:
         asked(dense, (torch.randn(4, 17), torch.randint(5, (4,))))
 
 
+def test_a_module_that_fails_by_itself_is_no_presets_fault() -> None:
+    told: dict[str, Any] = {}
+    asked_for: dict[str, Any] = {"presets": ["checkpointing", "baseline"], "device": "cpu", "tell": told.__setitem__}
+    with pytest.raises(PlanError, match=r"RuntimeError: .*modules.py:\d+"):
+        plan(dense, (torch.randn(4, 17), torch.randint(5, (4,))), **asked_for)
+    assert told == {}
+    plan(dense, vectors(), **asked_for)
+    assert [type(answer) for answer in told.values()] == [PlanError, Plan], "it has no repeated blocks"
+
+
 def test_what_is_no_module_is_refused_before_any_process() -> None:
     with pytest.raises(PresetError, match=mentions("LightningModule", "write plan(lambda")):
         asked(3, vectors())
