@@ -14,7 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states
+from lightning_solo.optim.window_gradients import resume_window
 from lightning_solo.seams.patches import before_fits
+from lightning_solo.seams.run import Window
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class PresetGuard(Callback):
         self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
         self._advise = advise
         self._home = home
+        self._loaded: list[dict[str, Any]] = []  # optimizers' states of a checkpoint, until training starts
         names = [type(callback).__name__ for callback in promised.get("callbacks", ())]
         if names:
             _wait(self, names)
@@ -87,14 +90,24 @@ class PresetGuard(Callback):
             if name in actual and actual[name] is not value and actual[name] != value:
                 yield name, value, actual[name]
 
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the optimizers' states: of what these don't know torch's optimizers load nothing, and don't say so."""
+        self._loaded = checkpoint.get("optimizer_states", [])
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse states of a checkpoint that this run's optimizers can't step from.
+        """Refuse states of a checkpoint that this run's optimizers can't step from, and continue an open window.
 
         Raises:
             CheckpointError: the checkpoint was saved under `compact` or a preset like it, and this run is under none.
         """
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
+        loaded, self._loaded = self._loaded, []
+        run = getattr(trainer.strategy, "ctx", None)
+        window = Window(trainer) if run is None else run.window
+        if window.gradients_stay or not window.gradients_saved:  # else they have been loaded
+            for optimizer, state in zip(trainer.optimizers, loaded, strict=False):
+                resume_window(optimizer, state, continues=window.gradients_saved and window.accumulates)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an error about memory the presets that would fit; whoever raised it knows only its own bytes."""

@@ -17,8 +17,9 @@ from lightning_solo.fitting import Room, model_states, presets_that_fit
 from lightning_solo.guard import PresetGuard
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from tests.messages import lines_with, mentions
-from tests.modules import loader, regression
+from tests.modules import Resumable, loader, regression
 
 
 def fit(home: ModuleType, trainer: Any) -> None:
@@ -104,6 +105,63 @@ def test_plain_states_are_read_everywhere(
     trainer = make_trainer(home, **solo.trainer_kwargs(preset, lightning=home.__name__), max_epochs=2)
     trainer.fit(regression(home), loader(2), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
     assert trainer.global_step == 4
+
+
+# --- a checkpoint amid a window of accumulation ---
+
+
+def fit_windows(
+    home: ModuleType, make_trainer: Callable[..., Any], preset: str, path: Path, factor: int = 3, **options: Any
+) -> list[torch.Tensor]:
+    """Train on windows of three batches, save behind the fifth unless resumed, and return the weights."""
+
+    class Save(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4 and not options:
+                trainer.save_checkpoint(path)
+
+    schedule = preset.endswith("+ schedule")
+    overrides = ["precision=32-true", *([] if schedule else [f"accumulate_grad_batches={factor}"])]
+    callbacks = [Save(), *([AccumulationSchedule([[0, factor]])] if schedule else [])]
+    name = preset.removesuffix(" + schedule")
+    kwargs = solo.trainer_kwargs(name, overrides, lightning=home.__name__, callbacks=callbacks)
+    trainer, module = make_trainer(home, **kwargs), regression(home)
+    torch.manual_seed(0)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    trainer.fit(module, Resumable(list(loader(9))), **options)
+    return [p.detach().cpu().clone() for p in module.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("gradient_release", "baseline"),
+        ("gradient_release + schedule", "baseline + schedule"),
+        ("baseline + schedule", "gradient_release + schedule"),
+    ],
+)
+def test_a_window_is_continued_with_and_without_release(
+    saved: str, resumed: str, home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "amid.ckpt"
+    whole = fit_windows(home, make_trainer, saved, path)
+    others = fit_windows(home, make_trainer, resumed, path, ckpt_path=path, weights_only=True)
+    assert all(torch.equal(one, other) for one, other in zip(whole, others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("resumed", ["baseline", "gradient_release"])
+def test_a_window_that_cannot_be_continued_is_named(
+    resumed: str, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    import lightning.pytorch as home
+
+    path = tmp_path / "amid.ckpt"
+    fit_windows(home, make_trainer, "gradient_release", path)
+    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "accumulate_grad_batches")):
+        fit_windows(home, make_trainer, resumed, path, factor=1, ckpt_path=path, weights_only=True)
 
 
 # --- an error about memory names the presets that would fit ---

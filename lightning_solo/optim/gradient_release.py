@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_solo.errors import CheckpointError, GradientError, PresetError
+from lightning_solo.errors import GradientError, PresetError
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite
@@ -37,6 +37,7 @@ from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.operator_kernels import greatest
 from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.staging import Staging
+from lightning_solo.optim.window_gradients import saved_window
 
 BUFFERS = ("device", "host")
 
@@ -191,18 +192,10 @@ class GradientRelease:
             state_dict["window"] = {number: self._sums.saved(p) for number, p in numbered if p in self._sums}
 
     def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        saved = state_dict.get("window", {}) if self.accumulation > 1 else {}
-        parameters = parameters_of(self.optimizer)
-        shapes = {number: p.shape for number, p in enumerate(parameters)}
-        if any(shapes.get(number) != sums.shape for number, sums in saved.items()):
-            raise CheckpointError(
-                f"the optimizer's state has gradients of a window for {len(saved)} parameters, which are not among the"
-                f" {len(parameters)} here; load it into an optimizer of the module that was saved"
-            )
-        for number, sums in saved.items():
-            if not self._sums.has_room(parameters[number], sums.dtype):
+        for p, sums in saved_window(self.optimizer, state_dict, continues=self.accumulation > 1).items():
+            if not self._sums.has_room(p, sums.dtype):
                 self.allocate()
-            self._sums.restore(parameters[number], sums)
+            self._sums.restore(p, sums)
 
     # --- in backward ---
 

@@ -1,13 +1,16 @@
-"""The gradients that a window of micro-batches begins with, put back after a backward that has failed."""
+"""Gradients of an open window of micro-batches: put back after a backward that failed, or from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.errors import CheckpointError
 from lightning_solo.optim.param_groups import parameters_of
 
 
@@ -46,3 +49,42 @@ class WindowGradients:
             p.grad = None
         for p, grad in self._before:
             p.grad = torch.zeros_like(p) if grad is None else grad.clone()
+
+
+def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> dict[Tensor, Tensor]:
+    """Return the gradients of an open window of micro-batches that a `GradientRelease` has saved, by parameter.
+
+    Args:
+        optimizer: the one that the state dict is loaded into.
+        state_dict: of any optimizer; most have no window.
+        continues: whether the window can be continued; otherwise a warning says that its gradients are dropped.
+
+    Raises:
+        CheckpointError: they are of other parameters.
+    """
+    saved = state_dict.get("window", {})
+    parameters = parameters_of(optimizer)
+    shapes = {number: p.shape for number, p in enumerate(parameters)}
+    if any(shapes.get(number) != sums.shape for number, sums in saved.items()):
+        raise CheckpointError(
+            f"the optimizer's state has gradients of a window for {len(saved)} parameters, which are not among the"
+            f" {len(parameters)} here; load it into an optimizer of the module that was saved"
+        )
+    if saved and not continues:
+        warnings.warn(
+            "the checkpoint was saved before the last micro-batch of an optimizer step, and the gradients of that step"
+            " so far are dropped: this run can't continue them; resume with the preset and accumulate_grad_batches of"
+            " the run that saved it, or from a checkpoint that was saved after a step",
+            stacklevel=2,
+        )
+        return {}
+    return {parameters[number]: sums for number, sums in saved.items()}
+
+
+def resume_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> None:
+    """Make the gradients of a saved window those of the parameters, in a run that doesn't release them.
+
+    The arguments are those of `saved_window`.
+    """
+    for p, sums in saved_window(optimizer, state_dict, continues=continues).items():
+        p.grad = sums.to(p, copy=True)

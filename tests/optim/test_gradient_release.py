@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -487,3 +488,70 @@ def test_a_window_of_another_module_is_refused_before_anything_is_kept() -> None
         with pytest.raises(CheckpointError, match="window"):
             other.load_state_dict(state)
         assert not release.has_kept
+
+
+# --- a window in the optimizer's state ---
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def add_micro_batch(net: nn.Module, number: int) -> None:
+    net(torch.full((1, 3), 1.0 + number)).square().sum().backward()
+
+
+def gradients(*numbers: int) -> list[Tensor]:
+    """Return the gradients of these micro-batches' sum, in a plain run."""
+    net = two_layers()
+    for number in numbers:
+        add_micro_batch(net, number)
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("buffer", ["device", "host"])
+@pytest.mark.parametrize("again", [False, True], ids=["another optimizer", "the same again"])
+def test_a_saved_window_is_continued(buffer: str, again: bool) -> None:
+    net = two_layers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = GradientRelease(optimizer, accumulation=2, max_norm=100.0, buffer=buffer)
+    for number in (0, 1):
+        add_micro_batch(net, number)
+    state = copy.deepcopy(optimizer.state_dict())
+    if again:  # in a window that has come further, whose norms of parts are others
+        add_micro_batch(net, 2)
+    else:
+        net = two_layers()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        release = GradientRelease(optimizer, accumulation=2, max_norm=100.0, buffer=buffer)
+    optimizer.load_state_dict(state)
+    if not again:
+        add_micro_batch(net, 2)
+    norm = release.step()
+    expected = gradients(0, 1) if again else gradients(0, 1, 2)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(torch.cat([each.flatten() for each in expected])))
+    for p, before, gradient in zip(net.parameters(), two_layers().parameters(), expected, strict=True):
+        torch.testing.assert_close(p, (before - 0.1 * gradient.clamp(-100, 100) * min(1, 100 / float(norm))).detach())
+
+
+def test_what_is_kept_for_the_norm_of_one_micro_batch_is_no_window() -> None:
+    net = two_layers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = GradientRelease(optimizer, max_norm=1.0)
+    add_micro_batch(net, 0)
+    assert release.has_kept
+    assert "window" not in optimizer.state_dict()
+
+
+def test_a_window_is_dropped_with_a_warning_where_nothing_accumulates() -> None:
+    net = two_layers()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = GradientRelease(optimizer, accumulation=2)
+    add_micro_batch(net, 0)
+    state = optimizer.state_dict()
+    release.remove()
+    release = GradientRelease(optimizer, max_norm=1.0)
+    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "accumulate_grad_batches")):
+        optimizer.load_state_dict(state)
+    assert not release.has_kept

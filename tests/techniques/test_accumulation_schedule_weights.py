@@ -453,6 +453,19 @@ def test_gradients_of_other_parameters_are_refused(home: Any, make_trainer: Any)
         make_trainer(home, callbacks=[schedule, Load()]).fit(module, DataLoader(batches_of([[1]]), batch_size=None))
 
 
+def test_released_gradients_of_a_window_that_nobody_loads_are_named(home: Any, make_trainer: Any) -> None:
+    schedule = AccumulationSchedule([[0, 2]])
+    module = language_model(home, Words())
+    window = {"held": 1.0, "reference": 0.0, "samples": 0, "first": None, "gradients": [None] * 3}
+
+    class Load(home.Callback):  # type: ignore[name-defined,misc]
+        def on_fit_start(self, *_: Any) -> None:
+            schedule.load_state_dict({"factor": 2, "window": window})
+
+    with pytest.warns(UserWarning, match=mentions("released", "solo.trainer_kwargs")):
+        make_trainer(home, callbacks=[schedule, Load()]).fit(module, DataLoader(batches_of([[1]]), batch_size=None))
+
+
 def test_a_schedule_by_tokens_needs_their_count() -> None:
     schedule = AccumulationSchedule([[0, 2]], by="tokens")
     with pytest.raises(CheckpointError, match=mentions("lacks ['tokens']")):

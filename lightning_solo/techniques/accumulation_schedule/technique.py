@@ -305,11 +305,17 @@ class AccumulationSchedule(Technique):
                 "the checkpoint's state of AccumulationSchedule has gradients of other parameters; resume the module"
                 " that was saved, with its optimizers"
             )
-        released = all(gradient is None for gradient in gradients)  # they are beside the optimizer's states
-        if released is self._ctx.window.gradients_stay:
-            return
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            if gradient is not None:  # released ones are among the optimizer's states
+                parameter.grad = gradient.to(parameter.device, copy=True)
+        if self._ctx.window.gradients_stay and all(p.grad is None for p in parameters):
+            warnings.warn(
+                "AccumulationSchedule: the checkpoint was saved amid a window whose gradients were released, and they"
+                " are lost here; resume with the preset of the run that saved it, or by any preset of"
+                " solo.trainer_kwargs",
+                stacklevel=2,
+            )
+            return
         self._ctx.window.held = state["held"]
         self._reference, self._samples = state["reference"], state["samples"]
         self._first = None if state["first"] is None else tuple(state["first"])
