@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import NothingToDoError, PresetError
 from lightning_solo.memory.events import CATEGORIES, PHASES
 from lightning_solo.memory.reading import Reading
 from lightning_solo.report.run_folder import read_run
@@ -551,6 +551,25 @@ def test_a_failing_fit_shows_its_table_once(
     module.training_step = stock
     make_trainer(home, callbacks=[callback]).fit(module, loader(3))
     assert len({row["fit"] for row in rows(tmp_path / "memory.csv")}) == 2
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_refusal_before_the_first_step_shows_no_table(
+    home: Any, make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    module = regression(home)
+    stock = module.training_step
+
+    def refuse(batch: Any, batch_idx: int) -> Any:
+        if batch_idx == steps:
+            raise NothingToDoError("nothing here")
+        return stock(batch, batch_idx)
+
+    module.training_step = refuse
+    with pytest.raises(NothingToDoError):
+        make_trainer(home, callbacks=[MemoryLogger()]).fit(module, loader(3))
+    assert capsys.readouterr().out.count("fit on ") == steps
+    assert [row["step"] for row in rows(tmp_path / "memory.csv")] == ["0", "1"][: steps + 1]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

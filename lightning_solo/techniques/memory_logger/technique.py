@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.cards.arguments import Parameter, check_arguments
+from lightning_solo.errors import SoloError
 from lightning_solo.memory.category_peaks import CategoryPeaks, describe
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below_logs
@@ -132,6 +133,7 @@ class MemoryLogger(Callback):
         self._table = SummaryTable()
         self._path: Path | None = None
         self._step = 0  # of the last row
+        self._first_step: int | None = None  # before the first one of this run
 
     # --- when: Lightning's hooks ---
 
@@ -144,6 +146,7 @@ class MemoryLogger(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add a row for what weights and whatever was there before take."""
+        self._first_step = trainer.global_step
         self._add_row(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -210,6 +213,8 @@ class MemoryLogger(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
         counted = self._categories.take(trainer.global_step)
+        if isinstance(exception, SoloError) and self._first_step in (None, trainer.global_step):
+            self._fit = ""  # a refusal before the first step: nothing has run
         if self._fit:
             self._phases.enter(None)
             self._log(trainer, counted)
