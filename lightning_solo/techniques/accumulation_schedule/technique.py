@@ -1,4 +1,4 @@
-"""Gradient accumulation whose factor changes along the run, with right means over windows and right step counts."""
+"""Gradient accumulation whose factor changes along the run, with correct means over windows and step counts."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ class AccumulationSchedule(Technique):
         if not self._ctx.window.gradients_stay and resources(CARD.reads, self):
             choice = "by='noise_scale'" if self.weight_by == "batches" else f"weight_by={self.weight_by!r}"
             raise ConflictError(
-                f"AccumulationSchedule({choice}), which needs the gradients when a window ends, and gradients that are"
-                " released in backward; write release_gradients=False, or weight_by='batches' and another by"
+                f"AccumulationSchedule({choice}) needs the gradients when a window ends, and they are released in"
+                " backward; write release_gradients=False, or weight_by='batches' and another by"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -279,7 +279,7 @@ class AccumulationSchedule(Technique):
         if unknown or missing:
             raise CheckpointError(
                 f"the checkpoint's state of AccumulationSchedule has unknown keys {unknown} and lacks {missing}; by"
-                f" {self.by} it needs {sorted(needed)}: a run resumes by what it was begun with, or by epoch or step"
+                f" {self.by} it needs {sorted(needed)}; write the by of the run that saved it, or by=epoch or step"
             )
         factor = state_dict["factor"]
         if type(factor) is not int or factor < 1:

@@ -320,7 +320,7 @@ class MicroBatching(Technique):
     def _shrink(self, ctx: Run, samples: int, failure: str) -> None:
         if samples == 1:
             raise BudgetError(
-                f"micro_batching: out of memory with a single sample, micro_batch=1 ({failure}); what fits it is less"
+                f"micro_batching: out of memory with a single sample, micro_batch=1 ({failure}); use less"
                 " memory per sample: solo=[checkpointing,micro_batching], or long_context, for activations; compact or"
                 " zero_offload for weights and states"
             )
@@ -370,11 +370,11 @@ class MicroBatching(Technique):
         error = difference(*runs)
         if not error <= TOLERANCE.get(ctx.precision, 0.1):
             raise ConflictError(
-                f"micro_batching.check: {samples} samples together have a loss of {runs[0].loss:.6g}, in parts of"
-                f" {-(-samples // 2)} {runs[1].loss:.6g}, and what they give differs by {error:.2g} of it: the loss is"
-                f" no mean by weight_by={self.weight_by}; write weight_by=tokens or shifted_tokens where it is one over"
-                " tokens, return a mean where it is a sum, or drop micro_batching where it compares samples with one"
-                " another"
+                f"micro_batching.check: the loss of {samples} samples is {runs[0].loss:.6g} together and"
+                f" {runs[1].loss:.6g} in parts of {-(-samples // 2)}, and losses or gradients differ by {error:.2g}"
+                f" (relative): the loss is not the mean that weight_by={self.weight_by} assumes; write weight_by=tokens"
+                " or shifted_tokens for a mean over tokens, return a mean in place of a sum, or drop micro_batching if"
+                " the loss compares samples with one another"
             )
 
     # --- checkpoints ---

@@ -172,7 +172,7 @@ def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
         raise ConflictError(
-            f"packing and {name}.training_step, which returned no loss for two documents, so that nobody knows whether"
-            " they see one another; return one for every batch, or drop packing"
+            f"packing and {name}.training_step, which returned no loss for two documents: whether they see one another"
+            " can't be checked; return a loss for every batch, or drop packing"
         )
     return loss  # type: ignore[no-any-return]
