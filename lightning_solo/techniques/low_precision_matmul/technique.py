@@ -89,8 +89,8 @@ class LowPrecisionMatmul(Technique):
         if is_first and self._layers and not any(layer.training for layer in self._layers.values()):
             raise NothingToDoError(
                 f"low_precision_matmul: {', '.join(self._layers)} are in eval mode, in which nothing is multiplied in"
-                " low precision; call .train() on their module before the fit (Hugging Face's from_pretrained leaves a model in"
-                " eval mode), or drop low_precision_matmul"
+                " low precision; call .train() on their module before the fit (Hugging Face's from_pretrained leaves a"
+                " model in eval mode), or drop low_precision_matmul"
             )
 
     def _check(self, device: torch.device) -> None:
