@@ -178,6 +178,12 @@ def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
     assert returned == [["first"], ["second"]]
 
 
+def test_modules_to_preload_are_the_applications_or_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PRELOAD", ("first",), raising=False)
+    assert application_of(lambda: None).preload == ("first",)
+    assert application_of(lambda: None, ("second",)).preload == ("second",)
+
+
 def test_a_module_that_is_imported_when_it_is_used_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lazily.py").write_text("raise RuntimeError\n")
     spec = importlib.util.spec_from_file_location("lazily", tmp_path / "lazily.py")

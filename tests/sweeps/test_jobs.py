@@ -323,6 +323,34 @@ def test_a_sweep_of_an_older_version_runs_again(tmp_path: Path) -> None:
     assert starts(tmp_path) == {1: 2}
 
 
+@pytest.mark.parametrize(
+    ("written", "attempt", "anew"),
+    [
+        ({}, 2, True),
+        ({"config_hash": "hash", "code": "0123"}, 2, True),
+        ({"config_hash": "hash", "code": {}}, 1, False),
+    ],
+    ids=["a number alone", "one hash", "no failures"],
+)
+def test_what_an_older_version_wrote_of_a_job_is_read(
+    tmp_path: Path, written: dict[str, Any], attempt: int, anew: bool
+) -> None:
+    sweep, row = plain_sweep(tmp_path), Row(0, (), "failed")
+    write_json(sweep.folder.job(0).start, {"attempt": 1, **written})
+    kept = sweep._row_or_try(job(tmp_path / "0"), row)
+    assert (kept.attempt, getattr(kept, "anew", "") != "") == (attempt, anew)
+    assert kept is row or anew
+    (begun,) = read_all(sweep.folder)
+    assert (begun.status, begun.overrides, begun.folder) == ("begun, no result yet", (), "")
+
+
+def test_at_most_three_changed_files_are_named(tmp_path: Path) -> None:
+    sweep = plain_sweep(tmp_path)
+    for names, said in (("ab", "a, b changed"), ("abcde", "a, b, c and 2 more files changed")):
+        start = {"config_hash": "hash", "code": dict.fromkeys(names, "1")}
+        assert sweep._changed(job(tmp_path), start) == said
+
+
 def test_rerun_all_begins_in_a_folder_of_its_own(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1")
     SweepFolder(sweep_folder(tmp_path)).results.unlink()  # the command was killed before the row

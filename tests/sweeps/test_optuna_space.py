@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from tests.messages import nearest
+from tests.messages import mentions, nearest
 
 pytest.importorskip("optuna")
+import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
-from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.search_settings import OBJECTIVES, settings
+from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.results import Row, read
+from lightning_solo.sweeps.search import Search
+from lightning_solo.sweeps.search_settings import OBJECTIVES, Settings, settings
 from lightning_solo.sweeps.search_space import search_space
 
 DEFAULTS = {
@@ -123,3 +127,15 @@ def test_peak_memory_is_the_devices_where_there_is_one() -> None:
     row = Row(0, (), "finished", peak_device_bytes=5, peak_host_bytes=7)
     assert OBJECTIVES["peak_memory"](row) == 5
     assert OBJECTIVES["peak_memory"](Row(0, (), "finished", peak_host_bytes=7)) == 7
+
+
+def test_a_trial_without_a_number_is_a_failed_job(tmp_path: Path) -> None:
+    search = object.__new__(Search)
+    search.folder, search.settings = SweepFolder(tmp_path), Settings()
+    study = optuna.create_study()
+    study.ask()
+    with pytest.raises(PresetError, match=mentions("job 0 ", "None", "needs a number")):
+        search._settle(study, Row(0, ("x=1",), "finished"))
+    (row,) = read(search.folder.results)
+    assert (row.status, row.overrides, "number" in row.detail) == ("failed", ("x=1",), True)
+    assert study.trials[0].state.name == "FAIL"

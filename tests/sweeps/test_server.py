@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +19,9 @@ from lightning_solo.errors import CapabilityError
 from lightning_solo.sweeps import forking, server
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.jobs import Settings
+from lightning_solo.sweeps.job_process import JobRequest
+from lightning_solo.sweeps.jobs import Job, Settings
+from lightning_solo.sweeps.output import KEPT_BYTES, cut_output, output_file
 from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
 from tests.messages import lines_with
@@ -89,6 +96,59 @@ def test_a_job_knows_its_number_and_folder(tmp_path: Path) -> None:
     folder = sweep_folder(tmp_path)
     expected = [[n, str(n), str(folder.relative_to(tmp_path)), str(folder / str(n))] for n in range(2)]
     assert [row.returned for row in rows(tmp_path)] == expected
+
+
+@pytest.fixture
+def ctrl_c_ignored() -> Iterator[None]:
+    """As a shell has its background jobs ignore it, and what they start."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_job_gets_a_ctrl_c_that_its_command_ignores_and_finds_what_was_preloaded(
+    tmp_path: Path, ctrl_c_ignored: None
+) -> None:
+    (tmp_path / "first.py").touch()
+    found = "signal.getsignal(signal.SIGINT) is signal.default_int_handler, 'first' in sys.modules"
+    (tmp_path / "mine.py").write_text(f"import signal, sys\ndef found(_):\n    return [{found}]\n")
+    application = Application("mine", None, "found", 0, (str(tmp_path), *sys.path), (), preload=("first",))
+    job = Job(0, (), tmp_path / "0", "hash", lambda: pickle.dumps(None))
+    (row,) = Sweep(SweepFolder(tmp_path), application, Settings()).run([job])
+    assert row.returned == [True, True]
+
+
+# --- how it ends one ---
+
+
+def running(folder: Path, pid: int = 0, **settings: int) -> server.Running:
+    """Return a job with a process of ours."""
+    request = JobRequest(0, 1, False, str(folder), b"", Settings(**settings))
+    return server.Running(request, pid, -1, time.monotonic(), 0)
+
+
+def test_what_has_not_ended_by_a_signal_is_killed_by_the_next(tmp_path: Path, ctrl_c_ignored: None) -> None:
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
+        job = running(tmp_path, process.pid)
+        for _ in range(2):
+            server.Server(SweepFolder(tmp_path), None, -1)._stop(job, signal.SIGINT)  # type: ignore[arg-type]
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_the_output_of_a_job_that_runs_is_cut(tmp_path: Path) -> None:
+    job, file = running(tmp_path, output_mib=1), output_file(str(tmp_path))
+    for size, kept in [(2**20, 2**20), (2**20 + 1, 2**19)]:
+        file.write_bytes(b"a" * (size - 3) + b"end")
+        server.Server(SweepFolder(tmp_path), None, -1)._watch(job)  # type: ignore[arg-type]
+        assert kept <= file.stat().st_size <= kept + 100
+        assert file.read_bytes().endswith(b"aend")
+    assert b"hydra.launcher.output_mib" in file.read_bytes()[:100]
+    file.write_bytes(b"a" * (4 * KEPT_BYTES))
+    cut_output(file, 0)
+    assert file.stat().st_size == 4 * KEPT_BYTES
+    cut_output(file, 3 * KEPT_BYTES)
+    assert KEPT_BYTES < file.stat().st_size < KEPT_BYTES + 100
+    cut_output(tmp_path / "missing.log", 1)
 
 
 # --- what it says of a job's end ---
