@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -34,8 +33,8 @@ from lightning_solo.presets.files import check_choice, conf_folder, preset_files
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, composition, from_mapping
 from lightning_solo.presets.signature import parameters
+from lightning_solo.sweeps.jobs import check_most, count_jobs
 
-MOST_JOBS = 10_000
 DEFAULT_OPTIMIZER = "adamw"
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -99,6 +98,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
         return
     parsed = [parse_override(text) for text in overrides]
     refuse_twice(parsed)
+    counts = count_jobs(parsed)
     choices = [_choices(override) for override in parsed]
     sweeping = any(flag in ("-m", "--multirun") for flag in flags)
     swept = [str(o.input_line) for o in parsed if o.is_sweep_override()]
@@ -108,9 +108,9 @@ def check_command_line(arguments: Sequence[str]) -> None:
         raise PresetError(f"{swept[0]!r} names several values; write -m for a sweep over them{combined}")
     first = [texts[0] for texts in choices]
     if sweeping:
-        _refuse_sweep(parsed, math.prod(len(texts) for texts in choices), first)
+        _refuse_sweep(parsed, counts, first)
     for index, texts in enumerate(choices):  # each value beside the first value of every other override
-        for text in texts[0 if index == 0 else 1 : CHECKED_VALUES]:
+        for text in texts[0 if index == 0 else 1 :]:
             _check_job([*first[:index], text, *first[index + 1 :]])
     if not choices:
         _check_job([])
@@ -204,34 +204,32 @@ def parse_override(text: str) -> Override:
 
 
 def _choices(override: Override) -> list[str]:
-    """Return the overrides of single values that one override of a sweep stands for; up to a bound."""
+    """Return the first overrides of single values that one override of a sweep stands for."""
     text = str(override.input_line)
     if not override.is_sweep_override():
         return [text]
     if isinstance(override._value, Glob):
         raise PresetError(f"{text!r}: write the names themselves, separated by commas")
     if override.is_discrete_sweep():
-        values = list(itertools.islice(override.sweep_string_iterator(), MOST_JOBS + 1))
-        if not values:
-            raise PresetError(f"{text!r}: an empty range, 0 jobs; write for example range(1,5)")
+        values = itertools.islice(override.sweep_string_iterator(), CHECKED_VALUES)
         return [f"{override.get_key_element()}={value}" for value in values]
     interval: Any = override.value()
     return [f"{override.get_key_element()}={value}" for value in (interval.start, interval.end)]
 
 
-def _refuse_sweep(overrides: Sequence[Override], jobs: int, first: Sequence[str]) -> None:
+def _refuse_sweep(overrides: Sequence[Override], counts: Mapping[str, int], first: Sequence[str]) -> None:
     """Refuse what only a search can do, and a product that is too large; a search takes no product."""
     try:
-        sweeper = compose_application(first).hydra.sweeper
+        section = compose_application(first).hydra
     except (HydraException, OmegaConfBaseException):
         return  # the check of the first job says why
-    if not str(sweeper.get("_target_")).endswith(".BasicSweeper"):
+    if not str(section.sweeper.get("_target_")).endswith(".BasicSweeper"):
         return
     for override in overrides:
         if override.is_interval_sweep():
             raise PresetError(f"{override.input_line!r}: an interval is for a search; write hydra/sweeper=solo_optuna")
-    if jobs > MOST_JOBS:
-        raise PresetError(f"this sweep has {jobs:,} jobs or more, the most is {MOST_JOBS:,}; sweep over fewer values")
+    if "max_jobs" in section.launcher:
+        check_most(counts, section.launcher.max_jobs)
 
 
 def _check_job(overrides: Sequence[str]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.types import Override, RangeSweep
 
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.files import STATE
@@ -83,6 +86,46 @@ class Try(NamedTuple):
     def resumes(self) -> bool:
         """Whether it finds its folder as an earlier attempt left it."""
         return self.attempt > 1 and not self.anew
+
+
+def count_jobs(overrides: Sequence[Override]) -> dict[str, int]:
+    """Return how many values each override of a sweep has, none of which is made; 1 for what a sweeper resolves.
+
+    Raises:
+        PresetError: there are none.
+    """
+    counts = {}
+    for override in overrides:
+        name = str(override.get_key_element())
+        counts[name] = _values(override)
+        if not counts[name]:
+            raise PresetError(f"{override.input_line}: an empty range, 0 jobs; write for example {name}=range(1,5)")
+    return counts
+
+
+def _values(override: Override) -> int:
+    value: Any = override.value() if override.is_discrete_sweep() else None
+    if isinstance(value, RangeSweep):
+        numbers: Any = value
+        if not numbers.step:
+            raise PresetError(f"{override.input_line}: a step of 0; write for example range(1,5,1)")
+        jobs: int = math.ceil((numbers.stop - numbers.start) / float(numbers.step))
+        return max(jobs, 0)
+    return len(value.list) if hasattr(value, "list") else 1  # a glob has none
+
+
+def check_most(counts: Mapping[str, int], most: int) -> None:
+    """Refuse a product of overrides with more jobs than ``most``.
+
+    Raises:
+        PresetError: names the setting that raises it.
+    """
+    jobs = math.prod(counts.values())
+    if jobs > most:
+        raise PresetError(
+            f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
+            f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
+        )
 
 
 def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,17 +16,17 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import SoloError
 from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.jobs import Job, Settings, check_folders
+from lightning_solo.sweeps.jobs import Job, Settings, check_folders, check_most, count_jobs
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.sweep import Sweep
@@ -120,11 +119,10 @@ class Launch:
         return config
 
     def _job(self, config: DictConfig) -> Job:
-        subdir = under_hydra(config, lambda: str(config.hydra.sweep.subdir))
         return Job(
             number=config.hydra.job.num,
             overrides=tuple(task_overrides(config)),
-            folder=self.folder.path / subdir,
+            folder=self.folder.path / of_sweep(config, "subdir"),
             config_hash=config_hash(config),
             argument=partial(self.application.dumps, config),
         )
@@ -168,33 +166,9 @@ def check_product(config: DictConfig, most: int, loader: ConfigLoader) -> None:
         return  # another one decides by itself which jobs there are
     texts = [*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *task_overrides(config)]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
-    counts = {override.get_key_element(): _count(override) for override in overrides}
-    jobs = math.prod(counts.values())
-    if jobs == 0:
-        empty = next(name for name, count in counts.items() if count == 0)
-        raise PresetError(f"{empty}: an empty range, 0 jobs; write for example {empty}=range(1,5)")
-    if jobs > most:
-        raise PresetError(
-            f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
-            f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
-        )
+    check_most(count_jobs(overrides), most)
     if overrides:
         loader.load_sweep_config(config, BasicSweeper.split_arguments(overrides, None)[0][0])
-
-
-def _count(override: Any) -> int:
-    if not override.is_sweep_override() or not override.is_discrete_sweep():
-        return 1
-    value: Any = override.value()
-    if isinstance(value, RangeSweep):
-        numbers: Any = value
-        if not numbers.step:
-            raise PresetError(f"{override.input_line}: a step of 0; write for example range(1,5,1)")
-        jobs: int = math.ceil((numbers.stop - numbers.start) / float(numbers.step))
-        return max(jobs, 0)
-    if hasattr(value, "list"):
-        return len(value.list)
-    return 1  # a glob, which Hydra resolves
 
 
 def sweep_dir(config: DictConfig, application: Application) -> str:
@@ -208,7 +182,7 @@ def sweep_dir(config: DictConfig, application: Application) -> str:
         warnings.simplefilter("ignore")  # OmegaConf 2.4 has it as register_resolver, which is another function in 2.3
         OmegaConf.register_new_resolver("now", lambda _: TIME, replace=True, use_cache=False)
     try:
-        folder = under_hydra(config_, lambda: str(config_.hydra.sweep.dir))
+        folder = of_sweep(config_, "dir")
     finally:
         setup_globals()
     if TIME not in folder:
@@ -226,12 +200,12 @@ def task_overrides(config: DictConfig) -> list[str]:
     return [str(text) for text in config.hydra.overrides.task]
 
 
-def under_hydra(config: DictConfig, resolve: Callable[[], str]) -> str:
-    """Return the result of ``resolve``, called while ``${hydra:...}`` refers to this configuration."""
+def of_sweep(config: DictConfig, key: str) -> str:
+    """Return a value of `hydra.sweep`, in which `${hydra:...}` refers to this configuration."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
-        return resolve()
+        return str(config.hydra.sweep[key])
     finally:
         HydraConfig.instance().cfg = before
 

@@ -55,7 +55,7 @@ def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
     check_product(config(basic, "a=1,2", "b=range(5)"), 10, LOADER)
     with pytest.raises(PresetError, match=mentions("10 jobs (5 x 2)")):
         check_product(config(basic, "a=1,2", b="range(5)"), 9, LOADER)
-    with pytest.raises(PresetError, match=mentions("a: ", "a=range(1,5)")):
+    with pytest.raises(PresetError, match=mentions("a=range(5,5)", "a=range(1,5)")):
         check_product(config(basic, "a=range(5,5)"), 9, LOADER)
     with pytest.raises(PresetError, match=mentions("step of 0", "range(1,5,1)")):
         check_product(config(basic, "a=range(1,5,0)"), 9, LOADER)
