@@ -118,7 +118,7 @@ def remarks(
         remedy = (
             f"a batch of {usual} can't be divided by {parts}, write a batch size that can"
             if usual % parts
-            else f"to have it divided, give the batch size as an argument: data.batch_size={usual}, +model.batch_size={usual}"
+            else f"to have it divided write it as an argument: data.batch_size={usual}, +model.batch_size={usual}"
         )
         notes.append(
             f"each step takes {samples} samples, the baseline's {usual}: step time and loss are not of the same batch,"
