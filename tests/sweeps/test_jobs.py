@@ -327,10 +327,11 @@ def test_a_sweep_of_an_older_version_runs_again(tmp_path: Path) -> None:
     ("written", "attempt", "anew"),
     [
         ({}, 2, True),
+        ({"config_hash": "hash"}, 2, True),
         ({"config_hash": "hash", "code": "0123"}, 2, True),
         ({"config_hash": "hash", "code": {}}, 1, False),
     ],
-    ids=["a number alone", "one hash", "no failures"],
+    ids=["a number alone", "no code", "one hash", "no failures"],
 )
 def test_what_an_older_version_wrote_of_a_job_is_read(
     tmp_path: Path, written: dict[str, Any], attempt: int, anew: bool
