@@ -17,7 +17,7 @@ COMMANDS = {
     "train": "train a model under a preset (a Hydra application: key=value overrides, -m sweeps)",
     "plan": "what would fit, and where, without training: lightning-solo plan model=byte_gpt_7b --device rtx-4090",
     "ladder": "memory, time and loss of each technique on your own model: lightning-solo ladder --until 16GiB",
-    "results": "the jobs of a sweep as a table or CSV: lightning-solo results runs/first --sort loss",
+    "results": "the sweeps here, or the jobs of one as a table or CSV: lightning-solo results runs/first --sort loss",
     "presets": "list the presets: what each is for and which device it needs",
     "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
     "report": "pictures of a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
