@@ -16,8 +16,19 @@ from lightning_solo.processes import end_with_parent
 Result = TypeVar("Result")
 
 
-def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:
+def _always(result: Any) -> bool:
+    return True
+
+
+def run_in_forks(
+    first: Callable[[], Result], *others: Callable[[], Result], needed: Callable[[Result], bool] = _always
+) -> list[Result]:
     """Return the results of all functions, in order; no process is left.
+
+    Args:
+        first: runs in this process.
+        others: run in forked processes.
+        needed: whether the others still are, by the first one's result; if not, it is the only one.
 
     Raises:
         Exception: that of one of the functions, in their order.
@@ -25,7 +36,8 @@ def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> 
     """
     with ExitStack() as forks:
         running = [forks.enter_context(_fork(function)) for function in others]
-        return [first(), *(wait() for wait in running)]
+        result = first()
+        return [result, *(wait() for wait in running)] if needed(result) else [result]
 
 
 @contextmanager
@@ -64,6 +76,7 @@ def _reply_and_exit(function: Callable[[], object], writer: int) -> NoReturn:
 
     try:
         end_with_parent()
+        os.nice(3)  # where there are too few cores, the first function goes before: it may make the others needless
         gc.freeze()  # a process group among the parent's garbage waits, when freed, for threads that a fork lacks
         torch.set_num_threads(1)  # OpenMP's threads don't exist after a fork, and would be waited for
         with os.fdopen(writer, "wb") as pipe:

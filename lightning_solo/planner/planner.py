@@ -71,6 +71,8 @@ class Planner:
         largest = None
         if scalable.affine is not None:
             largest = self._largest(partial(self._at, arranged=arranged, scalable=scalable))
+        elif scalable.alone:
+            largest = 0
         if arranged.splits:
             size = min(size, largest or size)
             arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
@@ -117,7 +119,9 @@ class Planner:
 
     def _at(self, size: int, arranged: Arrangement, scalable: ScalableTrace) -> Trace:
         """Return the trace of a micro-batch of ``size`` examples, with what isn't traced."""
-        trace = scalable.at(size)
+        return self._with_untraced(scalable.at(size), arranged, size)
+
+    def _with_untraced(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
         if arranged.states is not None:
             window = max(arranged.accumulation, arranged.window)
             trace = _with_buffers(trace, *arranged.states.buffers(trace.sizes, arranged.precision, window))
@@ -217,7 +221,12 @@ class Planner:
         arguments = arranged.arguments()
         moves_batches = not (arranged.ahead and self._cuda)  # those that waited are on the device when they are due
         key = repr((arguments, micro_batch, moves_batches))
-        if key not in self._traces:
+
+        def fits(trace: Trace) -> bool:
+            return self._fits_at(self._with_untraced(trace, arranged, micro_batch))
+
+        known = self._traces.get(key)
+        if known is None or (known.alone and fits(known.trace)):  # with other states on the device
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
             def one(size: int, *, fake: bool, attention: str) -> Trace:
@@ -235,7 +244,7 @@ class Planner:
                 )
 
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
-            self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales)
+            self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales, fits)
         return self._traces[key]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
@@ -127,6 +129,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         result: Any = NotImplemented
         if replacement is not None and not all(map(has_numbers, tensors_of((args, kwargs)))):
             result = replacement(self.assume, *args, **kwargs)
+        if self.fake and _updates_lists(func) and not any(map(has_numbers, tensors_of((args, kwargs)))):
+            result = None  # torch would find out of each tensor that it stays what it is
         if result is NotImplemented:
             with _numbers_of_few(func, args, kwargs) if self.fake else nullcontext():
                 result = func(*args, **kwargs)
@@ -141,6 +145,12 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
             for size in workspaces(func, args, result):
                 self.see_workspace(size)
         return result, None if func.is_view or func in _FREE else _cost(func, args, kwargs, result)
+
+
+@functools.cache
+def _updates_lists(func: Any) -> bool:
+    """Return whether an operator changes lists of tensors in place, and returns nothing."""
+    return isinstance(func, OpOverload) and func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
 
 
 def has_numbers(tensor: Tensor) -> bool:

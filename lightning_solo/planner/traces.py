@@ -36,6 +36,7 @@ class ScalableTrace:
         trace: of it.
         affine: traces of other micro-batches, or None if none can be derived.
         how: the kind of tensors, in words.
+        alone: whether others were left out, as this one, of a single example, doesn't fit.
         pair: two micro-batches from which all others follow, this one excepted where it is 1; so under any preset.
     """
 
@@ -43,6 +44,7 @@ class ScalableTrace:
     trace: Trace
     affine: AffineTrace | None
     how: str
+    alone: bool = False
     pair: tuple[int, int] | None = None
 
     def at(self, size: int) -> Trace:
@@ -57,6 +59,7 @@ def scalable_trace(
     weight_bytes: int,
     pair: tuple[int, int] | None = None,
     scales: bool = True,
+    fits: Callable[[Trace], bool] = lambda trace: True,
 ) -> ScalableTrace:
     """Trace by the first way that works: fake tensors, those with math attention, real steps on the CPU.
 
@@ -66,6 +69,7 @@ def scalable_trace(
         size: examples per micro-batch.
         weight_bytes: per element of a weight, for the error's estimate.
         pair: that of the same module and size under another preset: no third micro-batch has to be predicted then.
+        fits: whether a trace fits; no other micro-batch is traced beside a single example that doesn't.
         scales: whether micro-batches of any size do the same; otherwise that of ``size`` alone is traced.
 
     Raises:
@@ -84,7 +88,7 @@ def scalable_trace(
                     f"what is kept is chosen by bytes, anew for each size of a micro-batch, {ONE_SIZE}"
                 )
             else:
-                scalable = _on_fake_tensors(one, size, pair) if fake else _by_real_steps(one, size)
+                scalable = _on_fake_tensors(one, size, pair, fits) if fake else _by_real_steps(one, size)
         except BudgetError:  # a technique's own, whatever the way
             raise
         except Exception as error:
@@ -97,15 +101,20 @@ def scalable_trace(
     raise PlanError(f"{_reason(first)}; {_least(make, weight_bytes)}") from first
 
 
-def _on_fake_tensors(capture: Callable[[int], Trace], size: int, known: tuple[int, int] | None = None) -> ScalableTrace:
+def _on_fake_tensors(
+    capture: Callable[[int], Trace], size: int, known: tuple[int, int] | None, fits: Callable[[Trace], bool]
+) -> ScalableTrace:
     """Return the trace of a micro-batch, and of all others if two small ones predict it, or else a third."""
     low, high, third = [*(other for other in SMALL if other != size), max(SMALL)][:3]
     pair = known or (low, high)
     # a single example rarely follows from others, so a third is traced beside it rather than after it
     check = (third,) if size == 1 and known is None else ()
     sizes = list(dict.fromkeys((size, *pair, *check)))
-    traces = dict(zip(sizes, run_in_forks(*(partial(capture, each) for each in sizes)), strict=True))
-    trace = traces[size]
+    results = run_in_forks(*(partial(capture, each) for each in sizes), needed=lambda trace: size > 1 or fits(trace))
+    trace = results[0]
+    if len(results) == 1:
+        return ScalableTrace(size, trace, None, FAKE, alone=True)
+    traces = dict(zip(sizes, results, strict=True))
     affine = affine_trace(pair[0], traces[pair[0]], pair[1], traces[pair[1]])
     if affine is None:
         trace.assumptions.append(_unlike(pair))
@@ -116,7 +125,7 @@ def _on_fake_tensors(capture: Callable[[int], Trace], size: int, known: tuple[in
         elif size > 1 or not affine.predicts(third, traces[third]):  # scores of each example against each, say
             trace.assumptions.append(f"memory isn't linear in the micro-batch, {ONE_SIZE}")
             return ScalableTrace(size, trace, None, FAKE)
-    return ScalableTrace(size, trace, affine, FAKE, pair)
+    return ScalableTrace(size, trace, affine, FAKE, pair=pair)
 
 
 def _by_real_steps(capture: Callable[[int], Trace], size: int) -> ScalableTrace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_solo.memory.events import EventLog
+from lightning_solo.planner import traces
 from lightning_solo.planner.allocator import smallest_capacity
 from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace, canonical
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import device
+from lightning_solo.planner.forks import run_in_forks
+from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
@@ -233,6 +237,34 @@ def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
     direct = capture(byte_gpt, text(size), {"precision": "32-true"}, cuda=False)
     assert plan.peak_bytes == direct.log.peak()[0]
     assert plan.largest_micro_batch == largest_of_byte_gpt()
+
+
+def test_a_single_example_that_does_not_fit_is_traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def counted(*functions: Callable[[], Trace], **given: Any) -> list[Trace]:
+        results = run_in_forks(*functions, **given)
+        sizes.append(len(results))
+        return results
+
+    monkeypatch.setattr(traces, "run_in_forks", counted)
+    planner, larger = (Planner(wide, vectors(1), {}, device("rtx_4090"), budget) for budget in (2 * GiB, 4 * GiB))
+    alone, engine = (planner.plan(name, compose(name)) for name in ("bf16_true", "zero_offload"))
+    assert sizes == [1, 4], "they have one trace; the engine has less beside it"
+    assert (alone.verdict, alone.largest_micro_batch) == ("does not fit", 0)
+    assert engine.verdict == "fits"
+    assert (engine.largest_micro_batch or 0) > 1
+    assert replace(larger.plan("tried", compose("bf16_true")), **judged(alone)) == alone
+
+
+def judged(plan: Plan) -> dict[str, Any]:
+    names = ("preset", "budget_bytes", "verdict", "largest_micro_batch", "reserved_bytes")
+    return {name: getattr(plan, name) for name in names}
+
+
+def wide() -> Classifier:
+    """Return 268 M parameters: in bf16 with gradients and two states 4 x 2 bytes x 2**28 = 2 GiB."""
+    return Classifier(nn.Sequential(nn.Linear(16, 8192), *(nn.Linear(8192, 8192) for _ in range(4))))
 
 
 @cache

@@ -18,7 +18,9 @@ from lightning_solo.optim import compressed_moments
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from lightning_solo.planner.capture import Trace, capture
+from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.rules import arrange
+from lightning_solo.planner.tracer import Tracer
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.compact_states import states as compact_states
 from tests.conftest import long
@@ -279,3 +281,14 @@ def test_a_kernel_that_returns_one_tensor_twice_does_so_in_each_step() -> None:
     batch = batches(4)
     first, second = (capture(make, batch, {"precision": "bf16-mixed"}) for _ in range(2))
     assert first.costs == second.costs
+
+
+def test_an_update_of_lists_costs_what_it_does_and_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = fake_mode()
+    with mode, Tracer(nn.Linear(1, 1)) as tracer:
+        first, second = torch.empty(3), torch.empty(3)
+        monkeypatch.setattr(mode, "dispatch", lambda func, *rest: pytest.fail(str(func)))
+        torch._foreach_add_([first], [second])
+        monkeypatch.undo()
+    # two tensors of three elements, of four bytes each
+    assert tracer.costs[-1].bytes == 2 * 3 * 4

@@ -48,6 +48,11 @@ def test_one_alone_needs_no_process() -> None:
     assert run_in_forks(os.getpid) == [os.getpid()]
 
 
+def test_what_is_no_longer_needed_is_ended() -> None:
+    assert run_in_forks(lambda: 1, waits, waits, needed=lambda result: result > 1) == [1]
+    assert run_in_forks(lambda: 2, lambda: 3, needed=lambda result: result > 1) == [2, 3]
+
+
 def test_an_answer_may_be_larger_than_a_pipe() -> None:
     large = bytes(2**20)
     assert run_in_forks(lambda: large, lambda: large, lambda: large) == [large] * 3
