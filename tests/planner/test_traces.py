@@ -27,7 +27,7 @@ def test_micro_batches_are_traced_side_by_side(
     asked: list[list[int]] = []
     predicted: list[int] = []
 
-    def run_at_once(*captures: Any) -> list[Any]:
+    def run_at_once(*captures: Any, **_: Any) -> list[Any]:
         results = [capture() for capture in captures]
         asked.append([result.size for result in results])
         return results
@@ -60,7 +60,7 @@ def test_real_steps_are_not_tried_without_host_memory(
         raise ValueError("no way")
 
     monkeypatch.setattr(traces, "host_memory", lambda: (GiB, available))
-    monkeypatch.setattr(traces, "run_in_forks", lambda *captures: [capture() for capture in captures])
+    monkeypatch.setattr(traces, "run_in_forks", lambda *captures, **_: [capture() for capture in captures])
     with pytest.raises(PlanError, match="no way"):
         traces.scalable_trace(capture, lambda: nn.Linear(3, 2), 2, 4)
     assert tried == ways
