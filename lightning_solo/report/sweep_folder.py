@@ -17,7 +17,6 @@ from lightning_solo.report.model import Cell, Figure, Report, Table, number, pla
 from lightning_solo.report.run_folder import documents, newest
 from lightning_solo.report.series import Series
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row, read_all
 from lightning_solo.units import GiB, format_bytes, shorter_numbers
 
@@ -129,7 +128,7 @@ def pruned(row: Row) -> bool:
 
 def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
     """Return the jobs that ran to their end, of which both loss and cost are known and finite."""
-    both = [(row, row.loss, getattr(row, cost)) for row in rows if row.status == FINISHED and not pruned(row)]
+    both = [(row, row.loss, getattr(row, cost)) for row in rows if not pruned(row)]
     return [row for row, loss, paid in both if loss is not None and paid is not None and math.isfinite(loss + paid)]
 
 

@@ -73,7 +73,7 @@ class Display:
             "kept": f"{detail}, by an earlier command",
             "again": f"{detail}; started again",
             "anew": f"runs again, from the beginning: {detail}",
-            "started": "started",
+            "started": f"started {detail}".strip(),
         }
         line = f"#{number} {self.names.get(number, '')}: {words.get(event, detail)}"
         if self._live is None:
@@ -124,9 +124,11 @@ class Display:
         durations, elapsed = list(self.seconds), 0.0
         for number in running:
             took = time.monotonic() - self.started.get(number, time.monotonic())
-            progress = read_json(self.folder.job(number).progress) or {}
+            file = self.folder.job(number).progress
+            progress = read_json(file) or {}
             if progress.get("step") and progress.get("of_steps"):
-                durations.append(took * progress["of_steps"] / progress["step"])
+                until = took - max(time.time() - file.stat().st_mtime, 0.0)  # when these steps were counted
+                durations.append(until * progress["of_steps"] / progress["step"])
             elapsed += took
         if not durations:
             return None

@@ -74,13 +74,15 @@ class Job:
 class Try(NamedTuple):
     """An attempt at a job.
 
-    ``failures`` are the earlier attempts that count against `Settings.retries`; ``anew`` is why it doesn't resume them.
+    ``failures`` are the earlier attempts that count against `Settings.retries`; ``anew`` is why it doesn't resume them,
+    and ``seconds`` are what those that it resumes took.
     """
 
     job: Job
     attempt: int
     failures: int = 0
     anew: str = ""
+    seconds: float = 0.0
 
     @property
     def resumes(self) -> bool:

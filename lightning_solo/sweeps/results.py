@@ -13,7 +13,7 @@ from typing import Any
 from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.outcome import BEGUN, NOT_STARTED
+from lightning_solo.sweeps.outcome import BEGUN, FINISHED, NOT_STARTED
 
 VERSION = 1
 
@@ -32,7 +32,7 @@ class Row:
         returned: the value of the task function if it is plain, else None.
         metrics: the Trainer's at the end, by name.
         steps: optimizer steps.
-        seconds: from its start to the end of its process.
+        seconds: from its start to the end of its process; the attempts that it resumes count too.
         peak_device_bytes: None without a device.
         peak_host_bytes: resident, of the largest process of the job.
         config_hash: of the composed configuration, without Hydra's section.
@@ -58,7 +58,12 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """The value of the task function if that is a number, else the logged loss, the validation's first."""
+        """The value of the task function if that is a number, else the logged loss, the validation's first.
+
+        None for a job that didn't finish: the last loss that it logged may be of another kind, or of a batch alone.
+        """
+        if self.status != FINISHED:
+            return None
         returned = number(self.returned)
         return loss_of(self.metrics) if returned is None else returned
 

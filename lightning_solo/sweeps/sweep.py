@@ -130,7 +130,7 @@ class Sweep:
         if row is None or row.attempt != attempt:  # the command ended before it wrote the row
             row, result = None, files.result_of(attempt)
             if result is not None:
-                row = self._row(job, attempt, End(*outcome(int("error" in result), result)))
+                row = self._row(Try(job, attempt), End(*outcome(int("error" in result), result)))
                 self._write(row)
         failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
         failures = start.get("failures", 0) + failed if rerun == "never" else 0
@@ -141,7 +141,8 @@ class Sweep:
         ):
             return row
         anew = f"hydra.launcher.rerun={rerun}" if row is not None and row.status == FINISHED else ""
-        return Try(job, attempt + 1, failures, anew)
+        seconds = 0.0 if row is None or anew else row.seconds or 0.0
+        return Try(job, attempt + 1, failures, anew, seconds)
 
     def _changed(self, job: Job, start: Mapping[str, Any]) -> str:
         """Return what has changed since a job was started; empty where its earlier attempts count."""
@@ -242,20 +243,22 @@ class Sweep:
             return
         server.send(JobRequest(job.number, one.attempt, one.resumes, folder, job.argument(), self.settings))
         running[job.number] = one
-        self.tell("started", job.number, "")
+        resumes = f"attempt {one.attempt}, in its folder as it was left" if one.resumes else ""
+        self.tell("started", job.number, resumes)
 
     def _ended(self, waiting: deque[Try], one: Try, end: End) -> None:
-        row = self._row(one.job, one.attempt, end)
+        row = self._row(one, end)
         failed = row.status not in (FINISHED, INTERRUPTED)
         retried = failed and one.failures < self.settings.retries and not self._stops()
         self.tell("again" if retried else "ended", row.number, f"{row.status} {row.detail}".strip())
         if retried:
-            waiting.appendleft(Try(one.job, one.attempt + 1, one.failures + 1))
+            waiting.appendleft(Try(one.job, one.attempt + 1, one.failures + 1, seconds=row.seconds or 0.0))
         else:
             self._write(row)
             self.rows[row.number] = row
 
-    def _row(self, job: Job, attempt: int, end: End) -> Row:
+    def _row(self, one: Try, end: End) -> Row:
+        job, attempt = one.job, one.attempt
         files = self.folder.job(job.number)
         start = read_json(files.start) or {}
         result, progress = files.result_of(attempt) or {}, read_json(files.progress) or {}
@@ -274,7 +277,7 @@ class Sweep:
             returned=result.get("returned"),
             metrics=progress.get("metrics", {}),
             steps=progress.get("step"),
-            seconds=end.seconds,
+            seconds=None if end.seconds is None else one.seconds + end.seconds,
             started=start.get("started"),
             peak_device_bytes=result.get("peak_device_bytes", progress.get("peak_device_bytes")),
             peak_host_bytes=end.peak_host_bytes,

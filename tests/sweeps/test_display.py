@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 from pathlib import Path
 
@@ -56,6 +57,9 @@ def test_the_time_left_is_that_of_the_jobs_so_far_and_of_the_steps_so_far(tmp_pa
     shown.tell("started", 0, "")
     shown.started[0] = time.monotonic() - 10
     assert shown.seconds_left([0]) == pytest.approx(25, abs=1)  # (3 x 20 - 10) / 2
+    shown.started[0] -= 20
+    os.utime(SweepFolder(tmp_path).job(0).progress, times=(time.time() - 20,) * 2)
+    assert shown.seconds_left([0]) == pytest.approx(15, abs=1)  # steps since the last report aren't known
 
 
 def test_the_tail_is_the_last_lines(tmp_path: Path) -> None:

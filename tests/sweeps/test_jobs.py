@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.job_process import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures
-from lightning_solo.sweeps.results import Row, read, read_all
+from lightning_solo.sweeps.results import Row, append, read, read_all
 from tests.conftest import long
 from tests.messages import mentions
 from tests.sweeps.applications import (
@@ -259,6 +260,16 @@ def test_an_interrupt_between_two_jobs_starts_no_other(
 
 
 # --- tries ---
+
+
+def test_an_interrupted_job_continues_and_counts_the_time_of_both_attempts(tmp_path: Path) -> None:
+    [row] = plain_sweep(tmp_path).run(plain_jobs(tmp_path, 1))
+    append(SweepFolder(tmp_path).results, replace(row, status="interrupted", seconds=100.0))
+    told: list[tuple[str, int | None, str]] = []
+    [row] = plain_sweep(tmp_path, tell=lambda *event: told.append(event)).run(plain_jobs(tmp_path, 1))
+    assert (row.attempt, row.status) == (2, "finished")
+    assert (row.seconds or 0) > 100
+    assert ["attempt 2" in detail for event, _, detail in told if event == "started"] == [True]
 
 
 def test_a_failure_that_the_job_told_counts_though_its_row_was_not_written(tmp_path: Path) -> None:

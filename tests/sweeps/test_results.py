@@ -69,6 +69,7 @@ def test_the_loss_is_what_was_returned_else_the_validations() -> None:
     assert replace(ROW, returned=0.25).loss == 0.25
     assert replace(ROW, returned=None, metrics={"train/loss": 1.0, "validation/loss": 3.0}).loss == 3.0
     assert replace(ROW, returned=True, metrics={}).loss is None
+    assert replace(ROW, status="interrupted").loss is None  # of its last batch
 
 
 costs = st.one_of(st.none(), st.integers(min_value=0, max_value=4).map(float))

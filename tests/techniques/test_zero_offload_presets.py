@@ -218,7 +218,7 @@ def start(folder: Path, code: str, job: dict[str, Any], **variables: str) -> sub
 def report(process: subprocess.Popen[str], job: dict[str, Any]) -> dict[str, Any]:
     """Wait for a program's end, which is to be a clean one, and return what it reported."""
     try:
-        _, errors = process.communicate(timeout=200)
+        _, errors = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 0, errors[-3000:]
