@@ -126,7 +126,10 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
     for key in map(str, cfg):
         if key not in (*TOP, "hydra"):
             raise PresetError(f"{key}: no such key{nearest(key, TOP)}there are {', '.join(TOP)}")
-    plain = to_plain(OmegaConf.masked_copy(cfg, list(TOP)))
+    plain = {"model": None, "data": None, "optimizer": None, **to_plain(OmegaConf.masked_copy(cfg, list(TOP)))}
+    for key in TOP:
+        if key not in plain:
+            raise PresetError(f"~{key}: a run needs {key}; drop that")
     allow = plain["allow"]
     if not isinstance(allow, list) or not all(isinstance(prefix, str) and prefix for prefix in allow):
         raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=[my_project]")
@@ -228,8 +231,7 @@ def _refuse_sweep(overrides: Sequence[Override], counts: Mapping[str, int], firs
     for override in overrides:
         if override.is_interval_sweep():
             raise PresetError(f"{override.input_line!r}: an interval is for a search; write hydra/sweeper=solo_optuna")
-    if "max_jobs" in section.launcher:
-        check_most(counts, section.launcher.max_jobs)
+    check_most(counts, section.launcher.get("max_jobs"))
 
 
 def _check_job(overrides: Sequence[str]) -> None:

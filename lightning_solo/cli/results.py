@@ -96,10 +96,21 @@ def rows_of(folder: Path) -> list[Row]:
 
 
 def sweeps_below(folder: Path) -> list[Path]:
-    """Return the folders of sweeps in a folder, such as `multirun/train-1a2b3c4d`, the last one that ran first."""
+    """Return the folders of sweeps with jobs in a folder, such as `multirun/train-1a2b3c4d`, the last run first."""
     depths = ("*/" * depth for depth in range(DEPTH + 1))
     found = {path.parent for depth in depths for name in (STATE, RESULTS) for path in folder.glob(depth + name)}
-    return sorted(found, key=_last_run, reverse=True)
+    return sorted(filter(_jobs_of, found), key=_last_run, reverse=True)
+
+
+def _jobs_of(sweep: Path) -> str:
+    """Return how many jobs of a sweep ended how; empty where there are none."""
+    try:
+        counts = Counter(row.status for row in read_all(SweepFolder(sweep)))
+    except CheckpointError:
+        return "of another version of lightning-solo"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
 def _last_run(sweep: Path) -> float:
@@ -117,13 +128,8 @@ def print_sweeps(sweeps: Sequence[Path]) -> None:
     for name in ("sweep", "last run", "jobs"):
         table.add_column(name, overflow="fold")
     for sweep in sweeps:
-        try:
-            counts = Counter(row.status for row in read_all(SweepFolder(sweep)))
-            jobs = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-        except CheckpointError:
-            jobs = "of another version of lightning-solo"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_last_run(sweep)))
-        table.add_row(Text(str(sweep)), when, jobs)
+        table.add_row(Text(str(sweep)), when, _jobs_of(sweep))
     Console().print(table)
 
 

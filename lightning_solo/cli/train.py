@@ -79,7 +79,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, with the last checkpoint saved.
     """
     checked = check_config(cfg)
-    if not checked.optimizer:
+    if cfg.get("optimizer") and not checked.optimizer:
         cfg.optimizer = {}  # a default that the model doesn't take is no part of the run's configuration
     run_folder = RunFolder(folder)
     checkpoint = run_folder.open(cfg)

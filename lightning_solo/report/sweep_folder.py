@@ -135,18 +135,19 @@ def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
 def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
     """Return the Pareto front: the jobs that no other one matches in both loss and cost and beats in one."""
     jobs, point = comparable(rows, cost), attrgetter("loss", cost)
-
-    def is_beaten(job: Row) -> bool:
-        loss, paid = point(job)
-        return any((x, y) != (loss, paid) and x <= loss and y <= paid for x, y in map(point, jobs))
-
-    return [job for job in jobs if not is_beaten(job)]
+    front, least = set(), math.inf
+    for loss, paid in sorted(set(map(point, jobs))):
+        if paid < least:
+            front.add((loss, paid))
+            least = paid
+    return [job for job in jobs if point(job) in front]
 
 
 def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:
     """Return job's number -> the costs, memory and time, against which it is on the Pareto front of loss."""
     fronts = {"memory": front_of(rows, peak_of(rows)), "time": front_of(rows, "seconds")}
-    return {row.number: [cost for cost, front in fronts.items() if row in front] for row in rows}
+    on = {cost: {row.number for row in front} for cost, front in fronts.items()}
+    return {row.number: [cost for cost, numbers in on.items() if row.number in numbers] for row in rows}
 
 
 def pareto_figure(

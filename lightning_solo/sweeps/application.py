@@ -123,13 +123,12 @@ def _code_of(module: ModuleType | None) -> dict[str, str]:
     files = {Path(file) for names in known if isinstance(file := names.get("__file__"), str)}
     own = {file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts}
     own |= {Path(getattr(module, "__file__", None) or "")}
-    contents = {file: file.read_bytes() for file in sorted(own) if file.is_file()}
-    return {
-        str(file.relative_to(folder) if file.is_relative_to(folder) else file.name): hashlib.sha256(text).hexdigest()[
-            :16
-        ]
-        for file, text in contents.items()
-    }
+    hashes = {}
+    for file in sorted(own):
+        if file.is_file():
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+            hashes[str(file.relative_to(folder) if file.is_relative_to(folder) else file.name)] = digest
+    return hashes
 
 
 def _is_guarded(script: Path) -> bool:

@@ -15,6 +15,7 @@ from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.files import STATE
 
 RERUN = ("never", "failed", "all")
+MOST_JOBS = 10_000  # of a launcher that has no setting for it, such as Hydra's own
 REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
 
 
@@ -91,7 +92,9 @@ class Try(NamedTuple):
 
 
 def count_jobs(overrides: Sequence[Override]) -> dict[str, int]:
-    """Return how many values each override of a sweep has, none of which is made; 1 for what a sweeper resolves.
+    """Return how many values each override of a sweep has, without making them.
+
+    What only a sweeper resolves, such as a glob, counts as one value.
 
     Raises:
         PresetError: there are none.
@@ -116,18 +119,19 @@ def _values(override: Override) -> int:
     return len(value.list) if hasattr(value, "list") else 1  # a glob has none
 
 
-def check_most(counts: Mapping[str, int], most: int) -> None:
-    """Refuse a product of overrides with more jobs than ``most``.
+def check_most(counts: Mapping[str, int], most: int | None) -> None:
+    """Refuse a product of overrides with more jobs than ``most``; None for a launcher without `max_jobs`.
 
     Raises:
-        PresetError: names the setting that raises it.
+        PresetError: names the setting that raises it, where there is one.
     """
     jobs = math.prod(counts.values())
-    if jobs > most:
-        raise PresetError(
-            f"this sweep has {jobs:,} jobs ({' x '.join(str(n) for n in counts.values() if n > 1)}), and"
-            f" hydra.launcher.max_jobs={most:,}; sweep over fewer values, or write hydra.launcher.max_jobs={jobs}"
-        )
+    if jobs > (MOST_JOBS if most is None else most):
+        limit, remedy = f"the most of this launcher is {MOST_JOBS:,}", ""
+        if most is not None:
+            limit, remedy = f"hydra.launcher.max_jobs={most:,}", f", or write hydra.launcher.max_jobs={jobs}"
+        product = " x ".join(str(n) for n in counts.values() if n > 1)
+        raise PresetError(f"this sweep has {jobs:,} jobs ({product}), and {limit}; sweep over fewer values{remedy}")
 
 
 def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:

@@ -130,7 +130,7 @@ def read(path: Path) -> list[Row]:
     """
     try:
         lines = path.read_bytes().split(b"\n")
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return []
     rows = {}
     known = {f.name for f in fields(Row)}
@@ -159,10 +159,11 @@ def read_all(sweep: SweepFolder) -> list[Row]:
     listed = read_json(sweep.listed) or {}
     for job in sweep.jobs():
         start, progress = read_json(sweep.job(job).start), read_json(sweep.job(job).progress) or {}
-        if job not in rows and start is not None:
+        ended = rows[job].attempt if job in rows else 0
+        if start is not None and start.get("attempt", 1) > ended:
             rows[job] = Row(
                 job, tuple(start.get("overrides", ())), BEGUN, folder=str(start.get("folder", "")),
-                metrics=progress.get("metrics") or {}, steps=progress.get("step"),
+                attempt=start.get("attempt", 1), metrics=progress.get("metrics") or {}, steps=progress.get("step"),
             )  # fmt: skip
         elif job not in rows and str(job) in listed:
             rows[job] = Row(job, tuple(listed[str(job)]), NOT_STARTED)

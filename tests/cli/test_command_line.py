@@ -62,6 +62,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "0 jobs"]),  # row 30
         (["-m", "seed=range(0,1000000)"], ["1,000,000 jobs", "hydra.launcher.max_jobs=1,000"]),  # row 30
         (["-m", "seed=range(0,200)", "model.width=range(1,200)"], ["39,800 jobs"]),  # row 30
+        (["-m", "hydra/launcher=basic", "seed=range(0,10001)"], ["10,001 jobs", "10,000;"]),
+        (["~trainer"], ["~trainer"]),
+        (["~seed"], ["~seed"]),
         (["run=../x"], ["run='../x'", "run=first"]),  # rows 31 and 84
         (["run=-x"], ["run='-x'"]),  # row 84
         (["root=/proc/nothing"], ["root=/proc/nothing"]),  # row 31
@@ -126,6 +129,8 @@ def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
         ["+trainer.gradient_clip_val=1.0", "experiment=quick", "run=first", "resume=auto"],
         ["+trainer.precision=bf16", "optimizer=custom", "optimizer._target_=m.O", "+optimizer.lr=1", "allow=[m]"],
         ["-m", "seed=range(0,2000)", "hydra.launcher.max_jobs=2000"],
+        ["-m", "seed=range(0,10000)", "hydra/launcher=basic"],
+        ["model=custom", "model._target_=m.X", "~optimizer", "~data", "allow=[m]"],
         ["-m", "seed=range(0,1000000)", "optimizer.lr=tag(log,interval(1e-5,1e-2))", "hydra/sweeper=solo_optuna"],
         ["model=custom", "model._target_=m.X", "optimizer=sgd", "+model.optimizer=${optimizer}", "allow=[m]"],
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from lightning_solo.atomic_files import write_json
 from lightning_solo.cli.results import run
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.outcome import BEGUN
+from lightning_solo.sweeps.results import line_of
 from tests.messages import lines_with
 from tests.report.folders import make_row, make_sweep
 
@@ -73,14 +77,49 @@ def test_without_a_folder_the_sweeps_below_are_listed_the_last_first(
         run([])
     for age, name in enumerate(["runs/b", "multirun/2026-11-23/train-a"]):
         sweep = make_sweep(tmp_path / name, [make_row(0), make_row(1, status="failed")])
-        for path in (sweep / "results.jsonl", sweep):
-            os.utime(path, (10**9 - age, 10**9 - age))
+        os.utime(sweep, (10**9 - 9 + age, 10**9 - 9 + age))
+        os.utime(sweep / "results.jsonl", (10**9 - age, 10**9 - age))
     assert run([]) == 0
     _, *sweeps = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in sweeps] == ["runs/b", "multirun/2026-11-23/train-a"]
     assert all(lines_with(line, "2001-09-09", "1 finished", "1 failed") for line in sweeps)
     with pytest.raises(NothingToDoError, match="runs/b"):
         run(["--sort", "loss"])
+
+
+def test_a_sweep_is_listed_by_either_of_its_files_and_what_has_no_jobs_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / ".sweep").mkdir(parents=True)
+    (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "results.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(NothingToDoError) as refusal:
+        run(["foreign"])
+    assert lines_with(str(refusal.value), "run=x")
+    write_json(SweepFolder(tmp_path / "waits").listed, {0: ["n=0"], 1: ["n=1"]})
+    text = line_of(make_row(0)).split(b" ", 1)[1].replace(b'"version": 1', b'"version": 99').strip()
+    make_sweep(tmp_path / "newer", []).joinpath("results.jsonl").write_bytes(
+        f"{zlib.crc32(text):08x} ".encode() + text + b"\n"
+    )
+    assert run([]) == 0
+    _, *sweeps = capsys.readouterr().out.splitlines()
+    newer, waits = sorted(sweeps)
+    assert lines_with(newer, "newer", "another version")
+    assert lines_with(waits, "waits", "2 not started")
+
+
+def test_a_job_in_its_second_attempt_is_not_shown_by_the_row_of_its_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_sweep(tmp_path, [make_row(0), make_row(1, status="failed", detail="old")])
+    for job, attempt in ((0, 1), (1, 2)):
+        write_json(SweepFolder(tmp_path).job(job).start, {"attempt": attempt, "overrides": [], "folder": "x"})
+    assert run([str(tmp_path), "--csv", "-"]) == 1
+    first, second = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (first["status"], first["attempt"]) == ("finished", "1")
+    assert (second["status"], second["attempt"], second["detail"]) == (BEGUN, "2", "")
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_solo.cli.command_line import CheckedConfig
+from lightning_solo.cli import train as train_command
+from lightning_solo.cli.command_line import CheckedConfig, compose_application
+from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts, csv_logger, first_batch
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import compose
@@ -141,6 +143,22 @@ def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
         first_batch(checked({**embedded, "batch_size": 8}, "Loading"))
     _, text = build_parts(checked({**embedded, "batch_size": 8}))
     assert text.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [(["model=custom", "model._target_=m.X"], {}), (["model=custom", "model._target_=m.X", "~optimizer"], None)],
+)
+def test_an_optimizer_that_the_model_does_not_take_is_no_part_of_the_runs_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], kept: object
+) -> None:
+    def opened(_: RunFolder, cfg: DictConfig) -> None:
+        assert cfg.get("optimizer") == kept
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "open", opened)
+    with pytest.raises(KeyboardInterrupt):
+        train_command.train(compose_application([*overrides, "allow=[m]"]), tmp_path)
 
 
 def test_the_metrics_of_a_resumed_run_continue_its_file(tmp_path: Path) -> None:

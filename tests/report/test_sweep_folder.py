@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lightning_solo.atomic_files import write_json
 from lightning_solo.report.charts import scatter
 from lightning_solo.report.model import Table
 from lightning_solo.report.palette import LIGHT
-from lightning_solo.report.sweep_folder import MOST_CURVES, job_folder, read_sweep
+from lightning_solo.report.sweep_folder import MOST_CURVES, front_of, job_folder, read_sweep
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import BEGUN
 from lightning_solo.sweeps.results import Row, line_of
@@ -52,6 +53,16 @@ def test_the_front_is_marked(tmp_path: Path) -> None:
     points = next(layer for layer in memory.draw(LIGHT)["layer"] if layer["mark"]["type"] == "point")["encoding"]
     assert points["shape"]["scale"]["range"] == ["diamond", "circle"]  # not by colour alone
     assert "#0, optimizer.lr=0: loss 5; #1" in memory.alternative
+
+
+def test_a_front_is_what_no_other_job_beats() -> None:
+    draw = random.Random(0)
+    points = [(float(draw.randrange(9)), float(draw.randrange(9))) for _ in range(60)]  # some are equal
+    rows = [make_row(n, returned=loss, seconds=seconds) for n, (loss, seconds) in enumerate(points)]
+    for first in (3, 10, 60):
+        among = points[:first]
+        left = [p for p in among if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in among)]
+        assert [(row.loss, row.seconds) for row in front_of(rows[:first], "seconds")] == left
 
 
 def test_jobs_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -259,6 +259,18 @@ def test_an_interrupt_between_two_jobs_starts_no_other(
     assert begun(tmp_path) == [0, 1, 2]
 
 
+def test_all_jobs_of_a_command_are_listed_and_a_list_that_cannot_be_written_stops_none(tmp_path: Path) -> None:
+    sweep = plain_sweep(tmp_path)
+    sweep.wanted = lambda _: False
+    with sweep.opened():
+        for number in (0, 1):  # as a search runs one after the other
+            assert sweep.run([job(tmp_path / str(number), number)]) == []
+        assert read_json(sweep.folder.listed) == {"0": [], "1": []}
+    sweep.folder.listed.unlink()
+    sweep.folder.listed.mkdir()
+    assert sweep.run([job(tmp_path / "0")]) == []
+
+
 # --- tries ---
 
 

@@ -69,13 +69,14 @@ def test_a_quoted_text_is_the_text(text: str) -> None:
     assert OverridesParser.create().parse_override(f"a={quoted(text)}").value() == text
 
 
-def test_any_sweeper_is_told_a_value_or_the_error() -> None:
+def test_any_sweeper_is_told_a_value_or_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     config = OmegaConf.create({"n": 1, "hydra": {"job": {"name": "train"}}})
     row = Row(0, ("n=1",), "finished", returned=1.5, folder="a/0")
     done = job_return(config, row, KeyError())
     assert (done.return_value, done.cfg, done.working_dir, done.overrides) == (1.5, {"n": 1}, "a/0", ["n=1"])
     with pytest.raises(KeyError):
         _ = job_return(config, replace(row, status="failed"), KeyError()).return_value
+    assert capsys.readouterr().err == ""  # the error names all jobs, and Hydra's own return this one
 
 
 @pytest.mark.parametrize(

@@ -553,23 +553,37 @@ def test_a_failing_fit_shows_its_table_once(
     assert len({row["fit"] for row in rows(tmp_path / "memory.csv")}) == 2
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_refusal_before_the_first_step_shows_no_table(
-    home: Any, make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
+@pytest.mark.parametrize(
+    ("stage", "hook", "tables"),
+    [
+        ("fit", "on_train_start", 0),
+        ("fit", "training_step", 1),
+        ("validate", "on_validation_start", 0),
+        ("validate", "validation_step", 1),
+        ("test", "test_step", 1),
+        ("predict", "predict_step", 1),
+    ],
+)
+@pytest.mark.parametrize("error", [NothingToDoError, RuntimeError])
+def test_only_a_run_in_which_no_batch_has_begun_shows_no_table(
+    home: Any,
+    make_trainer: Any,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+    hook: str,
+    tables: int,
+    error: type[Exception],
 ) -> None:
     module = regression(home)
-    stock = module.training_step
 
-    def refuse(batch: Any, batch_idx: int) -> Any:
-        if batch_idx == steps:
-            raise NothingToDoError("nothing here")
-        return stock(batch, batch_idx)
+    def fail(*_: Any) -> None:
+        raise error("broken")
 
-    module.training_step = refuse
-    with pytest.raises(NothingToDoError):
-        make_trainer(home, callbacks=[MemoryLogger()]).fit(module, loader(3))
-    assert capsys.readouterr().out.count("fit on ") == steps
-    assert [row["step"] for row in rows(tmp_path / "memory.csv")] == ["0", "1"][: steps + 1]
+    module.test_step = module.predict_step = module.validation_step = lambda batch: None
+    setattr(module, hook, fail)
+    with pytest.raises(error, match="broken"):
+        getattr(make_trainer(home, callbacks=[MemoryLogger()]), stage)(module, loader(3))
+    assert capsys.readouterr().out.count(f"{stage} on ") == tables
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.cards.arguments import Parameter, check_arguments
-from lightning_solo.errors import SoloError
 from lightning_solo.memory.category_peaks import CategoryPeaks, describe
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below_logs
@@ -133,7 +132,7 @@ class MemoryLogger(Callback):
         self._table = SummaryTable()
         self._path: Path | None = None
         self._step = 0  # of the last row
-        self._first_step: int | None = None  # before the first one of this run
+        self._begun = False  # whether a batch has
 
     # --- when: Lightning's hooks ---
 
@@ -146,11 +145,11 @@ class MemoryLogger(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Add a row for what weights and whatever was there before take."""
-        self._first_step = trainer.global_step
         self._add_row(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Forward begins."""
+        self._begun = True
         self._phases.enter("forward")
         self._categories.enter(pl_module, trainer.optimizers, self._phases.device, trainer.global_step)
 
@@ -193,6 +192,14 @@ class MemoryLogger(Callback):
         if trainer.global_step != self._step:
             self._log(trainer)
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Note that a batch has begun, of a test or a prediction too."""
+        self._begun = True
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log a validation run of its own, not one inside a fit."""
         if self._stage == "validate":
@@ -213,8 +220,8 @@ class MemoryLogger(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
         counted = self._categories.take(trainer.global_step)
-        if isinstance(exception, SoloError) and self._first_step in (None, trainer.global_step):
-            self._fit = ""  # a refusal before the first step: nothing has run
+        if not self._begun:
+            self._fit = ""  # nothing has run
         if self._fit:
             self._phases.enter(None)
             self._log(trainer, counted)
