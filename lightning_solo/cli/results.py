@@ -108,8 +108,8 @@ def _jobs_of(sweep: Path) -> str:
         counts = Counter(row.status for row in read_all(SweepFolder(sweep)))
     except CheckpointError:
         return "of another version of lightning-solo"
-    except OSError as error:
-        return f"can't be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:  # a file of someone else's, or damaged
+        return f"can't be read: {error}"
     return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 

@@ -91,6 +91,7 @@ def test_a_sweep_is_listed_by_either_of_its_files_and_what_has_no_jobs_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "empty" / ".sweep").mkdir(parents=True)
     (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
     (tmp_path / "foreign").mkdir()
@@ -99,13 +100,15 @@ def test_a_sweep_is_listed_by_either_of_its_files_and_what_has_no_jobs_is_none(
         run(["foreign"])
     assert lines_with(str(refusal.value), "run=x")
     write_json(SweepFolder(tmp_path / "waits").listed, {0: ["n=0"], 1: ["n=1"]})
+    write_json(SweepFolder(tmp_path / "damaged").listed, {"a": ["n=0"]})
     text = line_of(make_row(0)).split(b" ", 1)[1].replace(b'"version": 1', b'"version": 99').strip()
     make_sweep(tmp_path / "newer", []).joinpath("results.jsonl").write_bytes(
         f"{zlib.crc32(text):08x} ".encode() + text + b"\n"
     )
     assert run([]) == 0
     _, *sweeps = capsys.readouterr().out.splitlines()
-    newer, waits = sorted(sweeps)
+    damaged, newer, waits = sorted(sweeps)
+    assert lines_with(damaged, "damaged", "can't be read")
     assert lines_with(newer, "newer", "another version")
     assert lines_with(waits, "waits", "2 not started")
 
