@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states
-from lightning_solo.optim.window_gradients import resume_window
+from lightning_solo.optim.window_gradients import warn_of_dropped_window
 from lightning_solo.seams.patches import before_fits
-from lightning_solo.seams.run import Window
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class PresetGuard(Callback):
         self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
         self._advise = advise
         self._home = home
-        self._loaded: list[dict[str, Any]] = []  # optimizers' states of a checkpoint, until training starts
+        self._window_loaded = False  # whether the checkpoint of this run has released gradients of an open window
         names = [type(callback).__name__ for callback in promised.get("callbacks", ())]
         if names:
             _wait(self, names)
@@ -65,6 +64,7 @@ class PresetGuard(Callback):
             ConflictError: the Trainer was given another value; names both and what to write.
             CapabilityError: the preset needs a CUDA device and the Trainer runs on another.
         """
+        self._window_loaded = False  # of another run of this Trainer
         for name, value, actual in self._differences(trainer):
             if name == "devices":
                 raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
@@ -91,23 +91,21 @@ class PresetGuard(Callback):
                 yield name, value, actual[name]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the optimizers' states: of what these don't know torch's optimizers load nothing, and don't say so."""
-        self._loaded = checkpoint.get("optimizer_states", [])
+        """Note released gradients of an open window, which torch's optimizers ignore without a word."""
+        self._window_loaded = any("window" in state for state in checkpoint.get("optimizer_states", []))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse states of a checkpoint that this run's optimizers can't step from, and continue an open window.
+        """Refuse states of a checkpoint that this run's optimizers can't step from; warn of a window that it drops.
 
         Raises:
             CheckpointError: the checkpoint was saved under `compact` or a preset like it, and this run is under none.
         """
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
-        loaded, self._loaded = self._loaded, []
         run = getattr(trainer.strategy, "ctx", None)
-        window = Window(trainer) if run is None else run.window
-        if window.gradients_stay or not window.gradients_saved:  # else they have been loaded
-            for optimizer, state in zip(trainer.optimizers, loaded, strict=False):
-                resume_window(optimizer, state, continues=window.gradients_saved and window.accumulates)
+        releases = run is not None and run.window.gradients_saved and not run.window.gradients_stay
+        if self._window_loaded and not releases:  # who releases has loaded the window, or has said that it can't
+            warn_of_dropped_window()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to an error about memory the presets that would fit; whoever raised it knows only its own bytes."""

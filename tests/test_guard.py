@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -134,34 +136,62 @@ def fit_windows(
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        ("gradient_release", "baseline"),
-        ("gradient_release + schedule", "baseline + schedule"),
-        ("baseline + schedule", "gradient_release + schedule"),
-    ],
-)
-def test_a_window_is_continued_with_and_without_release(
-    saved: str, resumed: str, home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize("preset", ["gradient_release", "gradient_release + schedule", "baseline + schedule"])
+def test_a_window_is_continued_under_the_same_preset(
+    preset: str, home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "amid.ckpt"
-    whole = fit_windows(home, make_trainer, saved, path)
-    others = fit_windows(home, make_trainer, resumed, path, ckpt_path=path, weights_only=True)
+    whole = fit_windows(home, make_trainer, preset, path)
+    others = fit_windows(home, make_trainer, preset, path, ckpt_path=path, weights_only=True)
     assert all(torch.equal(one, other) for one, other in zip(whole, others, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("resumed", ["baseline", "gradient_release"])
-def test_a_window_that_cannot_be_continued_is_named(
-    resumed: str, make_trainer: Callable[..., Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved", "resumed", "factor"),
+    [
+        ("gradient_release", "baseline", 3),
+        ("gradient_release", "gradient_release", 1),
+        ("gradient_release", "gradient_release", 2),
+        ("gradient_release", "gradient_release + schedule", 3),
+        ("gradient_release + schedule", "gradient_release", 3),
+        ("gradient_release + schedule", "baseline + schedule", 3),
+        ("baseline + schedule", "gradient_release + schedule", 3),
+    ],
+)
+def test_a_window_that_cannot_be_continued_is_dropped_and_named_once(
+    saved: str, resumed: str, factor: int, make_trainer: Callable[..., Any], tmp_path: Path
 ) -> None:
     import lightning.pytorch as home
 
     path = tmp_path / "amid.ckpt"
+    fit_windows(home, make_trainer, saved, path)
+    state = torch.load(path, weights_only=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        told = fit_windows(home, make_trainer, resumed, path, factor, ckpt_path=path, weights_only=True)
+        for each in [*state["optimizer_states"], *state["callbacks"].values()]:
+            each.pop("window", None)
+        torch.save(state, path)
+        without = fit_windows(home, make_trainer, resumed, path, factor, ckpt_path=path, weights_only=True)
+    named = [
+        w for w in caught if re.search(mentions("gradients", "dropped", "accumulate_grad_batches"), str(w.message))
+    ]
+    assert len(named) == 1
+    assert all(torch.equal(one, other) for one, other in zip(told, without, strict=True))
+
+
+def test_a_window_loaded_for_another_run_of_the_trainer_is_not_the_fits(
+    home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "amid.ckpt"
     fit_windows(home, make_trainer, "gradient_release", path)
-    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "accumulate_grad_batches")):
-        fit_windows(home, make_trainer, resumed, path, factor=1, ckpt_path=path, weights_only=True)
+    trainer = make_trainer(home, **solo.trainer_kwargs("baseline", lightning=home.__name__))
+    module = regression(home)
+    trainer.predict(module, loader(2), ckpt_path=path, weights_only=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", mentions("gradients", "dropped"))
+        trainer.fit(module, loader(2))
 
 
 # --- an error about memory names the presets that would fit ---

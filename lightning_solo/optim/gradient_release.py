@@ -186,13 +186,15 @@ class GradientRelease:
     # --- in the optimizer's state dict ---
 
     def _save(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Add what is kept of a window that is open, by the parameters' numbers."""
+        """Add what is kept of a window that is open, by the parameters' numbers, and the window's length."""
         if self.has_kept and self.accumulation > 1:
             numbered = enumerate(parameters_of(self.optimizer))
             state_dict["window"] = {number: self._sums.saved(p) for number, p in numbered if p in self._sums}
+            state_dict["accumulation"] = self.accumulation
 
     def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        for p, sums in saved_window(self.optimizer, state_dict, continues=self.accumulation > 1).items():
+        continues = 1 < self.accumulation == state_dict.get("accumulation", self.accumulation)
+        for p, sums in saved_window(self.optimizer, state_dict, continues=continues).items():
             if not self._sums.has_room(p, sums.dtype):
                 self.allocate()
             self._sums.restore(p, sums)

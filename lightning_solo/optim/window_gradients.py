@@ -63,6 +63,9 @@ def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continu
         CheckpointError: they are of other parameters.
     """
     saved = state_dict.get("window", {})
+    if saved and not continues:
+        warn_of_dropped_window()
+        return {}
     parameters = parameters_of(optimizer)
     shapes = {number: p.shape for number, p in enumerate(parameters)}
     if any(shapes.get(number) != sums.shape for number, sums in saved.items()):
@@ -70,21 +73,14 @@ def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continu
             f"the optimizer's state has gradients of a window for {len(saved)} parameters, which are not among the"
             f" {len(parameters)} here; load it into an optimizer of the module that was saved"
         )
-    if saved and not continues:
-        warnings.warn(
-            "the checkpoint was saved before the last micro-batch of an optimizer step, and the gradients of that step"
-            " so far are dropped: this run can't continue them; resume with the preset and accumulate_grad_batches of"
-            " the run that saved it, or from a checkpoint that was saved after a step",
-            stacklevel=2,
-        )
-        return {}
     return {parameters[number]: sums for number, sums in saved.items()}
 
 
-def resume_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> None:
-    """Make the gradients of a saved window those of the parameters, in a run that doesn't release them.
-
-    The arguments are those of `saved_window`.
-    """
-    for p, sums in saved_window(optimizer, state_dict, continues=continues).items():
-        p.grad = sums.to(p, copy=True)
+def warn_of_dropped_window() -> None:
+    """Say that the gradients of a checkpoint's open window are dropped; Python shows it once, whoever finds it."""
+    warnings.warn(
+        "the checkpoint was saved before the last micro-batch of an optimizer step, and the gradients of that step so"
+        " far are dropped: this run can't continue them; resume with the preset, precision and"
+        " accumulate_grad_batches of the run that saved it, or from a checkpoint that was saved after a step",
+        stacklevel=1,  # the same place for all callers
+    )

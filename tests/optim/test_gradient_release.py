@@ -544,14 +544,15 @@ def test_what_is_kept_for_the_norm_of_one_micro_batch_is_no_window() -> None:
     assert "window" not in optimizer.state_dict()
 
 
-def test_a_window_is_dropped_with_a_warning_where_nothing_accumulates() -> None:
+@pytest.mark.parametrize(("accumulation", "max_norm"), [(1, None), (1, 1.0), (3, None)])
+def test_a_window_of_another_number_of_micro_batches_is_dropped(accumulation: int, max_norm: float | None) -> None:
     net = two_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     release = GradientRelease(optimizer, accumulation=2)
     add_micro_batch(net, 0)
     state = optimizer.state_dict()
     release.remove()
-    release = GradientRelease(optimizer, max_norm=1.0)
+    release = GradientRelease(optimizer, accumulation=accumulation, max_norm=max_norm)
     with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "accumulate_grad_batches")):
         optimizer.load_state_dict(state)
     assert not release.has_kept

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -462,8 +464,40 @@ def test_released_gradients_of_a_window_that_nobody_loads_are_named(home: Any, m
         def on_fit_start(self, *_: Any) -> None:
             schedule.load_state_dict({"factor": 2, "window": window})
 
-    with pytest.warns(UserWarning, match=mentions("released", "solo.trainer_kwargs")):
+    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "preset")):
         make_trainer(home, callbacks=[schedule, Load()]).fit(module, DataLoader(batches_of([[1]]), batch_size=None))
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize(("saved", "resumed"), [(64.0, 64.0), (64.0, None), (None, 64.0), (None, None)])
+def test_a_scaled_window_is_continued_with_the_same_scaler(
+    home: Any, make_trainer: Any, tmp_path: Any, saved: float | None, resumed: float | None
+) -> None:
+    def fit(scale: float | None, **options: Any) -> Words:
+        torch.manual_seed(0)
+        net, schedule = Words(), AccumulationSchedule([[0, 3]])
+
+        class Save(home.Callback):  # type: ignore[name-defined,misc]
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+                if index == 1 and not options:
+                    trainer.save_checkpoint(tmp_path / "amid.ckpt")
+
+        plugins = []
+        if scale is not None:
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            plugins = [home.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        trainer = make_trainer(home, callbacks=[schedule, Save()], plugins=plugins)
+        trainer.fit(language_model(home, net), Resumable(batches_of([[1], [2], [3]])), **options)
+        return net
+
+    whole = fit(saved)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = fit(resumed, ckpt_path=tmp_path / "amid.ckpt", weights_only=True)
+    dropped = [w for w in caught if re.search(mentions("gradients", "dropped", "precision"), str(w.message))]
+    assert len(dropped) == (saved != resumed)
+    if saved == resumed:
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
 def test_a_schedule_by_tokens_needs_their_count() -> None:

@@ -15,11 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError
+from lightning_solo.guard import PresetGuard
 from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.module import MODULE_HOOKS
 from tests.messages import mentions
-from tests.modules import Block, Stack, loader, regression
+from tests.modules import Block, Resumable, Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
@@ -516,6 +518,30 @@ def test_validate_test_and_predict_load_a_file(
         results.append((found, torch.cat(trainer.predict(made, loader(), ckpt_path=file))))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
+
+
+@stages
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("schedule", [False, True])
+def test_an_open_window_of_a_plain_run_is_dropped_with_a_warning(
+    home: ModuleType, make_trainer: Any, tmp_path: Path, schedule: bool, arguments: Any
+) -> None:
+    class Save(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.fit_loop.batch_idx == 0:
+                trainer.save_checkpoint(tmp_path / "amid.ckpt")
+
+    def kwargs() -> dict[str, Any]:
+        if schedule:
+            return {"callbacks": [PresetGuard({}), solo.AccumulationSchedule([[0, 3]])]}
+        return {"callbacks": [PresetGuard({})], "accumulate_grad_batches": 3}
+
+    plain = kwargs()
+    plain["callbacks"] += [Save(), *([] if schedule else [GradientRelease()])]
+    make_trainer(home, **plain).fit(module(home), Resumable(list(loader())))
+    trainer = make_trainer(home, strategy=strategy(home, **arguments), **kwargs())
+    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "preset")):
+        trainer.fit(module(home), Resumable(list(loader())), ckpt_path=tmp_path / "amid.ckpt", weights_only=True)
 
 
 # --- with our callbacks, and a user's hooks ---

@@ -19,6 +19,7 @@ from lightning_solo.data.loss_weights import weight_of
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.optim.noise_scale import NoiseScale, squared_norm
 from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.optim.window_gradients import warn_of_dropped_window
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -185,7 +186,7 @@ class AccumulationSchedule(Technique):
         else:
             self._ctx.window.start = self._start
             self._set_factor(trainer, self._factor)
-        if self._resumed is not None and self._ctx.window.gradients_saved:
+        if self._resumed is not None:
             self._restore_window(trainer, self._resumed)
         self._resumed = None
 
@@ -214,8 +215,7 @@ class AccumulationSchedule(Technique):
             return
         self._samples, self._ahead = self._samples + self._ahead, 0
         if self._first is None:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)  # of precision 16-mixed
-            share = self._ctx.window.factor / (1.0 if scaler is None else scaler.get_scale())
+            share = self._ctx.window.factor / _scale(trainer)
             norm = sum(squared_norm(gradients_of(optimizer)) for optimizer in trainer.optimizers)
             self._first = norm * share**2, self._samples
 
@@ -258,6 +258,7 @@ class AccumulationSchedule(Technique):
                 "reference": self._reference,
                 "samples": self._samples,
                 "first": self._first,
+                "scale": _scale(self._ctx.trainer),
                 "gradients": [p.grad for p in _parameters(self._ctx.trainer)],
             }
         return state
@@ -299,6 +300,11 @@ class AccumulationSchedule(Technique):
 
     def _restore_window(self, trainer: Any, state: dict[str, Any]) -> None:
         parameters, gradients = list(_parameters(trainer)), state["gradients"]
+        window, scale = self._ctx.window, _scale(trainer)
+        released = all(gradient is None for gradient in gradients)  # these are among the optimizer's states
+        if not window.gradients_saved or released == window.gradients_stay or state.get("scale", scale) != scale:
+            warn_of_dropped_window()
+            return
         shapes = [(p.shape, p.shape if g is None else g.shape) for p, g in zip(parameters, gradients, strict=False)]
         if len(parameters) != len(gradients) or any(wanted != saved for wanted, saved in shapes):
             raise CheckpointError(
@@ -306,17 +312,9 @@ class AccumulationSchedule(Technique):
                 " that was saved, with its optimizers"
             )
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:  # released ones are among the optimizer's states
-                parameter.grad = gradient.to(parameter.device, copy=True)
-        if self._ctx.window.gradients_stay and all(p.grad is None for p in parameters):
-            warnings.warn(
-                "AccumulationSchedule: the checkpoint was saved amid a window whose gradients were released, and they"
-                " are lost here; resume with the preset of the run that saved it, or by any preset of"
-                " solo.trainer_kwargs",
-                stacklevel=2,
-            )
-            return
-        self._ctx.window.held = state["held"]
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter, copy=True)
+        window.held = state["held"]
         self._reference, self._samples = state["reference"], state["samples"]
         self._first = None if state["first"] is None else tuple(state["first"])
 
@@ -347,6 +345,12 @@ class AccumulationSchedule(Technique):
 
 def _parameters(trainer: Any) -> Iterator[Tensor]:
     return (p for optimizer in trainer.optimizers for p in parameters_of(optimizer))
+
+
+def _scale(trainer: Any) -> float:
+    """Return by what gradients are multiplied until the step: 1 but for precision 16-mixed."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def _count(batch: Any, by: str) -> float:

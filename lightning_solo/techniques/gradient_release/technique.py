@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,9 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.gradient_release.card import CARD
 from lightning_solo.units import format_bytes
+
+VARYING = sys.maxsize
+"""Micro-batches in windows of any length: a window is continued only in a run with the same number."""
 
 
 class GradientRelease(Technique):
@@ -180,5 +184,5 @@ class GradientRelease(Technique):
 
 
 def _micro_batches(ctx: Run) -> int:
-    """Return 1 where a step follows each micro-batch, 2 for any number of them."""
-    return 2 if ctx.window.accumulates else 1
+    """Return the factor; a number of its own where that varies: at a resumed fit's start it isn't known yet."""
+    return VARYING if ctx.window.varies else ctx.window.factor
