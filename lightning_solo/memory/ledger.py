@@ -135,7 +135,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = entry.ref()
             if storage is None or entry.label is None:
                 continue
-            self._count(entry, storage.nbytes())  # a storage may have been resized without any operator
+            self._count(entry, self._size(storage))  # a storage may have been resized without any operator
             # a storage that was owned before, such as a former weight, is a remainder
             unowned = "other" if entry.label in _OWNED else entry.label
             if entry.on_host == on_host:
@@ -205,8 +205,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             entry.label = label
             if entry.number >= 0:
                 self.log.labels[entry.number] = label
-        if entry.label is not None and (now := storage.nbytes()) != entry.bytes:
+        if entry.label is not None and (now := self._size(storage)) != entry.bytes:
             self._count(entry, now)
+
+    def _size(self, storage: UntypedStorage) -> int:
+        return storage.nbytes()
 
     def _count(self, entry: _Entry, now: int) -> None:
         change = now - entry.bytes

@@ -58,8 +58,8 @@ class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
             self.sums.update(map(self.number_of, storages_of(result)))
         return result
 
-    def _resize(self, entry: Any, storage: UntypedStorage) -> None:
-        self._count(entry, _allocated(storage))
+    def _size(self, storage: UntypedStorage) -> int:
+        return _allocated(storage)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of one operator."""

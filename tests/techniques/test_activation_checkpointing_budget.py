@@ -479,6 +479,7 @@ def test_less_than_recomputing_all_takes_is_refused_with_the_least(home, make_tr
     assert (error.value.needed, error.value.available) == (least, least - 1)
 
 
+@pytest.mark.every_change
 @pytest.mark.parametrize("factor", [2, long(3)])
 def test_less_than_a_whole_window_takes_is_refused_in_the_first(make_trainer, factor):
     home, arguments = lightning_pytorch, {"accumulate_grad_batches": factor, "data": loader(4 * factor, 256, WIDTH)}
