@@ -68,6 +68,8 @@ class CurriculumBatches(EpochBatches):
         shares: from which the batches of the present epoch were drawn.
     """
 
+    needs_past = True
+
     def __init__(
         self,
         difficulty: Tensor,

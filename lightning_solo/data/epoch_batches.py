@@ -25,6 +25,7 @@ class EpochBatches(Sampler[Any]):
 
     Attributes:
         count: batches of every epoch.
+        needs_past: whether an epoch depends on how many batches those before it had.
         batches_used: of an epoch, at most.
         seed: of the order.
         epoch: the present one.
@@ -32,6 +33,7 @@ class EpochBatches(Sampler[Any]):
     """
 
     count: int
+    needs_past = False
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -91,6 +91,8 @@ class Resumable(DataLoader[Any]):
     """
 
     _handed_out = (-1, 0)  # the epoch of the last batch, and how many of its batches there were with it
+    _done = "batches_done"  # what a state calls that number
+    _refused: dict[str, Any] | None = None  # a state
 
     @property
     def _batches(self) -> Any:
@@ -101,7 +103,7 @@ class Resumable(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the batches of the present epoch, from where a loaded state is."""
-        batches = self._batches
+        batches, self._refused = self._batches, None
         epoch, done = batches.epoch, batches.start
         iterator = super().__iter__()
         batches.start = 0
@@ -122,31 +124,51 @@ class Resumable(DataLoader[Any]):
 
     def _go_to(self, epoch: int, done: int) -> None:
         self._batches.go_to(epoch, done)
-        self._handed_out = Resumable._handed_out
+        self._handed_out, self._refused = Resumable._handed_out, None
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return the place: epoch, batches of it that were handed out; and their kind, seed and number."""
+    def _order(self) -> dict[str, Any]:
+        """Return what the order of the batches depends on, beside the epoch."""
         batches = self._batches
-        epoch, done = self._place
-        kind = type(batches).__name__
-        return {"epoch": epoch, "batches_done": done, "kind": kind, "seed": batches.seed, "batches": len(batches)}
+        return {"kind": type(batches).__name__, "seed": batches.seed, "batches": len(batches)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next epoch begin at a place.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place: epoch, batches of it that were handed out; and what their order depends on.
+
+        After a refusal it is the refused state, until a batch is drawn. So a checkpoint that is saved because of the
+        refusal, as by ``ModelCheckpoint(save_on_exception=True)``, says what the one before it said.
+        """
+        if self._refused is not None:
+            return self._refused
+        epoch, done = self._place
+        return {"epoch": epoch, self._done: done, **self._order()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next epoch begin at a place; at the beginning of an epoch it may be of other batches.
 
         Raises:
-            CheckpointError: the state is of other batches, or of none.
+            CheckpointError: it is of other batches, or of none.
         """
-        here = self.state_dict()
-        if set(state) != set(here):
-            raise CheckpointError(f"the loader's state has {sorted(state)}, where {sorted(here)} are expected")
-        for key in ("kind", "seed", "batches"):
-            if state[key] != here[key]:
-                raise CheckpointError(
-                    f"the checkpoint was saved within an epoch with {key}={state[key]}, and the loader has"
-                    f" {key}={here[key]}: resume with the same data set and settings, or from the end of an epoch"
-                )
-        self._go_to(state["epoch"], state["batches_done"])
+        self._refused = state_dict  # until it has been accepted
+        order = self._order()
+        if set(state_dict) != (expected := {"epoch", self._done, *order}):
+            raise CheckpointError(
+                f"the loader's state in the checkpoint has {sorted(state_dict)}, where {sorted(expected)} are expected:"
+                " resume with the same loader and technique, or load the weights alone"
+            )
+        epoch, done = state_dict["epoch"], state_dict[self._done]
+        others = [
+            f"{name}: {state_dict[name]!r} in the checkpoint, {here!r} here"
+            for name, here in order.items()
+            if state_dict[name] != here
+        ]
+        needs_past = self._batches.needs_past
+        if others and (done or needs_past):
+            raise CheckpointError(
+                f"the checkpoint was saved with other batches ({'; '.join(others)}): resume with the same data set and"
+                f" settings{', or load the weights alone' if needs_past else ', or from the end of an epoch'}"
+            )
+        # in older states of a `TokenLoader` an epoch may be at its end
+        self._go_to(*((epoch + 1, 0) if done == len(self) else (epoch, done)))
 
 
 @functools.cache

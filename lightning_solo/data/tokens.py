@@ -184,6 +184,8 @@ class TokenLoader(Resumable):
         ValueError: a sampler is given, or no batch size.
     """
 
+    _done = "batches"
+
     def __init__(
         self, windows: TokenWindows, batch_size: int = 1, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> None:
@@ -196,24 +198,6 @@ class TokenLoader(Resumable):
         super().__init__(windows, batch_size, shuffle, **options)
         # around DataLoader.__setattr__: it keeps its batch_size beside the batches
         vars(self)["batch_sampler"] = WindowBatches(len(windows), batch_size, seed, shuffle, self.drop_last)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the batches of it that the caller has had, and what the order depends on."""
-        epoch, batches = self._place
-        return {"epoch": epoch, "batches": batches, **self._order()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the next iteration where a state was taken.
-
-        Raises:
-            ValueError: that order is another one.
-        """
-        there = {name: state_dict.get(name) for name in self._order()}
-        if there != self._order():
-            raise ValueError(f"the state is of a loader with {there}, and this one has {self._order()}: write the same")
-        epoch, batches = state_dict["epoch"], state_dict["batches"]
-        # in older ones an epoch may be at its end
-        self._go_to(*((epoch + 1, 0) if batches == len(self) else (epoch, batches)))
 
     def _order(self) -> dict[str, Any]:
         batches = self._batches

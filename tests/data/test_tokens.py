@@ -15,10 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_solo.data.tokens import DTYPES, Permutation, TokenLoader, TokenWindows
+from lightning_solo.errors import CheckpointError
 from lightning_solo.techniques.early_zero_grad.technique import EarlyZeroGrad
+from lightning_solo.techniques.prefetch.technique import Prefetch
 from tests.conftest import long
 from tests.messages import mentions
 
@@ -164,10 +167,19 @@ def test_the_state_of_an_epoch_that_has_ended_starts_the_next_one(path: Path) ->
     assert sorted(firsts(other)) == list(range(0, 100, 10))
 
 
-def test_a_state_of_another_order_is_refused(path: Path) -> None:
-    state = TokenLoader(TokenWindows(path, window=10), batch_size=3).state_dict()
-    with pytest.raises(ValueError, match=mentions("batch_size", "3", "4")):
-        TokenLoader(TokenWindows(path, window=10), batch_size=4).load_state_dict(state)
+def test_a_state_of_another_order_is_refused_within_an_epoch(path: Path) -> None:
+    first, other = (TokenLoader(TokenWindows(path, window=10), batch_size=size) for size in (3, 4))
+    iteration = iter(first)
+    next(iteration)
+    with pytest.raises(CheckpointError, match=mentions("batch_size: 3", "4 here", "end of an epoch")):
+        other.load_state_dict(first.state_dict())
+    assert other.state_dict() == first.state_dict()
+    assert sorted(firsts(other)) == list(range(0, 100, 10))
+    assert other.state_dict() == {"epoch": 1, "batches": 0, "windows": 10, "batch_size": 4, "seed": 0, "shuffle": True}
+    for _ in iteration:
+        pass
+    other.load_state_dict(first.state_dict())
+    assert sorted(firsts(other)) == list(range(0, 100, 10))
 
 
 @pytest.mark.parametrize(("batches", "left"), [(1, [[4, 7, 9], [3, 2, 8], [0]]), (4, [])])
@@ -212,6 +224,28 @@ def test_a_fit_resumes_with_the_windows_it_has_not_seen(
     second = run(11, "second", tmp_path / "first.ckpt")
     rest = run(18, "rest", tmp_path / "second.ckpt")
     assert [*first, *second, *rest] == whole
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:Be aware that when using .ckpt_path.")
+def test_a_checkpoint_that_is_saved_at_a_refusal_resumes_where_the_one_before_it_does(
+    path: Path, tmp_path: Path, make_trainer: Callable[..., Any]
+) -> None:
+    folder = tmp_path / "saved"
+
+    def run(steps: int, batch_size: int = 3, *techniques: Any) -> list[int]:
+        callbacks = [ModelCheckpoint(folder, save_last=True, save_on_exception=True), *techniques]
+        trainer = make_trainer(L, max_epochs=9, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
+        module, loader = Reader(), TokenLoader(TokenWindows(path, window=10), batch_size=batch_size)
+        trainer.fit(module, loader, ckpt_path="last" if folder.exists() else None, weights_only=True)
+        return module.seen
+
+    first = run(2)
+    saved = (folder / "last.ckpt").stat().st_mtime_ns
+    for techniques in ([], [Prefetch()], []):
+        with pytest.raises(CheckpointError, match="batch_size"):
+            run(4, 4, *techniques)
+    assert (folder / "last.ckpt").stat().st_mtime_ns > saved
+    assert sorted([*first, *run(4)]) == list(range(0, 100, 10))
 
 
 @pytest.mark.parametrize("workers", [0, long(2)])

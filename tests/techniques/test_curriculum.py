@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_solo as solo
 from lightning_solo.data.curriculum_batches import CurriculumBatches, Pace
+from lightning_solo.data.loaders import with_batches
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.techniques.curriculum.technique import Curriculum
@@ -485,6 +486,14 @@ def test_a_second_fit_of_the_trainer_goes_on_and_another_trainer_begins(make_tra
     again = Seen()
     fit(make_trainer, technique, texts(length=LENGTH), again, max_epochs=1)
     assert again.lengths == seen.lengths[:15]
+
+
+def test_an_epoch_of_other_batches_is_not_continued_at_its_start_either() -> None:
+    first, other = (
+        with_batches(texts(), CurriculumBatches(torch.arange(60.0), size, Pace(0.2, 20))) for size in (4, 5)
+    )
+    with pytest.raises(CheckpointError, match=mentions("batches: 15", "12 here")):
+        other.load_state_dict(first.state_dict())
 
 
 def test_two_seeds_draw_different_items(make_trainer: Make) -> None:
