@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.cards.card import Requirement as Need
-from lightning_solo.errors import CapabilityError, ConflictError, PresetError
+from lightning_solo.errors import CapabilityError, ConflictError, PresetError, nearest
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.presets.registry import is_allowed, refuse_foreign_targets, target_of
 from lightning_solo.presets.schema import SoloConfig, composition
@@ -253,12 +253,24 @@ def _locate(target: str, option: str) -> Any:
             continue
         for name in parts[depth:]:
             if not hasattr(thing, name):
-                raise PresetError(f"{option}._target_={target!r}: {module} has no {name!r}")
+                raise PresetError(
+                    f"{option}._target_={target!r}: {module} has no {name!r}{_instead(name, thing, parts[0])}"
+                )
             thing = getattr(thing, name)
         return thing
     raise PresetError(
         f"{option}._target_={target!r}: there is no module {parts[0]!r}; install it, or run in the folder that has it"
     )
+
+
+def _instead(name: str, thing: Any, package: str) -> str:
+    """Return which of the package's own classes and functions in a module or class could be meant."""
+    names = [
+        own
+        for own, value in getattr(thing, "__dict__", {}).items()
+        if callable(value) and not own.startswith("_") and f"{value.__module__}.".startswith(f"{package}.")
+    ]
+    return f"{nearest(name, names)}there are {', '.join(sorted(names)[:20])}" if names else ""
 
 
 def _refuse_twice(built: Sequence[Any], callbacks: Sequence[Any]) -> None:

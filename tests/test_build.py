@@ -87,7 +87,10 @@ def test_positional_arguments_and_partials_below_a_target(my_project: str) -> No
     assert built({"_target_": f"{my_project}.Mine", "_args_": [2], "inner": inner}, my_project).inner().size == 4
 
 
-@pytest.mark.parametrize(("target", "message"), [("nowhere.X", "no module 'nowhere'"), ("Nope", "has no 'Nope'")])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("nowhere.X", "no module 'nowhere'"), ("Mime", mentions("has no 'Mime'", nearest("Mine"), "Inner"))],
+)
 def test_target_that_is_not_there(my_project: str, target: str, message: str) -> None:
     path = target if target.startswith("nowhere") else f"{my_project}.{target}"
     with pytest.raises(solo.PresetError, match=message):

@@ -28,7 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     techniques.add_column("technique", style="bold", no_wrap=True)
     techniques.add_column("what it saves; added by +solo/callback=<name>, or +solo/strategy=<name>")
     for card in catalogue().cards.values():
-        techniques.add_row(card.name, Text(f"{card.saves}{' (strategy)' if card.group == 'strategy' else ''}"))
+        saves = card.saves.replace("``", "")  # marks for the documentation
+        techniques.add_row(card.name, Text(f"{saves}{' (strategy)' if card.group == 'strategy' else ''}"))
     console = Console()
     console.print(table)
     console.print()

@@ -38,5 +38,6 @@ def run(arguments: Sequence[str]) -> int:
 def technique(card: Card, overrides: Sequence[str]) -> str:
     """Return the settings of a technique that is no preset, in YAML, under what it saves and how it is added."""
     node = compose_mapping("baseline", [f"+{card.group}={card.name}", *overrides])[card.group]
-    head = f"# Saves {card.saves}.\n# A technique: +solo/{card.group}={card.name} adds it to a preset.\n"
+    saves = card.saves.replace("``", "")  # marks for the documentation
+    head = f"# Saves {saves}.\n# A technique: +solo/{card.group}={card.name} adds it to a preset.\n"
     return f"{head}{OmegaConf.to_yaml(OmegaConf.create({card.group: node}))}"

@@ -213,3 +213,12 @@ def test_help_of_a_command_without_options(command: str, capsys: pytest.CaptureF
         main([command, "--help"])
     assert ended.value.code == 0
     assert f"lightning-solo {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["presets"], ["show", "layer_drop"]])
+def test_marks_of_the_documentation_are_not_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    out = capsys.readouterr().out
+    assert "of count blocks" in out
+    assert "``" not in out
