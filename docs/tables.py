@@ -211,23 +211,21 @@ def sweep_table(result: dict[str, Any]) -> str:
 
 def planner_table(result: dict[str, Any]) -> str:
     """Return the seconds and bytes of a plan, beside their targets."""
-    targets, memory, billions = result["targets"], result["memory"], result["planned"]["parameters"] / 1e9
+    targets, billions = result["targets"], result["planned"]["parameters"] / 1e9
+    parts = {
+        "one preset, from the prompt": "one_cold",
+        "one preset, in a program that has planned": "one_warm",
+        "all presets, from the prompt": "all_cold",
+    }
+    figures = [(what, result[key]["median_s"], targets[f"{key}_s"], 1, "s") for what, key in parts.items()]
+    memory = result["memory"]["together_bytes"] / MiB
+    figures.append(("resident memory of all processes", memory, targets["memory_bytes"] // MiB, 0, "MiB"))
     rows = [
-        ["one preset, from the prompt", f"{result['one_cold']['median_s']:.1f} s", f"{targets['one_cold_s']} s"],
-        [
-            "one preset, in a program that has planned",
-            f"{result['one_warm']['median_s']:.1f} s",
-            f"{targets['one_warm_s']} s",
-        ],
-        ["all presets, from the prompt", f"{result['all_cold']['median_s']:.1f} s", f"{targets['all_cold_s']} s"],
-        [
-            "resident memory of all processes",
-            f"{memory['together_bytes'] / 2**20:.0f} MiB",
-            f"{targets['memory_bytes'] / 2**20:.0f} MiB",
-        ],
+        [what, f"{got:.{digits}f} {unit}", f"{target} {unit}", "yes" if got <= target else "no"]
+        for what, got, target, digits, unit in figures
     ]
     size = f"{billions:.2f} billion parameters, `{shlex.join(result['planned']['command'])}`."
-    return table(["what", "measured", "target"], rows) + note(result, result["command"], size)
+    return table(["what", "measured", "target", "met"], rows) + note(result, result["command"], size)
 
 
 def plan_order_table(result: dict[str, Any]) -> str:
