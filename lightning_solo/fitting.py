@@ -49,7 +49,10 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None
     for name in preset_files():
         try:
             config = compose(name)
-            if config.auto is not None or composition(config).makes_batches:  # one of the others, or as much as they
+            parts = composition(config)
+            if config.auto is not None or parts.makes_batches:  # one of the others, or as much as they
+                continue
+            if parts.caveats:  # nobody should get it unasked
                 continue
             check(config)
             need = model_states(config, sizes, cuda=torch.cuda.is_available())

@@ -93,9 +93,9 @@ class Card:
         first_factor: for one that owns the accumulation factor; returns for its settings how many micro-batches make
             the first optimizer step.
         rules: each returns why the technique can't be part of a composition and what to write, or None.
-        caveat: returns for its settings why nobody should get it without asking for it by name, or None: a plan has it
-            behind the others, and `auto` takes it only where its preset is named. One that owns ``trained_parameters``
-            needs none for that.
+        caveat: returns for its settings why nobody should get it without asking for it by name, or None. `auto` leaves
+            a preset with a caveat out, and plans of all presets list it last, unless its preset is named. A technique
+            that owns ``trained_parameters`` has such a caveat already.
         requires: of the machine.
         on_cpu: settings under which it also runs on a CPU; None where it never does.
         rung: its place in the ladder.

@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         allow=checked.allow,
         presets=presets,
     )
-    plans, failed = planned(request, host)
+    plans, failed = planned(request, host, caveats_last=options.all_presets)
     failed = {**refused, **failed}
     advice = what_to_write(plans, options.overrides, checked)
     pictures = write_pictures(plans, options.picture) if options.picture is not None and plans else []
@@ -96,7 +96,9 @@ def measure(*, as_json: bool) -> int:
     return 0
 
 
-def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict[str, SoloError]]:
+def planned(
+    request: Request, host_memory: int | None, *, caveats_last: bool
+) -> tuple[list[Plan], dict[str, SoloError]]:
     """Return the plans, the one to try first in front, and the errors of the other presets.
 
     Raises:
@@ -117,15 +119,15 @@ def planned(request: Request, host_memory: int | None) -> tuple[list[Plan], dict
                 progress.tell(name, answer)
     if "" in failed:
         raise failed[""]
-    return ranked(plans, request.presets), failed
+    return ranked(plans, request.presets, caveats_last=caveats_last), failed
 
 
 def notes(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
     """Return a line for each preset whose optimizer step is of several micro-batches, and for each caveat."""
-    of = {plan.preset: composition(presets[plan.preset]) for plan in plans}
-    factors = {name: each.first_factor for name, each in of.items() if each.first_factor > 1}
-    longer = [f"{name}: an optimizer step is of {count} micro-batches" for name, count in factors.items()]
-    return longer + [f"{name}: {caveat}" for name, each in of.items() for caveat in each.caveats]
+    compositions = {plan.preset: composition(presets[plan.preset]) for plan in plans}
+    factors = {name: parts.first_factor for name, parts in compositions.items()}
+    steps = [f"{name}: an optimizer step is of {count} micro-batches" for name, count in factors.items() if count > 1]
+    return steps + [f"{name}: {caveat}" for name, parts in compositions.items() for caveat in parts.caveats]
 
 
 def as_plain(

@@ -79,10 +79,10 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
         console.print()
         console.print(bars(plans, console.width))
         print_lines(console, [*assumptions(plans), *notes, *shortages(plans)])
-    of: dict[str, list[str]] = {}
+    names_by_error: dict[str, list[str]] = {}
     for name, error in failed.items():
-        of.setdefault(str(error), []).append(name)
-    print_lines(console, [f"{', '.join(names)}: not planned: {error}" for error, names in of.items()])
+        names_by_error.setdefault(str(error), []).append(name)
+    print_lines(console, [f"{', '.join(names)}: not planned: {error}" for error, names in names_by_error.items()])
     print_lines(console, [advice], style="bold")
 
 
@@ -125,12 +125,13 @@ def bars(plans: Sequence[Plan], width: int) -> Text:
 
 def assumptions(plans: Sequence[Plan]) -> list[str]:
     """Return each assumption once, with the presets that it is about unless it is about all."""
-    of: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for plan in plans:
         for text in plan.assumptions:
-            of.setdefault(text, []).append(plan.preset)
+            names_by_text.setdefault(text, []).append(plan.preset)
     return [
-        f"assumed: {text}" + (f" ({', '.join(names)})" if len(names) < len(plans) else "") for text, names in of.items()
+        f"assumed: {text}" + (f" ({', '.join(names)})" if len(names) < len(plans) else "")
+        for text, names in names_by_text.items()
     ]
 
 

@@ -48,6 +48,7 @@ class PlanOptions:
     picture: Path | None
     host_memory: int | None = None
     calibrate: bool = False
+    all_presets: bool = True  # that is, none is named
 
 
 def parse(arguments: Sequence[str]) -> PlanOptions:
@@ -90,6 +91,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     budget = size("--budget", options.budget)
     return PlanOptions(
         overrides=tuple(text for text in options.overrides if not text.lstrip("+").startswith("solo=")),
+        all_presets=preset is None and options.presets is None,
         presets=_presets("--presets ", options.presets) if preset is None else _presets("solo=", preset),
         device=on,
         budget=budget if on is None else budget_on(on, budget, f"--budget {options.budget}"),

@@ -1,4 +1,4 @@
-"""The preset `auto`: the fastest preset that fits, by its plan; with the table of what was considered, and why."""
+"""The preset `auto`: by plans, of the fastest presets that fit the one that changes least; with a table, and why."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose(
     allow: Sequence[str] = (),
     console: Console | None = None,
 ) -> tuple[str, SoloConfig, Plan]:
-    """Return the name, the configuration and the plan of the fastest preset that fits.
+    """Return the name, the configuration and the plan of the first preset that fits, in the order of `ranked`.
 
     Args:
         config: of the preset `auto`: its precision and accumulation are those of every candidate.
@@ -54,22 +54,22 @@ def choose(
         BudgetError: none fits; names the nearest, and what is missing.
         PlanError: the module can't be planned.
     """
-    asked = config.auto or {}
-    configs = candidates(config, check, asked.get("presets"), allow)
+    settings = config.auto or {}
+    configs = candidates(config, check, settings.get("presets"), allow)
     try:
         plans: Any = preset_plans.plan(
             module,
             batch,
             presets=configs,
-            device=asked.get("device"),
-            budget=asked.get("budget"),
+            device=settings.get("device"),
+            budget=settings.get("budget"),
             host_memory=host_memory()[1],  # of this machine, on which the run is about to begin
             trainer=trainer,
             allow=allow,
         )
     finally:
         WORKER.close()  # it would keep its memory while training runs
-    accepted = ("fits", "tight") if asked.get("accept_tight") else ("fits",)
+    accepted = ("fits", "tight") if settings.get("accept_tight") else ("fits",)
     chosen = next((plan for plan in plans if plan.verdict in accepted), None)
     console = console or Console()
     console.print(table(plans, chosen))
@@ -129,7 +129,7 @@ def candidates(
             accumulate_grad_batches=config.accumulate_grad_batches,
             callback={**preset.callback, **config.callback},
         )
-        same = next((other for other, each in configs.items() if each == candidate), None)
+        same = next((other for other, known in configs.items() if known == candidate), None)
         try:
             check(candidate)
         except SoloError as error:
@@ -157,8 +157,8 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
         return f"auto: {chosen.preset}, {only}; {leaves}"
     if as_fast(others[0], chosen):
         return f"auto: {chosen.preset}, of the fastest that fit the one that changes least; {leaves}"
-    slower = others[0].seconds_per_example / chosen.seconds_per_example - 1
-    before = f"by an estimated {slower:.0%} before {others[0].preset}"
+    less = 1 - chosen.seconds_per_example / others[0].seconds_per_example
+    before = f"in an estimated {less:.0%} less time than {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"
 
 

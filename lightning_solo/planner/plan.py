@@ -144,28 +144,28 @@ def as_fast(plan: Plan, other: Plan) -> bool:
     return plan.seconds_per_example <= other.seconds_per_example + slack / (other.micro_batch * other.accumulation)
 
 
-def ranked(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[Plan]:
+def ranked(plans: Sequence[Plan], presets: Mapping[str, SoloConfig], *, caveats_last: bool) -> list[Plan]:
     """Return plans in the order in which to try them: those that fit by time, the others by missing bytes.
 
     Of those that are as fast as the fastest left, the first keeps least on the host and has the fewest techniques.
-    Behind all others of its verdict is a preset with a caveat.
 
     Args:
         plans: of several presets.
         presets: checked, by name.
+        caveats_last: whether presets with a caveat come after all others of their verdict: where nobody named them.
     """
-    of = {name: composition(config) for name, config in presets.items()}
+    compositions = {name: composition(config) for name, config in presets.items()}
 
     def group(plan: Plan) -> tuple[int, bool]:
-        return VERDICTS.index(plan.verdict), bool(of[plan.preset].caveats)
+        return VERDICTS.index(plan.verdict), caveats_last and bool(compositions[plan.preset].caveats)
 
     def changes(plan: Plan) -> tuple[int, int, bool]:
-        config = of[plan.preset]  # in 16 bits throughout, small updates are lost
+        config = compositions[plan.preset]  # in 16 bits throughout, small updates are lost
         return plan.host_bytes, len(config.techniques), str(config.precision).endswith("16-true")
 
     order: list[Plan] = []
-    for _, each in groupby(sorted(plans, key=group), key=group):
-        left = sorted(each, key=lambda plan: (plan.missing_bytes, plan.seconds_per_example))
+    for _, members in groupby(sorted(plans, key=group), key=group):
+        left = sorted(members, key=lambda plan: (plan.missing_bytes, plan.seconds_per_example))
         while left:
             alike = [plan for plan in left if plan.fits and as_fast(plan, left[0])] or left[:1]
             order += sorted(alike, key=changes)

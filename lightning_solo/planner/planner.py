@@ -103,10 +103,10 @@ class Planner:
         )
 
     def check_module(self, precisions: Iterable[str | None]) -> None:
-        """Refuse a module that can't be traced without any technique, in none of these precisions.
+        """Trace the module without techniques, to see whether it fails by itself.
 
         Raises:
-            PlanError: that of the first precision.
+            PlanError: it fails in each of these precisions; the error is that of the first.
         """
         errors: list[PlanError] = []
         for precision in precisions:

@@ -88,7 +88,7 @@ def plan(
         presets=configs,
     )
     plans: list[Plan] = []
-    errors: list[SoloError] = []
+    errors: dict[str, SoloError] = {}
     for name, answer in WORKER.answers(request, timeout_s):
         result = with_host_memory(answer, host) if isinstance(answer, Plan) else answer
         if tell is not None and name:
@@ -96,10 +96,10 @@ def plan(
         if isinstance(result, Plan):
             plans.append(result)
         else:
-            errors.append(result)
+            errors[name] = result
     if not plans:
-        raise errors[0]
-    return ranked(plans, configs) if preset is None else plans[0]
+        raise errors.get("") or next(iter(errors.values()))  # the module's own error is nameless
+    return ranked(plans, configs, caveats_last=presets == "all") if preset is None else plans[0]
 
 
 def _configs(

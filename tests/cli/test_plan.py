@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from lightning_solo.cli import main
+from lightning_solo.cli.plan import notes
 from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.errors import PlanError, PresetError, SoloError
@@ -27,6 +28,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan
 from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.worker import WORKER
+from lightning_solo.presets.compose import compose as composed
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture
@@ -397,6 +399,24 @@ def test_what_fails_for_all_is_said_once(capsys: pytest.CaptureFixture[str], mon
     answers = dict.fromkeys(("bf16", "fp16"), PlanError("no repeated blocks"))
     out, _ = called(capsys, *CARD, "--presets", "bf16,fp16", code=1)
     assert len(lines_with(out, "bf16", "fp16", "no repeated blocks")) == 1
+
+
+def test_notes_are_of_presets_with_long_steps_and_of_caveats() -> None:
+    presets = {name: composed(name) for name in ("bf16", "accumulation", "zenflow")}
+    found = notes([replace(SAMPLE, preset=name) for name in presets], presets)
+    assert [line.split(":")[0] for line in found] == ["accumulation", "zenflow"]
+    assert notes([SAMPLE], presets) == []
+
+
+def test_the_fastest_of_presets_that_are_named_is_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [replace(SAMPLE, preset="super_offload", seconds_per_step=0.1), SAMPLE]
+    monkeypatch.setattr(WORKER, "start", lambda: None)
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
+    out, _ = called(capsys, *CARD, "--presets", "bf16,super_offload", "--json")
+    assert [plan["preset"] for plan in json.loads(out)["plans"]] == ["super_offload", "bf16"]
+    assert [parse(line).all_presets for line in ([], ["--presets", "bf16"], ["solo=bf16"])] == [True, False, False]
 
 
 def test_a_preset_that_refuses_an_override_leaves_the_others() -> None:

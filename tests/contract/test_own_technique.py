@@ -165,6 +165,7 @@ BROKEN = {
     "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: BATCHES, DATA"),
     "no_need": (CARD.format(**GOOD).replace('reference=""', 'reference="", requires=(1,)'), "a tuple of Requirement"),
     "no_plan": (CARD.format(**GOOD).replace('reference=""', 'reference="", planned="left-out"'), "write 'attached'"),
+    "no_caveat": (CARD.format(**GOOD).replace('reference=""', 'reference="", caveat="late"'), "caveat='late'"),
     "typo": (CARD.format(**GOOD).replace("trained_parameters", "saved_tensor"), nearest("saved_tensors")),
     "other_default": (CARD.format(**{**GOOD, "default": 'setting(2, "rows")'}), "size=1, the card's settings 2"),
     "no_yaml": (CARD.format(**{**GOOD, "name": "without_yaml"}), "[tool.setuptools.package-data] no_yaml = ['conf/**"),

@@ -21,6 +21,7 @@ from lightning_solo.memory.reading import Reading
 from lightning_solo.planner import auto
 from lightning_solo.planner.auto import PlanCheck, candidates, checks, choose, difference, none_fits
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
+from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.reference.byte_gpt import ByteGPT
@@ -59,7 +60,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, SoloCon
 
     def among(*plans: Plan, overrides: Any = (), said: io.StringIO | None = None) -> tuple[str, SoloConfig, Plan]:
         presets = {plan.preset: compose(plan.preset) for plan in plans}
-        monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **kwargs: ranked(plans, presets))
+        monkeypatch.setattr(
+            auto.preset_plans, "plan", lambda *args, **kwargs: ranked(plans, presets, caveats_last=False)
+        )
         config = compose("auto", [f"auto.presets=[{','.join(plan.preset for plan in plans)}]", *overrides])
         console = Console(file=said or io.StringIO(), width=200)
         return choose(config, None, None, check=lambda config: None, console=console)
@@ -89,7 +92,17 @@ def test_why_it_is_this_one(answers: Any) -> None:
     assert answers(planned("checkpointing", seconds=1.5), planned("bf16"), said=said)[0] == "bf16"
     (near, far) = lines_with(said.getvalue(), "auto: bf16, ")
     assert "%" not in near
-    assert "50% before checkpointing" in far
+    assert "33% less time than checkpointing" in far
+    answers(planned("bf16", seconds=0.0), planned("checkpointing", seconds=1.0), said=said)
+    assert "100% less time than checkpointing" in said.getvalue()
+
+
+def test_a_preset_that_is_named_is_compared_whatever_its_caveat(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = planned("bf16"), planned("super_offload", seconds=0.5)
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
+    config = compose("auto", ["auto.presets=[bf16,super_offload]"])
+    console = Console(file=io.StringIO())
+    assert choose(config, ByteGPT, None, check=lambda config: None, console=console)[0] == "super_offload"
 
 
 def test_a_tight_one_only_where_it_is_accepted(answers: Any) -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import CapabilityError, PlanError, PresetError
 from lightning_solo.planner import preset_plans
 from lightning_solo.planner.device import assumed, device
 from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan, ranked, with_host_memory
 from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.table import table
+from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.reference.byte_gpt import ByteGPT
@@ -100,7 +101,7 @@ def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
         ({"bf16_true": 0.1, "bf16": 0.1}, ["bf16", "bf16_true"]),
         ({"zero_offload": 0.1, "compact_checkpointing": 0.1}, ["compact_checkpointing", "zero_offload"]),  # the host
         ({"zero_offload": 1e-4, "baseline": 9e-4}, ["baseline", "zero_offload"]),  # less than 1 ms a step
-        ({"super_offload": 0.1, "zenflow": 0.2, "bf16": 3.0}, ["bf16", "super_offload", "zenflow"]),  # have a caveat
+        ({"super_offload": 0.1, "zenflow": 0.2, "bf16": 3.0}, ["bf16", "super_offload", "zenflow"]),  # have caveats
     ],
 )
 def test_of_equally_fast_ones_the_one_that_changes_least_is_first(
@@ -116,10 +117,31 @@ def test_a_tight_one_is_behind_one_that_fits_however_fast() -> None:
     assert order(*plans) == ["zenflow", "bf16"]
 
 
-def order(*plans: Plan) -> list[str]:
+def test_a_caveat_counts_only_where_no_preset_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = planned(preset="super_offload", seconds_per_step=0.1)
+    plans = planned(preset="bf16"), fast
+    assert order(*plans) == ["bf16", "super_offload"]
+    assert order(*plans, caveats_last=False) == ["super_offload", "bf16"]
+    monkeypatch.setattr(preset_plans, "preset_files", lambda: ["bf16", "super_offload"])
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
+    found = {
+        presets: [one.preset for one in plan(byte_gpt, BATCH, presets=presets, device="rtx-4090")]  # type: ignore[union-attr]
+        for presets in ("all", ("bf16", "super_offload"))
+    }
+    assert list(found.values()) == [["bf16", "super_offload"], ["super_offload", "bf16"]]
+
+
+def test_the_modules_own_error_comes_before_a_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"zero_offload": CapabilityError("no CUDA"), "": PlanError("in forward")}
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: iter(answers.items()))
+    with pytest.raises(PlanError, match="in forward"):
+        plan(byte_gpt, BATCH, presets=["zero_offload", "bf16"], device="cpu")
+
+
+def order(*plans: Plan, caveats_last: bool = True) -> list[str]:
     known = preset_files()
     presets = {p.preset: compose(p.preset if p.preset in known else "bf16") for p in plans}
-    return [one.preset for one in ranked(plans, presets)]
+    return [one.preset for one in ranked(plans, presets, caveats_last=caveats_last)]
 
 
 def byte_gpt() -> ByteGPT:

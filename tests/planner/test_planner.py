@@ -276,6 +276,22 @@ def test_accumulation_multiplies_what_is_computed_and_keeps_what_is_held() -> No
 
 
 @pytest.mark.long
+class OnlyInBf16(Classifier):
+    """Fails in any other precision."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if next(self.parameters()).dtype != torch.bfloat16:
+            raise RuntimeError(f"weights of {next(self.parameters()).dtype}")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_that_one_precision_takes_does_not_fail_by_itself() -> None:
+    planner = Planner(lambda: OnlyInBf16(nn.Linear(16, 5)), vectors(), {}, CPU, 16 * GiB)
+    planner.check_module(["32-true", "bf16-true"])
+    with pytest.raises(PlanError, match=mentions("torch.float32")):
+        planner.check_module(["32-true", "64-true"])
+
+
 def test_sixteen_bit_floats_are_planned_as_bf16() -> None:
     plans = [planned(Attends, examples(), preset, on=GPU) for preset in ("fp16", "bf16")]
     assert plans[0].peak_bytes == plans[1].peak_bytes
