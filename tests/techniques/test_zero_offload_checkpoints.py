@@ -523,9 +523,9 @@ def test_validate_test_and_predict_load_a_file(
 @stages
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:AccumulationSchedule. a window of 2 batches")  # the rest of the dropped one
-@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize(("schedule", "released"), [(False, True), (True, False), (True, True)])
 def test_an_open_window_of_a_plain_run_is_dropped_with_a_warning(
-    home: ModuleType, make_trainer: Any, tmp_path: Path, schedule: bool, arguments: Any
+    home: ModuleType, make_trainer: Any, tmp_path: Path, schedule: bool, released: bool, arguments: Any
 ) -> None:
     class Save(home.Callback):  # type: ignore[name-defined,misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -538,7 +538,7 @@ def test_an_open_window_of_a_plain_run_is_dropped_with_a_warning(
         return {"callbacks": [PresetGuard({})], "accumulate_grad_batches": 3}
 
     plain = kwargs()
-    plain["callbacks"] += [Save(), *([] if schedule else [GradientRelease()])]
+    plain["callbacks"] += [Save(), *([GradientRelease()] if released else [])]
     make_trainer(home, **plain).fit(module(home), Resumable(list(loader())))
     trainer = make_trainer(home, strategy=strategy(home, **arguments), **kwargs())
     with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "preset")):
