@@ -89,7 +89,7 @@ class RunFolder:
             damaged = str(error)
         if damaged:
             others = sorted(p for p in self.last.parent.glob("*.ckpt") if p != self.last)
-            beside = f"; beside it there is {', '.join(p.name for p in others)}" if others else ""
+            beside = f"; other checkpoints here: {', '.join(p.name for p in others)}" if others else ""
             raise CheckpointError(
                 f"{self.last} is damaged ({damaged}){beside}; replace it, or start another run: run=..."
             )

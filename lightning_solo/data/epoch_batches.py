@@ -1,4 +1,4 @@
-"""Batch samplers with an order of each epoch's own, which start at any batch of it."""
+"""Batch samplers with an order per epoch, which can start at any batch of an epoch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.utils.data import Sampler
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return a generator for an epoch's order; epochs of neighbouring seeds have nothing in common."""
+    """Return the generator of an epoch's order; neighbouring seeds share no epoch's order."""
     generator = torch.Generator().manual_seed(seed)
     return generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) ^ epoch)
 
 
 class EpochBatches(Sampler[Any]):
-    """Batches whose order depends on a seed and the number of the epoch alone.
+    """Batches in an order that depends only on a seed and the number of the epoch.
 
-    Lightning numbers epochs otherwise where a run was stopped within one: it counts that one as completed, and calls
-    what was left of it the next.
+    After a run that was stopped within an epoch, Lightning's epoch numbers differ from these: Lightning counts the
+    stopped epoch as completed and calls its remaining batches the next epoch.
 
     Attributes:
         count: batches of every epoch.
-        needs_past: whether an epoch depends on how many batches those before it had.
-        batches_used: of an epoch, at most.
+        needs_past: whether an epoch depends on the number of batches in earlier epochs.
+        batches_used: batches that are used of an epoch, at most.
         seed: of the order.
-        epoch: the present one.
-        start: batches of the present epoch that are passed over.
+        epoch: the current one.
+        start: batches of the current epoch that are skipped.
     """
 
     count: int
@@ -39,7 +39,7 @@ class EpochBatches(Sampler[Any]):
         self.seed = seed
         self.epoch = self.start = 0
         self.batches_used = sys.maxsize
-        self._ahead: int | None = 0  # of its own numbers are Lightning's; None: the next one of Lightning's tells
+        self._ahead: int | None = 0  # Lightning's epoch minus ours; None until Lightning's next epoch
 
     def batches(self, epoch: int) -> Iterable[Any]:
         """Return the batches of an epoch."""
@@ -49,27 +49,27 @@ class EpochBatches(Sampler[Any]):
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the batches of the present epoch, from ``start`` on."""
+        """Return the batches of the current epoch from ``start`` on."""
         return islice(self.batches(self.epoch), self.start, None)
 
     @property
     def sampler(self) -> EpochBatches:
-        """Itself: where Lightning looks for what takes an epoch's number."""
+        """Itself, since Lightning calls ``set_epoch`` on a loader's ``batch_sampler.sampler``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of the epoch that has a number of Lightning's, unless it is the present one."""
+        """Go to the start of Lightning's epoch, unless already in it."""
         if self._ahead is None:
             self._ahead = epoch - self.epoch
         if (own := self.own(epoch)) != self.epoch:
             self.epoch, self.start = own, 0
 
     def own(self, epoch: int) -> int:
-        """Return the own number of an epoch that has a number of Lightning's."""
+        """Return our number of Lightning's epoch."""
         return epoch - (self._ahead or 0)
 
     def go_to(self, epoch: int, start: int) -> None:
-        """Go to a place in an epoch of the own numbers; it is in the epoch that Lightning numbers next."""
+        """Go to batch ``start`` of our epoch, which Lightning's next epoch number then stands for."""
         self.epoch, self.start, self._ahead = epoch, start, None
 
     def step_back(self) -> None:
@@ -80,5 +80,5 @@ class EpochBatches(Sampler[Any]):
             self.go_to(self.epoch - 1, min(self.count, self.batches_used) - 1)
 
     def follow(self, before: EpochBatches) -> None:
-        """Take the place and the numbers of others."""
+        """Copy another sampler's position."""
         self.epoch, self.start, self._ahead = before.epoch, before.start, before._ahead

@@ -177,10 +177,12 @@ class _Loaded(NamedTuple):
 
 
 class _Ahead:
-    """The thread, and what it has loaded. It does not know the iteration, whose end is to end it.
+    """The thread and the batches it has loaded.
+
+    Holds no reference to the iterator, so that dropping the iterator stops the thread.
 
     Attributes:
-        state: of the loader, when the caller's batch had been loaded.
+        state: of the loader, as of the caller's last batch.
     """
 
     def __init__(self, owner: Prefetcher, iterator: Iterator[Any], limit: float) -> None:

@@ -162,15 +162,14 @@ def _numbers(ledger: Ledger, tree: Any) -> list[int | None]:
 
 @dataclass
 class Options:
-    """What each choice of calls takes, at the peak of every segment of a batch.
+    """Bytes that each choice of calls takes at the peak of every segment of a batch.
 
     Attributes:
-        base: int64 (segments,): bytes where every call is recomputed.
-        extra: call -> int64 (segments,): bytes more where it isn't, in the order of forward.
+        base: int64 (segments,): bytes when every call is recomputed.
+        extra: call -> int64 (segments,): extra bytes when it is not recomputed, in the order of forward.
         saved: call -> bytes that it keeps for backward.
-        margin: bytes that any choice but the first may take beyond: an input that is on its way to the host is
-            another one then.
-        work: call -> what its recomputation costs.
+        margin: extra bytes of any non-empty choice: one input that is still being copied to the host.
+        work: call -> cost of its recomputation.
     """
 
     base: Tensor

@@ -34,14 +34,14 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Computation(Protocol):
-    """What a layer computes, by one kernel."""
+    """A computation that one fused kernel replaces."""
 
     @property
     def kernel(self) -> str:
         """One of `KERNELS`."""
 
     def __call__(self, layer: nn.Module, x: Tensor, kernels: ModuleType) -> Tensor | None:
-        """Return the layer's output; None where the kernel doesn't compute what the layer would."""
+        """Return the layer's output; None where the kernel doesn't compute the layer's result."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lightning_solo.errors import ConflictError
 
 
 class Moved:
-    """A storage that is moved, or may be; the saved tensors that are views of it keep it.
+    """A saved storage that may be offloaded; the saved tensors that are views of it keep it alive.
 
     Attributes:
         number: in the order of saving.

@@ -69,15 +69,15 @@ class ScratchFile:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """Have a place used for others; transfers that were submitted before run before theirs."""
+        """Free a region; queued transfers run first."""
         self.taken.pop(offset, None)
 
     def write(self, offset: int, memory: Tensor, after: Any = None) -> Future[None]:
-        """Have bytes of host memory, whole pages, written to a place; ``after``: an event to wait for."""
+        """Write whole pages of host memory to a region, after the event ``after``."""
         return self._submit(os.pwritev, offset, memory, after)
 
     def read(self, offset: int, memory: Tensor, after: Any = None) -> Future[None]:
-        """Have host memory, whole pages, filled from a place; ``after``: an event to wait for."""
+        """Fill whole pages of host memory from a region, after the event ``after``."""
         return self._submit(os.preadv, offset, memory, after)
 
     def wait(self, transfer: Future[None]) -> None:

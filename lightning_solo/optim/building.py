@@ -265,5 +265,5 @@ def _users(p: Tensor) -> int:
 
 
 def _mark(p: Tensor) -> tuple[int, int]:
-    """Return what a write, or other memory, changes; a write through ``.data`` alone doesn't."""
+    """Return (version, storage); a write changes it, except a write through ``.data``."""
     return p._version, p.untyped_storage()._cdata

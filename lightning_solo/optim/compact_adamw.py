@@ -382,8 +382,8 @@ class CompactAdamW(Optimizer):
         weights, stays.
 
         Raises:
-            CheckpointError: other groups, names, sizes or bits, tensors that are missing, or a rule of AdamW's that
-                this one hasn't; nothing has been touched.
+            CheckpointError: other groups, names, sizes or bits, missing tensors, or an unsupported AdamW option;
+                nothing has been changed.
         """
         states = loadable_states(self, state_dict, self._layout)
         self.place_states()

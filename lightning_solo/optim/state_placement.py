@@ -149,7 +149,7 @@ class StatePlacement:
             words = f"{format_bytes(total)}, which are placed at the first step"
         elif self.host_bytes:
             words += f", {format_bytes(self.host_bytes)} on the host"
-        return words if self.is_settled else f"{words}, from where comes back what is free behind the first step"
+        return words if self.is_settled else f"{words}; as many as fit return to the device after the first step"
 
 
 def free_bytes(device: torch.device) -> int:

@@ -89,7 +89,7 @@ class CachingAllocator:
         insort(self._free[block.small], (block.size, block.number))
 
     def serve_another_stream(self) -> None:
-        """Leave what is free in the segments so far to the stream that they were allocated for."""
+        """Reserve free blocks for the stream that allocated them."""
         self._free = {True: [], False: []}
 
     def _best_fit(self, size: int, *, small: bool) -> _Block | None:

@@ -113,12 +113,12 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydr
 
 
 def _code_of(module: ModuleType | None) -> dict[str, str]:
-    """Return hashes by file: of a module, and of those in the application's folder that are imported by now.
+    """Return file -> hash of each imported file of the application: ``module`` and files in the first of `sys.path`.
 
-    That folder is the first one of `sys.path`, as Python and `lightning-solo` put it there.
+    Python and `lightning-solo` put the application's folder first.
     """
     folder = Path(*sys.path[:1]).absolute()
-    # what is in each module as it is: a module that is imported when it is used is not asked for an attribute
+    # read __dict__ directly: attribute access would import lazy modules
     known = [object.__getattribute__(m, "__dict__") for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
     files = {Path(file) for names in known if isinstance(file := names.get("__file__"), str)}
     own = {file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts}

@@ -1,4 +1,4 @@
-"""Counts Ctrl-C and SIGTERM, so that work ends at a point of its choice."""
+"""Records Ctrl-C and SIGTERM; the caller decides when to stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Yield a list that each signal to end is appended to, instead of raising; one that is ignored stays ignored."""
+    """Yield a list of the signals that arrive instead of raising; ignored signals stay ignored."""
     signals: list[int] = []
     before = {}
     try:

@@ -37,7 +37,7 @@ MULTIRUN = "multirun.yaml"
 
 
 class Launch:
-    """One sweep on request of Hydra.
+    """Runs one Hydra multirun.
 
     Raises:
         CompactHydraException: a setting or a sweep is refused; Hydra prints it without a trace.

@@ -1,4 +1,4 @@
-"""The status of a job, by the end of its process and the result that it wrote."""
+"""The status of a job, from the exit of its process and its result."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STATUSES = {
     "out of device memory": "CUDA had no memory left",
     "out of host memory": "the kernel killed it for lack of memory, or Python had none left",
     "timed out": "it took longer than hydra.launcher.timeout_s",
-    "crashed": "a signal of its own doing ended it, such as a segmentation fault",
-    "killed": "a signal from elsewhere ended it",
+    "crashed": "it crashed, for example by a segmentation fault",
+    "killed": "another process ended it by a signal",
     "exited": "it left by sys.exit or os._exit before the task function returned",
     INTERRUPTED: "Ctrl-C; the same command runs it again",
 }

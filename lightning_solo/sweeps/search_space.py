@@ -31,11 +31,11 @@ class SearchSpace:
     fixed: tuple[str, ...]
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
-        """Return the overrides of a trial; a choice's value is an override's text already."""
+        """Return the overrides of a trial; the values of choices are override texts already."""
         return [*self.fixed, *(f"{name}={params[name]}" for name in self.distributions)]
 
     def samples(self) -> list[list[str]]:
-        """Return trials in which each choice and each end of a range occurs, with the first ones of the others."""
+        """Return trials that cover every choice and both ends of each range."""
         ends = {name: _ends(distribution) for name, distribution in self.distributions.items()}
         first = {name: values[0] for name, values in ends.items()}
         others = [{**first, name: value} for name, values in ends.items() for value in values[1:]]

@@ -214,7 +214,7 @@ class EngineRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the module's state dict with fp32 masters, as a plain run would have it; tensors are shared."""
-        if self.engine is None:  # who has changed a weight since means the change
+        if self.engine is None:  # keep later changes
             masters = {p: value for p, value in self._masters.items() if torch.equal(p.cpu(), value.to(p.dtype))}
             return plain_state_dict(self.module, masters)
         self._take_over_changes()

@@ -44,12 +44,12 @@ class Waiting(NamedTuple):
 class MicroBatching(Technique):
     """Runs each batch in micro-batches that fit on the device, with gradient and logged loss of the whole batch.
 
-    After an out-of-memory error in forward or backward nothing of the attempt is kept, random numbers, buffers,
-    metrics and gradients are put back, and the same batches are run again in smaller parts. What fits is in
-    checkpoints, and after a while something larger is tried.
+    After an out-of-memory error in forward or backward the attempt is undone: random numbers, buffers, metrics and
+    gradients are restored, and the same batches run again in smaller parts. The size that fits is saved in
+    checkpoints, and larger parts are tried again after a while.
 
-    Where several batches of the loader make a step, they wait until the last one has come, and are run together: only
-    then is it known by what each token counts.
+    Where several batches of the loader make a step, they wait for the last one and run together: only then are the
+    token weights known.
 
     Args:
         micro_batch: Samples in a micro-batch at most; "auto" begins with the whole batch.
@@ -312,7 +312,7 @@ class MicroBatching(Technique):
         return logged, _whole(results, parts, ctx.window.factor if self.global_batch is not None else 1)
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Note, behind the zeroing of gradients, what it left."""
+        """Save the gradients that are left after ``zero_grad``."""
         assert self._gradients is not None  # made before
         self._gradients.save(zeroed=self._zeroed)
         return proceed(loss)
