@@ -652,7 +652,7 @@ def _presets_with(card: Card) -> str:
 @functools.cache
 def _techniques_of_presets() -> dict[str, list[str]]:
     configs = {path.stem: compose(path.stem) for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "auto"}
-    return {name: [*config.callback, (config.strategy or {}).get("name", "")] for name, config in configs.items()}
+    return {name: [each.card.name for each in config.techniques] for name, config in configs.items()}
 
 
 def _needs(card: Card) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_solo.build import check_machine, make_callbacks, trainer_arguments
+from lightning_solo.build import build_callbacks, check_machine, trainer_arguments
+from lightning_solo.cards.configuration import Chosen
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.compose import Preset, compose, compose_mapping
+from lightning_solo.presets.compose import Preset, compose, compose_yaml
 from lightning_solo.presets.files import descriptions, preset_files
+from lightning_solo.presets.overrides import parse_overrides
 
 
 def trainer_kwargs(
@@ -50,8 +52,8 @@ def trainer_kwargs(
         ConflictError: two choices that cannot be combined.
         CapabilityError: this machine lacks what the preset needs.
     """
-    config = compose(preset, overrides, allow=allow)
-    if config.auto is not None:
+    configuration = compose(preset, overrides, allow=allow)
+    if configuration.auto is not None:
         if module is None:
             raise PresetError(
                 'preset auto: chosen for a module and a batch; write trainer_kwargs("auto", module=module, batch=batch)'
@@ -59,9 +61,9 @@ def trainer_kwargs(
         from lightning_solo.planner.auto import checks, choose
 
         check = functools.partial(check_machine, lightning=lightning)
-        _, config, plan = choose(config, module, batch, check=check, trainer=trainer, allow=allow)
+        _, configuration, plan = choose(configuration, module, batch, check=check, trainer=trainer, allow=allow)
         callbacks = [*callbacks, *checks(plan)]
-    return trainer_arguments(config, callbacks=callbacks, allow=allow, lightning=lightning)
+    return trainer_arguments(configuration, callbacks=callbacks, lightning=lightning)
 
 
 def callbacks(
@@ -77,24 +79,24 @@ def callbacks(
     Raises:
         PresetError, ConflictError, CapabilityError: as `trainer_kwargs`.
     """
-    config = compose(preset, overrides, allow=allow)
-    if config.auto is not None:
+    configuration = compose(preset, overrides, allow=allow)
+    if configuration.auto is not None:
         raise PresetError(
             "preset auto: chosen for a module and a batch, when the Trainer is made; write"
             ' L.Trainer(**trainer_kwargs("auto", module=module, batch=batch))'
         )
-    check_machine(config)
-    carried = {"precision": config.precision, "accumulate_grad_batches": config.accumulate_grad_batches}
+    check_machine(configuration)
+    carried = {name: getattr(configuration, name) for name in ("precision", "accumulate_grad_batches")}
+    if strategy := configuration.strategy:
+        carried["strategy"] = strategy.card.name if isinstance(strategy, Chosen) else "yours"
     lost = [f"{name}={value!r}" for name, value in carried.items() if value is not None]
-    if config.strategy is not None:
-        lost.append(f"strategy={config.strategy.get('name', 'yours')!r}")
     if lost:
         warnings.warn(
             f"preset {_name(preset)}: callbacks can't carry {', '.join(lost)}; a Trainer takes those when it is made, "
             f"as in L.Trainer(**trainer_kwargs({_name(preset)}))",
             stacklevel=2,
         )
-    return make_callbacks(config, allow)
+    return build_callbacks(configuration)
 
 
 def list_presets() -> list[str]:
@@ -108,7 +110,8 @@ def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
     Raises:
         PresetError: unknown preset or override.
     """
-    composed = {key: value for key, value in compose_mapping(preset, overrides).items() if value not in (None, {})}
+    fields = compose_yaml(preset, parse_overrides(overrides))
+    composed = {key: value for key, value in fields.items() if value not in (None, {})}
     heads = "".join(f"# {line}\n" for line in descriptions(preset))
     return f"{heads}{OmegaConf.to_yaml(OmegaConf.create(composed))}"
 

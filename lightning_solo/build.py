@@ -1,4 +1,4 @@
-"""From a checked configuration to objects and Trainer arguments; first asks whether this machine can do it."""
+"""From a configuration to objects and Trainer arguments, on a machine that can run it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,10 +15,10 @@ from packaging.requirements import Requirement
 
 from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.cards.card import Requirement as Need
+from lightning_solo.cards.configuration import Chosen, Configuration, Target
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, nearest
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.presets.registry import is_allowed, refuse_foreign_targets, target_of
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.presets.signature import parameters_of_class
 
 HOMES = ("lightning.pytorch", "pytorch_lightning")
@@ -25,76 +26,99 @@ _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # Hy
 
 
 def trainer_arguments(
-    config: SoloConfig,
-    *,
-    callbacks: Sequence[Any] = (),
-    allow: Sequence[str] = (),
-    lightning: str = "lightning.pytorch",
+    configuration: Configuration, *, callbacks: Sequence[Any] = (), lightning: str = "lightning.pytorch"
 ) -> dict[str, Any]:
     """Return the arguments for ``Trainer(**...)`` of the given home: only those the preset needs, and one device.
 
     Args:
-        config: checked by `presets.compose`.
-        callbacks: the user's own, appended behind the preset's.
-        allow: prefixes of ``_target_`` that the user trusts.
+        configuration: of a preset.
+        callbacks: the user's own, appended to the preset's.
         lightning: the package whose Trainer will take the arguments, one of `HOMES` (or ``"lightning"``).
 
     Raises:
-        CapabilityError: this machine lacks what the preset needs.
+        CapabilityError: this machine lacks something that the preset needs.
         ConflictError: a callback of the preset is also among ``callbacks``.
-        PresetError: ``lightning`` is not one of its two homes, a target or one of ``callbacks`` is not what it seems.
+        PresetError: ``lightning`` is not one of its two homes, a target or one of ``callbacks`` is not a callback.
     """
     lightning = "lightning.pytorch" if lightning == "lightning" else lightning
     if lightning not in HOMES:
         raise PresetError(f"lightning={lightning!r}: must be one of {', '.join(map(repr, HOMES))}")
-    check_machine(config, lightning)
+    check_machine(configuration, lightning)
     from lightning_solo.fitting import presets_that_fit
     from lightning_solo.guard import PresetGuard
 
     arguments: dict[str, Any] = {"devices": 1}
-    if config.precision is not None:
-        arguments["precision"] = config.precision
-    if config.accumulate_grad_batches is not None:
-        arguments["accumulate_grad_batches"] = config.accumulate_grad_batches
-    if composition(config).needs_cuda():
+    if configuration.precision is not None:
+        arguments["precision"] = configuration.precision
+    if configuration.accumulate_grad_batches is not None:
+        arguments["accumulate_grad_batches"] = configuration.accumulate_grad_batches
+    if configuration.needs_cuda():
         arguments["accelerator"] = "cuda"
-    if config.strategy is not None:
-        arguments["strategy"] = make("strategy", config.strategy, allow=allow, lightning=lightning)
-    built = make_callbacks(config, allow)
+    if configuration.strategy is not None:
+        arguments["strategy"] = built(configuration.strategy, lightning)
+    ours = build_callbacks(configuration)
     for index, callback in enumerate(callbacks):
         _refuse_other_kind(callback, "callback", f"callbacks[{index}]")
-    _refuse_twice(built, callbacks)
+    _refuse_twice(ours, callbacks)
     advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
-    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": built}, advise, lightning), *built, *callbacks]
+    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": ours}, advise, lightning), *ours, *callbacks]
     return arguments
 
 
-def make_callbacks(config: SoloConfig, allow: Sequence[str] = ()) -> list[Any]:
-    """Return the callbacks of a checked configuration, in the order in which they are listed."""
-    return [make("callback", node, allow=allow, option=f"callback.{key}") for key, node in config.callback.items()]
+def build_callbacks(configuration: Configuration) -> list[Any]:
+    """Return the callbacks of a configuration: techniques in the order in which they are listed, then targets."""
+    return [built(part) for part in configuration.parts if part.option != "strategy"]
 
 
-def check_machine(config: SoloConfig, lightning: str = "lightning.pytorch") -> None:
-    """Refuse what this machine can't do, before Lightning is imported.
+def built(part: Chosen | Target, lightning: str = "lightning.pytorch") -> Any:
+    """Return the callback or strategy that a part of a configuration describes.
+
+    Args:
+        part: with settings that are checked.
+        lightning: the home of Lightning for which a strategy is made.
+
+    Raises:
+        PresetError: a target is defined outside the allowed prefixes, or is no callback or strategy.
+    """
+    kind = part.option.split(".")[0]
+    if isinstance(part, Target):
+        return _built_target(part.node, kind, part.option, part.allow)
+    cls = resolve_name(part.card.target)
+    if kind == "strategy":
+        from lightning_solo.seams.homes import for_home
+
+        cls = for_home(cls, lightning)
+    arguments = {field.name: getattr(part.settings, field.name) for field in fields(part.settings)}
+    accepted = parameters_of_class(cls)
+    if accepted is not None and (lacking := [name for name in arguments if name not in accepted]):
+        raise PresetError(
+            f"{part.card.target} takes no {', '.join(lacking)}, which the settings on its card have: add what is"
+            " missing to its constructor, or drop it from the settings"
+        )
+    return cls(**arguments)
+
+
+def check_machine(configuration: Configuration, lightning: str = "lightning.pytorch") -> None:
+    """Refuse a configuration that this machine can't run, before Lightning is imported.
 
     Raises:
         CapabilityError: a dependency too old or known as malicious, no CUDA device, no native bf16, no DeepSpeed.
     """
     check_versions(lightning)
-    parts = composition(config)
-    for chosen, requirement in parts.unmet():
+    for chosen, requirement in configuration.unmet():
         require(requirement, chosen.settings)
-    reason = parts.needs_cuda()
+    reason = configuration.needs_cuda()
     import torch
 
     cuda = torch.cuda.is_available()
     if reason and not cuda:
         raise CapabilityError(f"no CUDA device on this machine: {reason}")
-    wants_bf16 = config.precision in ("bf16-mixed", "bf16-true")
+    wants_bf16 = configuration.precision in ("bf16-mixed", "bf16-true")
     if cuda and wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name()
         raise CapabilityError(
-            f"precision={config.precision}: {name} has no native bf16 (Ampere or newer has); use the preset 'fp16'"
+            f"precision={configuration.precision}: {name} has no native bf16 (Ampere or newer has); use the preset"
+            " 'fp16'"
         )
 
 
@@ -149,50 +173,30 @@ def check_versions(lightning: str = "lightning.pytorch") -> None:
             )
 
 
-def make(
-    kind: str,
-    node: Mapping[str, Any],
-    *,
-    allow: Sequence[str] = (),
-    lightning: str = "lightning.pytorch",
-    option: str | None = None,
-    partial: bool = False,
-) -> Any:
-    """Return the object that a checked node describes: a registered ``name``, or an allowed ``_target_``.
+def make(kind: str, node: Mapping[str, Any], *, allow: Sequence[str] = (), partial: bool = False) -> Any:
+    """Return the model, data or optimizer that a checked node describes: a ``name``, or an allowed ``_target_``.
 
     Args:
-        kind: ``"callback"``, ``"strategy"``, ``"model"``, ``"data"`` or ``"optimizer"``.
+        kind: ``"model"``, ``"data"`` or ``"optimizer"``.
         node: the arguments beside ``name`` or ``_target_``; plain containers.
         allow: prefixes that the user trusts.
-        lightning: the home of Lightning for which a strategy is made.
-        option: the path that messages name; the kind by default.
         partial: return a function that still takes positional arguments (an optimizer's parameters).
 
     Raises:
-        PresetError: an argument the class does not take, or a target defined outside the allowed prefixes.
+        PresetError: a target is defined outside the allowed prefixes, or is of another kind.
     """
-    option = option or kind
     if "_target_" in node:
-        refuse_foreign_targets(node, option, allow)
-        built = _instantiate({**node, "_partial_": True} if partial else node, option, allow)
-        _refuse_other_kind(built, kind, option)
-        return built
-    target = target_of(kind, node["name"], f"{option}.name")
-    cls = resolve_name(target)
-    if kind == "strategy":
-        from lightning_solo.seams.homes import for_home
-
-        cls = for_home(cls, lightning)
+        refuse_foreign_targets(node, kind, allow)
+        return _built_target({**node, "_partial_": True} if partial else node, kind, kind, allow)
+    cls = resolve_name(target_of(kind, node["name"], f"{kind}.name"))
     arguments = {key: value for key, value in node.items() if key != "name"}
-    accepted = parameters_of_class(cls)
-    if accepted is not None:
-        if kind in ("callback", "strategy") and (lacking := [name for name in arguments if name not in accepted]):
-            raise PresetError(
-                f"{target} takes no {', '.join(lacking)}, which the settings on its card have: add what is"
-                " missing to its constructor, or drop it from the settings"
-            )
-        check_arguments({**arguments, "params": ()} if partial else arguments, accepted, option)
     return functools.partial(cls, **arguments) if partial else cls(**arguments)
+
+
+def _built_target(node: Mapping[str, Any], kind: str, option: str, allow: Sequence[str]) -> Any:
+    thing = _instantiate(node, option, allow)
+    _refuse_other_kind(thing, kind, option)
+    return thing
 
 
 def _instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_solo.cards.configuration import Configuration, Target
 from lightning_solo.cards.footprint import Request, Sizes, footprint_of
 from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
@@ -17,7 +18,6 @@ from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.memory.sizes import host_bytes_of, sizes_of
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.units import format_bytes
 
 MARGIN = 0.05  # on top of what is counted: batches, Python and the libraries
@@ -41,7 +41,7 @@ class Room:
         )
 
 
-def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None], free: Room | None = None) -> str:
+def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], None], free: Room | None = None) -> str:
     """Return a sentence that names the presets whose model states would fit, or the smallest need if none does."""
     sizes = sizes_of(module)
     free = free or free_room(module)
@@ -49,10 +49,9 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None
     for name in preset_files():
         try:
             config = compose(name)
-            parts = composition(config)
-            if config.auto is not None or parts.makes_batches:  # one of the others, or as much as they
+            if config.auto is not None or config.makes_batches:  # one of the others, or as much as they
                 continue
-            if parts.caveats:  # nobody should get it unasked
+            if config.caveats:  # nobody should get it unasked
                 continue
             check(config)
             need = model_states(config, sizes, cuda=torch.cuda.is_available())
@@ -69,13 +68,12 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[SoloConfig], None
     return f"no preset would fit: the nearest, {name}, needs {need} before activations, with AdamW; use a smaller model"
 
 
-def model_states(config: SoloConfig, sizes: Sizes, *, cuda: bool) -> Room | None:
+def model_states(config: Configuration, sizes: Sizes, *, cuda: bool) -> Room | None:
     """Return what a preset's model states need with AdamW and a margin; None where that isn't known."""
-    if config.strategy is not None and "name" not in config.strategy:
+    if isinstance(config.strategy, Target):
         return None
-    parts = composition(config)
-    accumulation = max(parts.first_factor, 2 if parts.accumulates else 1)  # which bytes are kept, not how often
-    footprint = footprint_of(parts.techniques, Request(sizes, config.precision, accumulation, cuda))
+    accumulation = max(config.first_factor, 2 if config.accumulates else 1)  # which bytes are kept, not how often
+    footprint = footprint_of(config.techniques, Request(sizes, config.precision, accumulation, cuda))
     if footprint is None:
         return None
     device, host = (footprint.device, footprint.host) if cuda else (0, footprint.total)

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 import lightning_solo as solo
 from lightning_solo import guard
 from lightning_solo.build import HOMES
-from lightning_solo.presets.schema import composition
 from tests.messages import lines_with, mentions
 from tests.modules import PRESETS_OF_DOCUMENTS, classification, composed, documents, loader, regression
 
@@ -28,7 +27,7 @@ MARKS = {"compile": [pytest.mark.long, pytest.mark.cpu_only("no Triton compiles 
 CPU_PRESETS = tuple(
     pytest.param(name, marks=MARKS.get(name, []))
     for name in solo.list_presets()
-    if name != "auto" and composition(composed(name)).needs_cuda() is None
+    if name != "auto" and composed(name).needs_cuda() is None
 )
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

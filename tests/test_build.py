@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import lightning_solo as solo
-from lightning_solo.build import check_machine, check_versions, make
+from lightning_solo import build
+from lightning_solo.build import check_machine, check_versions
 from lightning_solo.presets.compose import compose
 from lightning_solo.zero import extension
 from tests.messages import mentions, nearest
@@ -37,8 +38,8 @@ def my_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def built(node: dict[str, Any], *allow: str) -> Any:
-    config = compose({"callback": {"mine": node}}, allow=allow)
-    return make("callback", config.callback["mine"], allow=allow, option="callback.mine")
+    (part,) = compose({"callback": {"mine": node}}, allow=allow).parts
+    return build.built(part)
 
 
 def test_users_callback_with_nested_targets(my_project: str) -> None:

@@ -17,13 +17,13 @@ from torch import nn
 
 import lightning_solo as solo
 from lightning_solo import fitting
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Request, Sizes, plain_footprint
 from lightning_solo.errors import BudgetError, CapabilityError
 from lightning_solo.fitting import Room, free_room, model_states, presets_that_fit
 from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
-from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.compact.card import Settings, footprint
 from lightning_solo.techniques.zero_offload import technique as zero_offload
@@ -38,7 +38,7 @@ MARGIN = 1.05
 
 
 @functools.cache
-def composed(name: str) -> SoloConfig:
+def composed(name: str) -> Configuration:
     """A preset as the library ships it, composed once for all tests: Hydra takes a tenth of a second for each."""
     return compose(name)
 
@@ -51,7 +51,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitting, "compose", composed)
 
 
-def every(config: SoloConfig) -> None:
+def every(config: Configuration) -> None:
     """Let every preset through, as a machine on which all of them run."""
 
 
@@ -154,7 +154,7 @@ def test_a_module_of_which_nothing_is_trained_needs_no_optimizer() -> None:
 
 @pytest.mark.usefixtures("once")
 def test_where_no_preset_runs_it_says_so() -> None:
-    def none(config: SoloConfig) -> None:
+    def none(config: Configuration) -> None:
         raise CapabilityError("not here")
 
     assert presets_that_fit(nn.Linear(1, 1), none, Room(0, MiB)).startswith("no preset runs")
@@ -194,9 +194,7 @@ def test_the_advice_counts_as_the_strategy_does(name: str) -> None:
     config = composed(name)
     assert config.strategy is not None
     module = nn.Sequential(nn.Linear(3000, 3000), nn.Linear(3000, 1))
-    zero = for_home(zero_offload.ZeroOffloadStrategy)(
-        **{key: value for key, value in config.strategy.items() if key != "name"}
-    ).config
+    zero = for_home(zero_offload.ZeroOffloadStrategy)(**vars(config.strategy.settings)).config
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)  # which keeps what DeepSpeed's does
     precision = str(config.precision)
     theirs = layout_of(module, groups_of(optimizer), optimizer, zero, precision=precision, accumulates=False, cuda=True)

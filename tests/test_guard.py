@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,12 +14,12 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from lightning_solo.cards.configuration import Configuration, Target
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import BudgetError, CapabilityError, CheckpointError, ConflictError, PresetError
 from lightning_solo.fitting import Room, model_states, presets_that_fit
 from lightning_solo.guard import PresetGuard
 from lightning_solo.presets.compose import compose
-from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from tests.messages import lines_with, mentions
 from tests.modules import Resumable, loader, regression
@@ -241,7 +242,7 @@ def test_advice_that_fails_does_not_hide_the_error(
     assert "presets" in caplog.text
 
 
-def every(config: SoloConfig) -> None:
+def every(config: Configuration) -> None:
     """Let every preset through, as a machine on which all of them run."""
 
 
@@ -260,7 +261,7 @@ def test_presets_by_what_their_model_states_need() -> None:
 
 
 def test_presets_that_this_machine_cannot_run_are_left_out() -> None:
-    def only_fp16(config: SoloConfig) -> None:
+    def only_fp16(config: Configuration) -> None:
         if config.precision != "16-mixed":
             raise PresetError("not here")
 
@@ -279,5 +280,8 @@ def test_model_states_on_a_gpu() -> None:
     # master 4, gradients 4, states 8, the copy out 4; the scratch of the largest
     assert need.host == int((20 * 1_200_000 + 4 * 1_000_000) * margin)
     # 64-true is no precision of DeepSpeed's, and a strategy of the user's is not known
-    assert model_states(SoloConfig(precision="64-true", strategy={"name": "zero_offload"}), sizes, cuda=True) is None
-    assert model_states(SoloConfig(strategy={"_target_": "mine.Strategy"}), sizes, cuda=True) is None
+    assert model_states(replace(compose("zero_offload"), precision="64-true"), sizes, cuda=True) is None
+    assert (
+        model_states(Configuration(foreign=(Target("strategy", {"_target_": "mine.Strategy"}, ()),)), sizes, cuda=True)
+        is None
+    )

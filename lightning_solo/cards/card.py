@@ -10,7 +10,7 @@ from lightning_solo.cards.arguments import check_arguments, parameters_of
 from lightning_solo.cards.phase import Phase
 
 if TYPE_CHECKING:
-    from lightning_solo.cards.composition import Composition
+    from lightning_solo.cards.configuration import Configuration
 
 Resources = frozenset[str] | Callable[[Any], frozenset[str]]
 """Names of resources, or a function that returns them for the technique's settings."""
@@ -92,7 +92,7 @@ class Card:
         instead: resource -> what to write so that this technique gives it up.
         first_factor: for one that owns the accumulation factor; returns for its settings how many micro-batches make
             the first optimizer step.
-        rules: each returns why the technique can't be part of a composition and what to write, or None.
+        rules: each returns why the technique can't be part of a configuration and what to write, or None.
         caveat: returns for its settings why nobody should get it without asking for it by name, or None. `auto` leaves
             a preset with a caveat out, and plans of all presets list it last, unless its preset is named. A technique
             that owns ``trained_parameters`` has such a caveat already.
@@ -121,7 +121,7 @@ class Card:
     frees: Resources = frozenset()
     instead: Mapping[str, str] = field(default_factory=dict)
     first_factor: Callable[[Any], int] | None = None
-    rules: tuple[Callable[[Any, Composition], str | None], ...] = ()
+    rules: tuple[Callable[[Any, Configuration], str | None], ...] = ()
     caveat: Callable[[Any], str | None] | None = None
     requires: tuple[Requirement, ...] = ()
     on_cpu: Mapping[str, Any] | None = field(default_factory=dict)

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_solo.cards.card import RESOURCES, Card, Requirement, Rung
-from lightning_solo.cards.composition import Chosen
+from lightning_solo.cards.configuration import Chosen
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import PresetError, unknown_name
 
@@ -134,7 +134,7 @@ def problems(card: Card) -> Iterator[str]:
     if not all(isinstance(need, Requirement) for need in card.requires):
         yield f"{card.name}: requires={card.requires!r}: write a tuple of Requirement"
     if not all(callable(rule) for rule in card.rules):
-        yield f"{card.name}: rules={card.rules!r}: write a tuple of functions of (settings, composition)"
+        yield f"{card.name}: rules={card.rules!r}: write a tuple of functions of (settings, configuration)"
     if card.caveat is not None and not callable(card.caveat):
         yield f"{card.name}: caveat={card.caveat!r}: write a function of the settings"
     if not isinstance(card.rung, Rung | None):

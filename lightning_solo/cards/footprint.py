@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
-from lightning_solo.cards.composition import Chosen
+from lightning_solo.cards.configuration import Chosen
 
 # Bytes of weight, gradient and each of AdamW's states; the other precisions keep all of them in fp32.
 ELEMENT_BYTES = {"bf16-true": 2, "16-true": 2, "64-true": 8}

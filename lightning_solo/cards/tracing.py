@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,19 +25,19 @@ class Tracing:
     Attributes:
         precision: of forward and backward, by Lightning's name.
         accumulation: micro-batches per optimizer step.
-        node: of the technique whose turn it is: what is attached in its stead; None: nothing.
+        attached: settings with which this technique is attached for the trace; None omits it.
         states: how model states are counted where they aren't traced.
         steps: optimizer steps that are traced; an optimizer has its states from the second on.
         splits: whether a batch is run in several micro-batches, as large as fit.
         at_most: examples in one of them; None for what fits.
-        scales: whether micro-batches of any size do the same, so that those of two sizes tell of all.
+        scales: whether memory is affine in the micro-batch, so that traces of two sizes give all others.
         ahead: batches of the loader that wait for their step: on a GPU, where a stream of their own copies them.
         assumptions: where the trace differs from the run, in words.
     """
 
     precision: str
     accumulation: int = 1
-    node: Mapping[str, Any] | None = None
+    attached: Any = None
     states: EngineStates | None = None
     steps: int = 2
     splits: bool = False

@@ -5,33 +5,37 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.cards.configuration import Chosen, Configuration
 from lightning_solo.cli.hydra_section import check_hydra
-from lightning_solo.errors import ConflictError, PresetError, nearest
+from lightning_solo.errors import ConflictError, PresetError, SoloError, nearest
 from lightning_solo.presets.compose import (
     VERSION_BASE,
     check_combination,
     compose,
     hydra_of_our_own,
-    refuse_twice,
     to_plain,
 )
 from lightning_solo.presets.files import check_choice, conf_folder, preset_files, user_conf_folder
+from lightning_solo.presets.overrides import marks_of, parse_override, refuse_twice
+from lightning_solo.presets.parse import FIELDS, PRECISIONS, check_object, parse_configuration, unknown_field
 from lightning_solo.presets.registry import target_of
-from lightning_solo.presets.schema import FIELDS, PRECISIONS, SoloConfig, check_object, composition, from_mapping
 from lightning_solo.presets.signature import parameters
 from lightning_solo.sweeps.jobs import check_most, count_jobs
 
@@ -60,7 +64,7 @@ TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", 
 class CheckedConfig:
     """The parts of the application's configuration as plain containers, checked."""
 
-    solo: SoloConfig
+    solo: Configuration
     model: dict[str, Any]
     data: dict[str, Any]
     optimizer: dict[str, Any]
@@ -96,16 +100,10 @@ def check_command_line(arguments: Sequence[str]) -> None:
         raise PresetError("--experimental-rerun unpickles a file, which could run any code; give the overrides again")
     if any(flag in ("-h", "--help", "--hydra-help", "--version") for flag in flags):
         return
-    parsed = [parse_override(text) for text in overrides]
-    refuse_twice(parsed)
+    sweeping = any(flag in ("-m", "--multirun") for flag in flags)
+    parsed = _parsed(overrides, sweeping=sweeping)
     counts = count_jobs(parsed)
     choices = [_choices(override) for override in parsed]
-    sweeping = any(flag in ("-m", "--multirun") for flag in flags)
-    swept = [str(o.input_line) for o in parsed if o.is_sweep_override()]
-    if not sweeping and swept:
-        key, _, values = swept[0].partition("=")
-        combined = f", or '{key}=[{values}]' to combine them" if key == "solo" else ""
-        raise PresetError(f"{swept[0]!r} names several values; write -m for a sweep over them{combined}")
     first = [texts[0] for texts in choices]
     if sweeping:
         _refuse_sweep(parsed, counts, first)
@@ -114,6 +112,17 @@ def check_command_line(arguments: Sequence[str]) -> None:
             _check_job([*first[:index], text, *first[index + 1 :]])
     if not choices:
         _check_job([])
+
+
+def _parsed(overrides: Sequence[str], *, sweeping: bool) -> list[Override]:
+    parsed = [parse_override(text) for text in overrides]
+    refuse_twice(parsed)
+    swept = [str(o.input_line) for o in parsed if o.is_sweep_override()]
+    if not sweeping and swept:
+        key, _, values = swept[0].partition("=")
+        combined = f", or '{key}=[{values}]' to combine them" if key == "solo" else ""
+        raise PresetError(f"{swept[0]!r} names several values; write -m for a sweep over them{combined}")
+    return parsed
 
 
 def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfig:
@@ -144,7 +153,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
     if plain["optimizer"] and "optimizer" not in (plain["model"] or {}):
         _refuse_unused_optimizer(plain["optimizer"], overrides)
         plain["optimizer"] = {}
-    solo = compose(plain["solo"], allow=allow)
+    solo = parse_configuration(plain["solo"], allow)
     check_arguments(plain["trainer"], parameters("lightning.pytorch.trainer.trainer:Trainer"), "trainer")
     _refuse_set_twice(solo, plain["trainer"])
     return CheckedConfig(
@@ -194,18 +203,6 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def parse_override(text: str) -> Override:
-    """Return Hydra's own reading of an override.
-
-    Raises:
-        PresetError: it is not of the form key=value.
-    """
-    try:
-        return OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        raise PresetError(f"{text!r}: not of the form key=value ({error})") from error
-
-
 def _choices(override: Override) -> list[str]:
     """Return the first overrides of single values that one override of a sweep stands for."""
     text = str(override.input_line)
@@ -235,28 +232,65 @@ def _refuse_sweep(overrides: Sequence[Override], counts: Mapping[str, int], firs
 
 
 def _check_job(overrides: Sequence[str]) -> None:
-    for text in overrides:
-        override = parse_override(text)
-        if override.key_or_group in GROUPS and not override.is_delete():
-            _check_choice(override.key_or_group, override.value())
-        if override.key_or_group in SOLO_GROUPS and not override.is_delete():
-            check_choice(override.key_or_group.removeprefix("solo/"), override.value())
-        group = f"solo/{override.key_or_group}"
-        if group in SOLO_GROUPS and not override.is_delete() and isinstance(override.value(), str | list):
-            check_choice(override.key_or_group, override.value())
-            raise PresetError(
-                f"{text!r}: a {override.key_or_group} is part of the preset; write +{group}={text.partition('=')[2]}"
-            )
-        if override.key_or_group == "run":
-            check_run_name(override.value())
+    check_names([parse_override(text) for text in overrides])
     try:
         cfg = compose_application(overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        _explain(overrides)
-        raise PresetError(f"{error}") from error
+        raise refusal(error, overrides) from error
+    check_application(cfg, overrides)
+
+
+@contextmanager
+def composed_once(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, CheckedConfig, HydraContext]]:
+    """Yield the application's configuration, its checked parts, and what Hydra's `run_job` needs to run it.
+
+    Raises:
+        PresetError, ConflictError: as `check_command_line`.
+    """
+    check_names(_parsed(overrides, sweeping=False))
+    with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), job_name="train", **VERSION_BASE):
+        app = GlobalHydra.instance().hydra
+        assert app is not None
+        try:
+            cfg = app.compose_config("train", [*search_path_override(overrides), *overrides], RunMode.RUN)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise refusal(error, overrides) from error
+        checked = check_application(cfg, overrides)
+        yield cfg, checked, HydraContext(config_loader=app.config_loader, callbacks=Callbacks(cfg))
+
+
+def check_names(overrides: Sequence[Override]) -> None:
+    """Refuse unknown names of presets, parts of one, models, data and optimizers, before Hydra runs.
+
+    Raises:
+        PresetError: names the nearest one.
+    """
+    for override in overrides:
+        key, text = override.key_or_group, str(override.input_line)
+        if override.is_delete():
+            continue
+        if key in GROUPS:
+            _check_choice(key, override.value())
+        if key in SOLO_GROUPS:
+            check_choice(key.removeprefix("solo/"), override.value())
+        group = f"solo/{key}"
+        if group in SOLO_GROUPS and isinstance(override.value(), str | list):
+            check_choice(key, override.value())
+            raise PresetError(f"{text!r}: a {key} is part of the preset; write +{group}={text.partition('=')[2]}")
+        if key == "run":
+            check_run_name(override.value())
+
+
+def check_application(cfg: DictConfig, overrides: Sequence[str]) -> CheckedConfig:
+    """Return the checked parts of the application, and refuse what Hydra itself would do for it.
+
+    Raises:
+        PresetError, ConflictError: as `check_config`, `check_hydra` and `check_root`.
+    """
     check_hydra(cfg)
-    check_config(cfg, overrides)
+    checked = check_config(cfg, overrides)
     check_root(Path(str(cfg.root)) / str(cfg.run))
+    return checked
 
 
 def _check_choice(group: str, choice: object) -> None:
@@ -301,8 +335,17 @@ def compose_application(overrides: Sequence[str]) -> DictConfig:
         return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
 
 
-def _explain(overrides: Sequence[str]) -> None:
-    """Find the override that Hydra refused and raise our message for it, with the nearest name."""
+def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
+    """Return our error for the override that Hydra refused, with the nearest name; else one with Hydra's words."""
+    try:
+        _refuse(overrides)
+    except SoloError as ours:
+        return ours
+    return PresetError(str(error))
+
+
+def _refuse(overrides: Sequence[str]) -> None:
+    """Refuse the first override that doesn't apply to the application composed without them."""
     parsed = [parse_override(text) for text in overrides]
     groups = [o for o in parsed if o.key_or_group in GROUPS or (o.key_or_group in SOLO_GROUPS and o.is_add())]
     try:
@@ -313,15 +356,12 @@ def _explain(overrides: Sequence[str]) -> None:
     for override in parsed:
         if override in groups or override.key_or_group.startswith("hydra"):
             continue
+        text, marks = str(override.input_line), marks_of(override)
         field, _, rest = override.key_or_group.partition(".")
         if field == "solo" and rest:
-            mark = "~" if override.is_delete() else "+" if override.is_add() else ""
-            text = str(override.input_line).lstrip("+~").removeprefix("solo.")
-            compose(to_plain(base.solo), [f"{mark}{text}"], allow=allow)
+            compose(to_plain(base.solo), [f"{marks}{text[len(marks) :].removeprefix('solo.')}"], allow=allow)
         elif field in FIELDS:
-            text = str(override.input_line)
-            mark = text[: len(text) - len(text.lstrip("+~"))]
-            raise PresetError(f"{text!r}: a preset's field; write {mark}solo.{text[len(mark) :]}")
+            raise PresetError(f"{text!r}: a preset's field; write {marks}solo.{text[len(marks) :]}")
         elif not override.is_add():
             _refuse_unknown(base, override)
 
@@ -331,7 +371,7 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
     path = override.key_or_group.split(".")
     for depth, key in enumerate(path):
         if key in ("devices", "num_nodes"):
-            from_mapping({key: override.value()})
+            raise PresetError(unknown_field(key, override.value()))
         if not isinstance(node, Mapping) or key not in node:
             there = [str(name) for name in node] if isinstance(node, Mapping) else []
             where = ".".join(path[:depth])
@@ -347,13 +387,13 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
         node = node[key]
 
 
-def _refuse_set_twice(solo: SoloConfig, trainer: Mapping[str, Any]) -> None:
+def _refuse_set_twice(solo: Configuration, trainer: Mapping[str, Any]) -> None:
     promised = {
         "devices": 1,
         "precision": solo.precision,
-        "strategy": solo.strategy and solo.strategy.get("name"),
+        "strategy": solo.strategy.card.name if isinstance(solo.strategy, Chosen) else None,
         "accumulate_grad_batches": solo.accumulate_grad_batches,
-        "accelerator": "cuda" if composition(solo).needs_cuda() else None,
+        "accelerator": "cuda" if solo.needs_cuda() else None,
     }
     if "callbacks" in trainer:
         raise ConflictError(

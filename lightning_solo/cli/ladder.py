@@ -46,7 +46,7 @@ def rung(config: RungConfig) -> dict[str, Any]:
     from lightning_solo.ladder.measurement import Clock, counted_of, measure
 
     clock, checked = Clock(counted_of(config.steps)), config.checked
-    arguments = trainer_arguments(checked.solo, callbacks=[clock], allow=checked.allow)
+    arguments = trainer_arguments(checked.solo, callbacks=[clock])
     import lightning as L
 
     L.seed_everything(config.seed, workers=True, verbose=False)

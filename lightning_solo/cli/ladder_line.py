@@ -21,15 +21,13 @@ from lightning_solo.cli.command_line import (
     check_root,
     chosen_batch,
     compose_application,
-    parse_override,
 )
 from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import PresetError
 from lightning_solo.ladder.ladder import Prepared
 from lightning_solo.ladder.rungs import Technique, chosen, folder_name, overrides_of
 from lightning_solo.ladder.rungs import techniques as rungs
-from lightning_solo.presets.compose import refuse_twice
-from lightning_solo.presets.schema import composition
+from lightning_solo.presets.overrides import parse_override, refuse_twice
 from lightning_solo.sweeps.jobs import Settings
 
 OURS = {
@@ -136,7 +134,7 @@ def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[
 
     A loader whose batch is not an argument keeps it; the row then notes that its steps take more samples.
     """
-    factor, argument = composition(checked.solo).first_factor, batch_argument(checked)
+    factor, argument = checked.solo.first_factor, batch_argument(checked)
     if factor == 1 or argument is None or argument[1] % factor:
         return list(overrides)
     key, batch = argument

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli.plan_display import Progress, print_plans, print_readings, what_to_write
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import first_batch, model_of
@@ -20,7 +21,6 @@ from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.devices import budget_on
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.report.plan_chart import write_pictures
 from lightning_solo.units import format_bytes
 
@@ -64,7 +64,6 @@ def run(arguments: Sequence[str]) -> int:
         device=options.device or Deferred(this_device),
         budget=budget,
         micro_batch=options.micro_batch,
-        allow=checked.allow,
         presets=presets,
     )
     plans, failed = planned(request, host, caveats_last=options.all_presets)
@@ -122,12 +121,12 @@ def planned(
     return ranked(plans, request.presets, caveats_last=caveats_last), failed
 
 
-def notes(plans: Sequence[Plan], presets: Mapping[str, SoloConfig]) -> list[str]:
+def notes(plans: Sequence[Plan], presets: Mapping[str, Configuration]) -> list[str]:
     """Return a line for each preset whose optimizer step is of several micro-batches, and for each caveat."""
-    compositions = {plan.preset: composition(presets[plan.preset]) for plan in plans}
-    factors = {name: parts.first_factor for name, parts in compositions.items()}
+    planned = {plan.preset: presets[plan.preset] for plan in plans}
+    factors = {name: configuration.first_factor for name, configuration in planned.items()}
     steps = [f"{name}: an optimizer step is of {count} micro-batches" for name, count in factors.items() if count > 1]
-    return steps + [f"{name}: {caveat}" for name, parts in compositions.items() for caveat in parts.caveats]
+    return steps + [f"{name}: {caveat}" for name, parts in planned.items() for caveat in parts.caveats]
 
 
 def as_plain(

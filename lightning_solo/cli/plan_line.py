@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import composed, parsed
 from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, SoloError, nearest
 from lightning_solo.machine import is_installed
-from lightning_solo.presets.compose import check_combination, refuse_twice
+from lightning_solo.presets.compose import check_combination
 from lightning_solo.presets.devices import Device, budget_on, device
 from lightning_solo.presets.files import names_in, preset_files
-from lightning_solo.presets.schema import SoloConfig
+from lightning_solo.presets.overrides import refuse_twice
 from lightning_solo.report.charts import PIP
 
 OURS = {
@@ -138,7 +139,7 @@ def _picture(text: str) -> Path:
     return path
 
 
-def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, SoloConfig], dict[str, SoloError]]:
+def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, Configuration], dict[str, SoloError]]:
     """Return the training's configuration, each preset, and the presets that refuse the overrides.
 
     Raises:
@@ -148,7 +149,7 @@ def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, SoloConfig],
     refuse_twice(overrides)
     about_presets = any(override.key_or_group.startswith(("solo.", "solo/")) for override in overrides)
     first: CheckedConfig | None = None
-    presets: dict[str, SoloConfig] = {}
+    presets: dict[str, Configuration] = {}
     refused: dict[str, SoloError] = {}
     for name in options.presets:
         try:

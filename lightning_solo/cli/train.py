@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import run_job
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import get_object
@@ -26,12 +27,15 @@ from rich.table import Table
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import check_machine, make, trainer_arguments
+from lightning_solo.cards.catalogue import load_class, own_cards
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.command_line import (
     CheckedConfig,
     check_command_line,
     check_config,
     chosen_batch,
+    composed_once,
     search_path_override,
     split,
 )
@@ -39,7 +43,6 @@ from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB
@@ -51,34 +54,41 @@ PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Check the command line, then hand it to Hydra, which calls `train` once, or once per job of a sweep."""
+    """Train once; with flags of Hydra's, such as ``-m`` for a sweep, hand the command line to it."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
-    check_command_line(arguments)
     flags, overrides = split(arguments)
+    if not flags and not any(text.startswith("hydra.mode=") for text in overrides):
+        with composed_once(overrides) as (cfg, checked, context):
+            job = run_job(partial(_job, checked=checked), cfg, "hydra.run.dir", None, context)
+            _ = job.return_value  # raises what the job has raised
+        return 0
+    check_command_line(arguments)
     sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
     hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
     return 0
 
 
-def _job(cfg: DictConfig) -> float | None:
+def _job(cfg: DictConfig, checked: CheckedConfig | None = None) -> float | None:
     if RESUMES in os.environ:  # a job of a sweep that an earlier attempt began
         cfg.resume = "auto"
     try:
-        return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+        return train(cfg, Path(HydraConfig.get().runtime.output_dir), checked)
     except SoloError as error:
         if HydraConfig.get().mode == RunMode.RUN:
             refuse(str(error))
         raise CompactHydraException(str(error)) from None  # the sweep continues; Hydra prints this kind without a trace
 
 
-def train(cfg: DictConfig, folder: Path) -> float | None:
+def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -> float | None:
     """Train as configured inside ``folder`` and return the metric that a search monitors, None if it was not logged.
+
+    ``checked`` are the parts of ``cfg``, where they are checked already.
 
     Raises:
         SoloError: any refusal: of a choice, of this machine, of a run to resume.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, with the last checkpoint saved.
     """
-    checked = check_config(cfg)
+    checked = checked or check_config(cfg)
     if cfg.get("optimizer") and not checked.optimizer:
         cfg.optimizer = {}  # a default that the model doesn't take is no part of the run's configuration
     run_folder = RunFolder(folder)
@@ -89,10 +99,10 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
         solo, plan_checks = chosen(checked, folder / AUTO_FILE, resumes=resumes)
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
-    watch = [] if composition(checked.solo).has("throughput") else [{"name": "throughput", "every_n_steps": often}]
-    callbacks = [*(make("callback", node) for node in watch), *plan_checks]
+    watch = [] if checked.solo.has("throughput") else [load_class(own_cards()["throughput"])(every_n_steps=often)]
+    callbacks = [*watch, *plan_checks]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
-    kwargs = trainer_arguments(checked.solo, callbacks=callbacks, allow=checked.allow)
+    kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -114,7 +124,7 @@ def train(cfg: DictConfig, folder: Path) -> float | None:
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
-def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[SoloConfig, list[Any]]:
+def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Configuration, list[Any]]:
     """Return the preset that `auto` picks, which a resumed run keeps, and the callbacks that check its plan.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lightning_solo.cards.arguments import setting
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError, PlanError
@@ -97,9 +97,9 @@ class StateSettings:
         return weight, correction + 2 * moment
 
 
-def refuse_precision(settings: StateSettings, composition: Composition) -> str | None:
+def refuse_precision(settings: StateSettings, configuration: Configuration) -> str | None:
     """Return why a configuration's precision can't be had, and what to write; a card's rule."""
-    return None if composition.precision is None else settings.precision_refusal(composition.precision)
+    return None if configuration.precision is None else settings.precision_refusal(configuration.precision)
 
 
 def footprint(settings: StateSettings, request: Request, plain: Footprint) -> Footprint:
@@ -134,11 +134,11 @@ def planned(settings: StateSettings, tracing: Tracing) -> Tracing:
             f" whose states take about as much as its {library.state_bytes:.2f} bytes per parameter"
         )
     assumptions = ["the step of compact is planned as a Triton kernel that reads and writes each tensor once"]
-    node = tracing.node
+    attached = settings
     if settings.state_budget == "auto":
-        node = {**(node or {}), "state_budget": 0}
+        attached = replace(settings, state_budget=0)
         assumptions.append("all of compact's states are planned on the host: in a run, what fits stays on the device")
-    return replace(tracing, node=node, assumptions=(*tracing.assumptions, *assumptions))
+    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, *assumptions))
 
 
 def cuda_remedy(option: str) -> str:

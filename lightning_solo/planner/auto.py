@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from rich.console import Console
 
+from lightning_solo.cards.configuration import AutoSettings, Configuration
 from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
@@ -22,7 +23,6 @@ from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # between plan and reading, from which on it is said
@@ -30,15 +30,15 @@ STEPS = 2  # that are compared: the states of an optimizer are there from the se
 
 
 def choose(
-    config: SoloConfig,
+    config: Configuration,
     module: Any,
     batch: Any,
     *,
-    check: Callable[[SoloConfig], None],
+    check: Callable[[Configuration], None],
     trainer: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
     console: Console | None = None,
-) -> tuple[str, SoloConfig, Plan]:
+) -> tuple[str, Configuration, Plan]:
     """Return the name, the configuration and the plan of the first preset that fits, in the order of `ranked`.
 
     Args:
@@ -54,22 +54,22 @@ def choose(
         BudgetError: none fits; names the nearest, and what is missing.
         PlanError: the module can't be planned.
     """
-    settings = config.auto or {}
-    configs = candidates(config, check, settings.get("presets"), allow)
+    settings = config.auto or AutoSettings()
+    configs = candidates(config, check, settings.presets, allow)
     try:
         plans: Any = preset_plans.plan(
             module,
             batch,
             presets=configs,
-            device=settings.get("device"),
-            budget=settings.get("budget"),
+            device=settings.device,
+            budget=settings.budget,
             host_memory=host_memory()[1],  # of this machine, on which the run is about to begin
             trainer=trainer,
             allow=allow,
         )
     finally:
         WORKER.close()  # it would keep its memory while training runs
-    accepted = ("fits", "tight") if settings.get("accept_tight") else ("fits",)
+    accepted = ("fits", "tight") if settings.accept_tight else ("fits",)
     chosen = next((plan for plan in plans if plan.verdict in accepted), None)
     console = console or Console()
     console.print(table(plans, chosen))
@@ -100,37 +100,37 @@ def none_fits(plans: Sequence[Plan]) -> BudgetError:
 
 
 def candidates(
-    config: SoloConfig, check: Callable[[SoloConfig], None], presets: Sequence[str] | None, allow: Sequence[str]
-) -> dict[str, SoloConfig]:
+    config: Configuration, check: Callable[[Configuration], None], presets: Sequence[str] | None, allow: Sequence[str]
+) -> dict[str, Configuration]:
     """Return the presets that are compared: with this precision, this accumulation, on this machine, each once.
 
     Raises:
         PresetError: none is left.
     """
-    configs: dict[str, SoloConfig] = {}
+    configs: dict[str, Configuration] = {}
     refused: dict[str, str] = {}
     names = [name for name in preset_files() if name != "auto"] if presets is None else list(presets)
     for name in names:
         preset = compose(name, allow=allow)
         if preset.auto is not None:
             raise PresetError(f"auto.presets={names}: auto chooses among other presets; drop {name}")
-        if composition(preset).accumulates:
+        if preset.accumulates:
             refused[name] = "its optimizer step is of several micro-batches: another global batch, another training"
             continue
-        if composition(preset).makes_batches:
+        if preset.makes_batches:
             refused[name] = "its batches are others than the loader's, for which presets are planned"
             continue
-        if presets is None and (caveats := composition(preset).caveats):
+        if presets is None and (caveats := preset.caveats):
             refused[name] = f"{'; '.join(caveats)}; auto.presets=[..., {name}] would consider it"
             continue
         candidate = replace(
-            preset,
+            preset.with_techniques_of(config),
             precision=config.precision,
             accumulate_grad_batches=config.accumulate_grad_batches,
-            callback={**preset.callback, **config.callback},
         )
         same = next((other for other, known in configs.items() if known == candidate), None)
         try:
+            candidate.check()
             check(candidate)
         except SoloError as error:
             refused[name] = str(error)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.planner.timeline import Span
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.units import format_bytes
 
 TIGHT = 0.05  # of the need: workspaces of cuDNN and of sorting aren't known, and the CUDA context is an estimate
@@ -144,23 +144,22 @@ def as_fast(plan: Plan, other: Plan) -> bool:
     return plan.seconds_per_example <= other.seconds_per_example + slack / (other.micro_batch * other.accumulation)
 
 
-def ranked(plans: Sequence[Plan], presets: Mapping[str, SoloConfig], *, caveats_last: bool) -> list[Plan]:
+def ranked(plans: Sequence[Plan], presets: Mapping[str, Configuration], *, caveats_last: bool) -> list[Plan]:
     """Return plans in the order in which to try them: those that fit by time, the others by missing bytes.
 
     Of those that are as fast as the fastest left, the first keeps least on the host and has the fewest techniques.
 
     Args:
         plans: of several presets.
-        presets: checked, by name.
+        presets: their configurations, by name.
         caveats_last: whether presets with a caveat come after all others of their verdict: where nobody named them.
     """
-    compositions = {name: composition(config) for name, config in presets.items()}
 
     def group(plan: Plan) -> tuple[int, bool]:
-        return VERDICTS.index(plan.verdict), caveats_last and bool(compositions[plan.preset].caveats)
+        return VERDICTS.index(plan.verdict), caveats_last and bool(presets[plan.preset].caveats)
 
     def changes(plan: Plan) -> tuple[int, int, bool]:
-        config = compositions[plan.preset]  # in 16 bits throughout, small updates are lost
+        config = presets[plan.preset]  # in 16 bits throughout, small updates are lost
         return plan.host_bytes, len(config.techniques), str(config.precision).endswith("16-true")
 
     order: list[Plan] = []

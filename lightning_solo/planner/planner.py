@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import ELEMENT_BYTES
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
@@ -21,7 +22,6 @@ from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, Span, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
 from lightning_solo.planner.traces import ScalableTrace, scalable_trace
-from lightning_solo.presets.schema import SoloConfig
 
 STATES = ("weights", "gradients", "optimizer_states")
 MOST = 2**20  # the largest micro-batch that is tried
@@ -37,7 +37,6 @@ class Planner:
     device: Device
     budget: int
     micro_batch: int | None = None
-    allow: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.batch is None:
@@ -52,18 +51,18 @@ class Planner:
     def _cuda(self) -> bool:
         return self.device.name != "cpu"
 
-    def plan(self, name: str, config: SoloConfig) -> Plan:
+    def plan(self, name: str, config: Configuration) -> Plan:
         """Return the plan of one preset.
 
         Raises:
             PlanError: the module can't be traced.
         """
-        arranged = arrange(config, self.trainer, self.allow)
+        arranged = arrange(config, self.trainer)
         assert self.micro_batch is not None
         size = min(self.micro_batch, arranged.at_most or self.micro_batch)
         scalable = self._trace(arranged, size)
         if arranged.splits and size == self.micro_batch:
-            undivided = arrange(config, self.trainer, self.allow, undivided=True)
+            undivided = arrange(config, self.trainer, undivided=True)
             if not undivided.splits and self._fits_at(self._at(size, undivided, whole := self._trace(undivided, size))):
                 arranged, scalable = undivided, whole
         device_assumptions = assumed(self.device, arranged.precision)
@@ -111,7 +110,7 @@ class Planner:
         errors: list[PlanError] = []
         for precision in precisions:
             try:
-                self._trace(arrange(SoloConfig(precision), self.trainer, self.allow), self.micro_batch or 1)
+                self._trace(arrange(Configuration(precision), self.trainer), self.micro_batch or 1)
                 return
             except PlanError as error:
                 errors.append(error)

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory as memory_here
 from lightning_solo.planner.batches import examples
@@ -20,7 +21,6 @@ from lightning_solo.planner.worker import WORKER, Request
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.devices import budget_on, parse_budget
 from lightning_solo.presets.files import preset_files
-from lightning_solo.presets.schema import SoloConfig
 
 
 def plan(
@@ -28,7 +28,7 @@ def plan(
     batch: Any = None,
     *,
     preset: str | Sequence[str] | Mapping[str, Any] | None = None,
-    presets: Sequence[str] | Mapping[str, SoloConfig] | str = "all",
+    presets: Sequence[str] | Mapping[str, Configuration] | str = "all",
     overrides: Sequence[str] = (),
     device: str | Device | None = None,
     budget: str | int | None = None,
@@ -84,7 +84,6 @@ def plan(
         device=target,
         budget=budget_on(target, parse_budget(budget), f"budget={budget!r}"),
         micro_batch=micro_batch,
-        allow=tuple(allow),
         presets=configs,
     )
     plans: list[Plan] = []
@@ -104,14 +103,14 @@ def plan(
 
 def _configs(
     preset: str | Sequence[str] | Mapping[str, Any] | None,
-    presets: Sequence[str] | Mapping[str, SoloConfig] | str,
+    presets: Sequence[str] | Mapping[str, Configuration] | str,
     overrides: Sequence[str],
     allow: Sequence[str],
-) -> Mapping[str, SoloConfig]:
+) -> Mapping[str, Configuration]:
     """Return the presets that are to be planned, by name; arguments as `plan`."""
     if preset is not None:
         name = preset if isinstance(preset, str) else "given" if isinstance(preset, Mapping) else " + ".join(preset)
-        configs: Mapping[str, SoloConfig] = {name: compose(preset, overrides, allow=allow)}
+        configs: Mapping[str, Configuration] = {name: compose(preset, overrides, allow=allow)}
     elif isinstance(presets, Mapping):
         configs = presets
     else:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
-from lightning_solo.build import make
+from lightning_solo.build import built
 from lightning_solo.cards.card import resources
+from lightning_solo.cards.configuration import Chosen, Configuration, Target
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PlanError
-from lightning_solo.presets.schema import SoloConfig, composition
 
 # A window of two micro-batches holds what one of any length holds: the gradients, kept through a forward.
 WINDOW = 2
@@ -35,36 +35,29 @@ class Arrangement(Tracing):
         return WINDOW if self.splits else min(self.accumulation, WINDOW)
 
 
-def arrange(
-    config: SoloConfig, trainer: Mapping[str, Any], allow: Sequence[str] = (), *, undivided: bool = False
-) -> Arrangement:
-    """Return how a checked preset is traced, beside the user's own arguments of the Trainer.
+def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:
+    """Return how a preset is traced, beside the user's own arguments of the Trainer.
 
     Args:
         config: the preset.
         trainer: the user's own arguments.
-        allow: prefixes of ``_target_`` that the user trusts.
         undivided: for a batch that fits as a whole, where batches may be split.
 
     Raises:
         PlanError: a strategy of the user's own, or a technique that can't be planned with its settings.
     """
-    if config.strategy is not None and "name" not in config.strategy:
-        raise PlanError(f"strategy={config.strategy['_target_']!r}: no card says how to plan it")
+    if isinstance(config.strategy, Target):
+        raise PlanError(f"strategy={config.strategy.node['_target_']!r}: no card says how to plan it")
     precision = config.precision or str(trainer.get("precision", "32-true"))
     accumulation = config.accumulate_grad_batches or int(trainer.get("accumulate_grad_batches", 1))
     tracing = Tracing(precision, accumulation)
-    planned = {chosen.option: chosen for chosen in composition(config).techniques}
-    nodes = {} if config.strategy is None else {"strategy": config.strategy}
-    nodes |= {f"callback.{key}": node for key, node in config.callback.items()}
-    attached: dict[str, Mapping[str, Any]] = {}
-    for option, node in nodes.items():
-        tracing = replace(tracing, node=node)
-        if option in planned:
-            tracing = _planned(planned[option].card.planned, planned[option].settings, tracing)
-        if tracing.node is not None:
-            attached[option] = tracing.node
-    released = any("gradients" in resources(chosen.card.frees, chosen.settings) for chosen in planned.values())
+    attached: list[Chosen | Target] = []
+    for chosen in config.techniques:
+        tracing = _planned(chosen.card.planned, chosen.settings, replace(tracing, attached=chosen.settings))
+        if tracing.attached is not None:
+            attached.append(replace(chosen, settings=tracing.attached))
+    attached += config.foreign
+    released = any("gradients" in resources(chosen.card.frees, chosen.settings) for chosen in config.techniques)
     if undivided and not released:  # released ones are summed up all the same: the batch may have to be split
         tracing = replace(tracing, splits=False)
     if tracing.precision == "16-mixed":
@@ -72,9 +65,7 @@ def arrange(
         tracing = replace(tracing, precision="bf16-mixed", assumptions=(*tracing.assumptions, assumption))
 
     def arguments() -> dict[str, Any]:
-        objects = {
-            option: make(option.split(".")[0], node, allow=allow, option=option) for option, node in attached.items()
-        }
+        objects = {part.option: built(part) for part in attached}
         strategy = {"strategy": objects.pop("strategy")} if "strategy" in objects else {}
         return {
             **{key: value for key, value in trainer.items() if key in KEPT},
@@ -92,6 +83,6 @@ def _planned(way: str, settings: Any, tracing: Tracing) -> Tracing:
     if way == "attached":
         return tracing
     if way == "left out":
-        return replace(tracing, node=None)
+        return replace(tracing, attached=None)
     changed: Tracing = resolve_name(way)(settings, tracing)
     return changed

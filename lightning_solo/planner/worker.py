@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -20,7 +20,6 @@ import cloudpickle
 
 from lightning_solo.errors import CapabilityError, PlanError, SoloError
 from lightning_solo.planner.device import CPU
-from lightning_solo.presets.schema import composition
 from lightning_solo.processes import end_with_parent, interpreter
 
 
@@ -34,7 +33,6 @@ class Request:
     device: Any
     budget: int
     micro_batch: int | None
-    allow: Sequence[str]
     presets: Mapping[str, Any]
 
 
@@ -180,7 +178,7 @@ def _answer(payload: bytes, replies: Connection) -> None:
         planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})
         for name, config in request.presets.items():
             try:
-                if request.device.name == CPU and (reason := composition(config).needs_cuda()):
+                if request.device.name == CPU and (reason := config.needs_cuda()):
                     raise CapabilityError(reason)
                 answer: Any = planner.plan(name, config)
                 checked = True

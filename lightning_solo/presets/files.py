@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError, nearest, unknown_name
+from lightning_solo.presets.registry import leaves
 
 
 def conf_folder() -> Path:
@@ -96,6 +99,40 @@ def check_file(name: str) -> DictConfig:
             f"preset {name!r}: {path}, line 1: must hold a mapping of fields such as `precision: bf16-mixed`"
         )
     return node
+
+
+def written_fields(name: str) -> dict[str, Any]:
+    """Return the value of each option that a preset's file sets, with those of presets that it inherits, by its path.
+
+    A technique that the defaults list chooses sets all its settings.
+
+    >>> written_fields("bf16"), written_fields("checkpointing")["callback.memory_logger.every_n_steps"]
+    ({'precision': 'bf16-mixed'}, 50)
+    """
+    node: Any = OmegaConf.to_container(check_file(name), resolve=False)
+    own = dict(leaves({key: value for key, value in node.items() if key != "defaults"}, of_lists=False))
+    options: dict[str, Any] = {}
+    defaults = node.get("defaults", [])
+    for entry in [*defaults, *(["_self_"] if "_self_" not in defaults else [])]:
+        if entry == "_self_":
+            options |= own
+        elif isinstance(entry, str) and entry in preset_files():
+            options |= written_fields(entry)
+        elif isinstance(entry, dict):
+            for group, choice in entry.items():
+                for word in choice if isinstance(choice, list) else [choice]:
+                    options |= _settings_of(str(group), word)
+    return options
+
+
+def _settings_of(group: str, word: Any) -> dict[str, Any]:
+    """Return the default of each setting of a chosen technique by its path; a user's own part has none."""
+    card = catalogue().group(group).get(word)
+    if card is None:
+        return {}
+    path = "strategy" if group == "strategy" else f"callback.{word}"
+    named = {"strategy.name": word} if group == "strategy" else {}
+    return named | {f"{path}.{field.name}": field.default for field in fields(card.settings)}
 
 
 def _other_form(name: str) -> str:

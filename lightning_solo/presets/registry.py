@@ -1,7 +1,7 @@
 """The names that a configuration may turn into objects; everything else is refused.
 
-A node of a configuration becomes an object by ``name``, of a technique's card or of the classes below, or by
-``_target_: some.path`` where the user allowed that path's prefix.
+A node of a configuration becomes an object by ``name``, of a technique's card or of the classes below; or by
+``_target_: some.path``, where the user allowed that path's prefix.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_solo.cards.catalogue import card_of
 from lightning_solo.errors import PresetError, unknown_name
 
 NAMES: dict[str, dict[str, str]] = {
@@ -17,17 +16,15 @@ NAMES: dict[str, dict[str, str]] = {
     "data": {"stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText"},
     "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
 }
-"""Kind -> name -> class, of what is no technique."""
+"""Kind -> name -> class, for models, data and optimizers."""
 
 
 def target_of(kind: str, name: object, option: str) -> str:
-    """Return the ``"module:Class"`` behind a name.
+    """Return the ``"module:Class"`` of a name.
 
     Raises:
         PresetError: there is none of that name; ``option`` is the path that the message names.
     """
-    if kind not in NAMES:
-        return card_of(kind, name, option).target
     names = NAMES[kind]
     if not isinstance(name, str) or name not in names:
         raise PresetError(unknown_name(option, name, kind, names))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_solo.cards.catalogue import chosen_of
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams.homes import home_of, part
 
@@ -159,7 +159,7 @@ class Run:
         others = [*self.techniques, *([] if self.strategy.brought else [self.strategy])]
         others = [other for other in others if type(other) is not type(technique)]  # which says so itself, if it minds
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
-        for message in Composition(tuple(chosen)).rivalries():
+        for message in Configuration(techniques=tuple(chosen)).rivalries():
             raise ConflictError(message)
         overfit, newest = self.trainer.overfit_batches, chosen_of(technique)
         if overfit and newest is not None and "batches" in newest.owned():

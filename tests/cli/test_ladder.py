@@ -21,7 +21,6 @@ from lightning_solo.cli.ladder_line import LadderOptions, compose_base, folder_o
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError, SoloError
 from lightning_solo.ladder.rungs import techniques
 from lightning_solo.presets.compose import compose
-from lightning_solo.presets.schema import composition
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.units import format_bytes
 from tests.messages import lines_with, mentions, nearest
@@ -242,11 +241,11 @@ def test_a_choice_of_the_ladders_own_is_refused_with_the_techniques() -> None:
 
 
 def test_the_batch_is_divided_where_it_is_an_argument() -> None:
-    assert composition(compose("accumulation")).first_factor == 4
+    assert compose("accumulation").first_factor == 4
     later = ["callback.accumulation_schedule.milestones=[[2,4]]"]
-    assert composition(compose("accumulation", later)).first_factor == 1
-    assert composition(compose("bf16")).first_factor == 1
-    assert composition(compose("baseline", ["accumulate_grad_batches=2"])).first_factor == 2
+    assert compose("accumulation", later).first_factor == 1
+    assert compose("bf16").first_factor == 1
+    assert compose("baseline", ["accumulate_grad_batches=2"]).first_factor == 2
     assert prepared("accumulation").overrides[-1] == "data.batch_size=4"  # 16 / 4
     assert prepared("accumulation", "data.batch_size=8").overrides[-1] == "data.batch_size=2"
     assert "data.batch_size=6" in prepared("accumulation", "data.batch_size=6").overrides  # 4 is no part of 6

@@ -261,8 +261,9 @@ def test_every_rung_is_what_its_name_says() -> None:
     for technique in chosen(None):
         own = [text.replace("solo/", "").replace("solo.", "") for text in technique.overrides]
         config = compose("baseline", own)
-        rungs[technique.name] = ((config.strategy or {}).get("name"), config.precision, {*config.callback})
-    added = {*compose("baseline").callback}
+        names = {each.card.name for each in config.techniques if each is not config.strategy}
+        rungs[technique.name] = (config.strategy and config.strategy.card.name, config.precision, names)
+    added: set[str] = set()
     assert rungs == {
         "bf16": (None, "bf16-mixed", added),
         "checkpointing": (None, "32-true", added | {"activation_checkpointing"}),

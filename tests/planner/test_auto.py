@@ -16,6 +16,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import show, trainer_kwargs
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import BudgetError, CapabilityError, PlanError, PresetError
 from lightning_solo.memory.reading import Reading
 from lightning_solo.planner import auto
@@ -23,7 +24,6 @@ from lightning_solo.planner.auto import PlanCheck, candidates, checks, choose, d
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
-from lightning_solo.presets.schema import SoloConfig
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
@@ -55,10 +55,10 @@ def planned(name: str, verdict: str = "fits", seconds: float = 1.0, needed: int 
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, SoloConfig, Plan]]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Configuration, Plan]]:
     """Return a function that chooses among plans that are given: ``answers(plan, ..., overrides=[...])``."""
 
-    def among(*plans: Plan, overrides: Any = (), said: io.StringIO | None = None) -> tuple[str, SoloConfig, Plan]:
+    def among(*plans: Plan, overrides: Any = (), said: io.StringIO | None = None) -> tuple[str, Configuration, Plan]:
         presets = {plan.preset: compose(plan.preset) for plan in plans}
         monkeypatch.setattr(
             auto.preset_plans, "plan", lambda *args, **kwargs: ranked(plans, presets, caveats_last=False)
@@ -188,7 +188,7 @@ def test_precision_and_accumulation_stay_what_they_are() -> None:
 
 
 def test_what_this_machine_cannot_run_is_no_candidate() -> None:
-    def check(config: SoloConfig) -> None:
+    def check(config: Configuration) -> None:
         if config.strategy is not None:
             raise CapabilityError("no GPU here")
 

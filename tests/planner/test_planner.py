@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_solo.cards.configuration import Configuration, Target
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner import traces
@@ -27,7 +28,6 @@ from lightning_solo.planner.plan import TIGHT, Plan
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
-from lightning_solo.presets.schema import SoloConfig, composition
 from lightning_solo.techniques.zero_offload.footprint import layout_for
 from lightning_solo.units import GiB, MiB
 from tests.conftest import long
@@ -41,7 +41,7 @@ CPU, GPU = device("cpu"), device("rtx_4090")
 def planned(
     make: Callable[[], Any],
     batch: Any,
-    config: SoloConfig | str = "baseline",
+    config: Configuration | str = "baseline",
     on: Device = CPU,
     budget: int = 16 * GiB,
     micro_batch: int | None = None,
@@ -243,7 +243,7 @@ def test_no_micro_batch_fits_in_nothing() -> None:
 
 
 def test_a_strategy_without_a_rule_is_refused() -> None:
-    config = replace(compose("baseline"), strategy={"_target_": "mine.Own"})
+    config = replace(compose("baseline"), foreign=(Target("strategy", {"_target_": "mine.Own"}, ("mine",)),))
     with pytest.raises(PlanError, match=r"strategy='mine.Own': no card"):
         arrange(config, {})
 
@@ -254,7 +254,7 @@ def test_zero_offload_holds_what_its_layout_holds() -> None:
     assert config.strategy is not None
     plan = planned(Attends, examples(64), config, on=GPU)
     sizes = [p.numel() for p in Attends().parameters()]
-    (zero,) = composition(config).techniques
+    (zero,) = config.techniques
     layout = layout_for(zero.settings, Sizes(tuple(sizes), (), 0), config.precision or "32-true", 1, cuda=True)
     assert plan.host_bytes == layout.host_bytes > 12 * PARAMETERS
     breakdown = plan.breakdown

@@ -296,7 +296,7 @@ def test_a_process_that_is_started_early_answers_and_is_closed() -> None:
         process = worker._process
         assert process is not None
         worker.start()
-        request = Request(dense, vectors(), {}, device("cpu"), GiB, None, (), {"baseline": compose("baseline")})
+        request = Request(dense, vectors(), {}, device("cpu"), GiB, None, {"baseline": compose("baseline")})
         (answer,) = worker.answers(request, ANSWER_S)
         assert isinstance(answer[1], Plan)
         assert worker._process is process

@@ -65,7 +65,7 @@ def _read(settings: Any) -> frozenset[str]:
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the longest window, without the schedule itself."""
     factor = max(int(factor) for _, factor in settings.milestones)
-    return replace(tracing, accumulation=max(tracing.accumulation, factor), node=None)
+    return replace(tracing, accumulation=max(tracing.accumulation, factor), attached=None)
 
 
 CARD = Card(

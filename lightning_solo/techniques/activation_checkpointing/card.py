@@ -49,7 +49,7 @@ class Settings:
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it without the comparison of numbers, which is in the first step only; under a budget to the third step."""
-    tracing = replace(tracing, node={**(tracing.node or {}), "verify_recomputation": False})
+    tracing = replace(tracing, attached=replace(settings, verify_recomputation=False))
     if settings.budget is None:
         return tracing
     # in bytes, small micro-batches keep more blocks than large ones

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.budget import budget_setting, parse_budget
 from lightning_solo.cards.card import Card, Requirement
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError
@@ -40,8 +40,8 @@ class Settings:
             )
 
 
-def _nothing_recomputed(settings: Settings, composition: Composition) -> str | None:
-    if settings.mode == ALL or any("saved_tensors" in chosen.owned() for chosen in composition.techniques):
+def _nothing_recomputed(settings: Settings, configuration: Configuration) -> str | None:
+    if settings.mode == ALL or any("saved_tensors" in chosen.owned() for chosen in configuration.techniques):
         return None
     return (
         f"callback.activation_offloading.mode={settings.mode} moves the inputs of recomputed blocks, and no block is"
@@ -49,10 +49,10 @@ def _nothing_recomputed(settings: Settings, composition: Composition) -> str | N
     )
 
 
-def _two_budgets(settings: Settings, composition: Composition) -> str | None:
+def _two_budgets(settings: Settings, configuration: Configuration) -> str | None:
     budgets = {
         chosen.option: getattr(chosen.settings, "budget", None)
-        for chosen in composition.techniques
+        for chosen in configuration.techniques
         if "saved_tensors" in chosen.owned()
     }
     in_bytes = [
@@ -71,9 +71,9 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it on the CPU, whose copies stand for those to the host."""
     # of small micro-batches, more fits into so many bytes than of large ones
     keeps_bytes = settings.keep_on_device is not None and isinstance(parse_budget(settings.keep_on_device), int)
-    node = {**(tracing.node or {}), "allow_cpu": True, "folder": None}
+    attached = replace(settings, allow_cpu=True, folder=None)
     keeps_up = (*tracing.assumptions, *(["the disk keeps up with offloaded activations"] * (settings.mode == DISK)))
-    return replace(tracing, node=node, scales=tracing.scales and not keeps_bytes, assumptions=keeps_up)
+    return replace(tracing, attached=attached, scales=tracing.scales and not keeps_bytes, assumptions=keeps_up)
 
 
 CARD = Card(

@@ -27,7 +27,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it with the kernel that the planned device would choose."""
     assumption = "attention is planned with the kernel that torch chooses on the planned device"
     assumptions = tracing.assumptions if settings.kernel == AUTO else (*tracing.assumptions, assumption)
-    return replace(tracing, node={**(tracing.node or {}), "kernel": AUTO}, assumptions=assumptions)
+    return replace(tracing, attached=replace(settings, kernel=AUTO), assumptions=assumptions)
 
 
 CARD = Card(

@@ -32,8 +32,8 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     if settings.backend == "torch":
         return tracing
     assumption = "chunked_cross_entropy: backend=liger is planned as torch; it takes no more bytes, and less time"
-    node = {**(tracing.node or {}), "backend": "torch"}
-    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
+    attached = replace(settings, backend="torch")
+    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
 
 
 def _by_liger(settings: Settings) -> bool:

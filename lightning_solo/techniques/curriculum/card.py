@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 
 SEQUENCES = "sequence_length"
@@ -43,11 +43,11 @@ class Settings:
     seed: int = setting(0, "of the draws of items", at_least=0)
 
 
-def _steps_unknown(settings: Settings, composition: Composition) -> str | None:
+def _steps_unknown(settings: Settings, configuration: Configuration) -> str | None:
     """Refuse to choose items by steps whose batches aren't known when the items are drawn, ahead of training."""
     if settings.by == SEQUENCES or settings.pace != "steps":
         return None
-    for chosen in composition.techniques:
+    for chosen in configuration.techniques:
         if "accumulation_factor" in chosen.owned():
             return (
                 f"callback.curriculum and {chosen.choice}: items are drawn ahead, when it isn't known how many batches"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 
@@ -38,12 +38,12 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         "fused_kernels: planned with torch's operators, which keep for backward what the kernels keep; the kernels"
         " take less time, and no memory for results between operators"
     )
-    node = {**(tracing.node or {}), "allow_cpu": True}
-    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
+    attached = replace(settings, allow_cpu=True)
+    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
 
 
-def _fused_by_a_compiler(settings: Settings, composition: Composition) -> str | None:
-    for chosen in composition.techniques:
+def _fused_by_a_compiler(settings: Settings, configuration: Configuration) -> str | None:
+    for chosen in configuration.techniques:
         if chosen.card.phase is Phase.COMPILE:
             return (
                 f"callback.fused_kernels does nothing in what {chosen.choice} compiles: the compiler fuses these"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 
@@ -22,8 +22,8 @@ class Settings:
     )
 
 
-def _scaled_gradients(settings: Settings, composition: Composition) -> str | None:
-    if composition.precision == "16-mixed":
+def _scaled_gradients(settings: Settings, configuration: Configuration) -> str | None:
+    if configuration.precision == "16-mixed":
         return (
             "callback.gradient_release and precision=16-mixed, whose gradients are scaled until the step; write"
             " precision=bf16-mixed, or ~callback.gradient_release"

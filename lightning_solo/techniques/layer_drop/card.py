@@ -26,7 +26,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         f"layer_drop is planned as without: a run keeps the activations of {settings.count} blocks less, and takes"
         " their time less"
     )
-    return replace(tracing, node=None, assumptions=(*tracing.assumptions, assumption))
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

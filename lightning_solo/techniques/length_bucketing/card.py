@@ -27,7 +27,7 @@ class Settings:
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the batch that is given, and say so."""
     given = "length_bucketing: planned for the batch that is given; give that of the longest items"
-    return replace(tracing, node=None, assumptions=(*tracing.assumptions, given))
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, given))
 
 
 CARD = Card(

@@ -68,8 +68,8 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         f"low_precision_matmul: products in {settings.format} are planned with the speed of those in bf16 or"
         " fp16, and their factors with the bytes of their emulation; a GPU that has them takes less of both"
     )
-    node = {**(tracing.node or {}), "allow_cpu": True}
-    return replace(tracing, node=node, assumptions=(*tracing.assumptions, assumption))
+    attached = replace(settings, allow_cpu=True)
+    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

@@ -60,7 +60,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         tracing,
         splits=True,
         at_most=limit,
-        node=None,
+        attached=None,
         assumptions=(*tracing.assumptions, assumption),
     )
 

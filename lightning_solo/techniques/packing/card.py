@@ -29,7 +29,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the batch that is given, and say so."""
     most = settings.capacity or "the longest document's"
     given = f"packing: planned for the batch that is given; a row of packed ones has {most} tokens at most"
-    return replace(tracing, node=None, assumptions=(*tracing.assumptions, given))
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, given))
 
 
 CARD = Card(

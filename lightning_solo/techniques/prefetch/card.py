@@ -20,7 +20,7 @@ class Settings:
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the batches that it holds, without its thread."""
     assumption = "prefetch: batches wait on the device, unless hooks of the module or data module transfer them"
-    return replace(tracing, node=None, ahead=settings.depth, assumptions=(*tracing.assumptions, assumption))
+    return replace(tracing, attached=None, ahead=settings.depth, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

@@ -33,7 +33,7 @@ class Settings:
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the blocks as they are: the compiler keeps no more for backward, and often less."""
     assumption = "regional compilation is planned as without: compiled blocks keep less for backward, and are faster"
-    return replace(tracing, node=None, assumptions=(*tracing.assumptions, assumption))
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 
 
@@ -20,9 +20,9 @@ class Settings:
     tile_tokens: int = setting(4096, "tokens of a micro-batch that are computed at a time", at_least=1)
 
 
-def _nothing_left_to_compile(settings: Settings, composition: Composition) -> str | None:
-    recomputing = [chosen for chosen in composition.techniques if "saved_tensors" in chosen.owned()]
-    compiling = [chosen for chosen in composition.techniques if chosen.card.phase is Phase.COMPILE]
+def _nothing_left_to_compile(settings: Settings, configuration: Configuration) -> str | None:
+    recomputing = [chosen for chosen in configuration.techniques if "saved_tensors" in chosen.owned()]
+    compiling = [chosen for chosen in configuration.techniques if chosen.card.phase is Phase.COMPILE]
     if not recomputing or not compiling:
         return None
     one, other = recomputing[0], compiling[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement, Rung
-from lightning_solo.cards.composition import Composition
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PresetError
@@ -52,16 +52,16 @@ class Settings:
         return bool(self.zero_section.get("offload_optimizer", {}).get("super_offload"))
 
 
-def _double_precision(settings: Settings, composition: Composition) -> str | None:
-    if composition.precision == "64-true":
+def _double_precision(settings: Settings, configuration: Configuration) -> str | None:
+    if configuration.precision == "64-true":
         return "strategy=zero_offload and precision=64-true: DeepSpeed has no 64-bit mode; write precision=32-true"
     return None
 
 
-def _zenflow_and_accumulation(settings: Settings, composition: Composition) -> str | None:
-    if "zenflow" not in settings.zero_section or not composition.accumulates:
+def _zenflow_and_accumulation(settings: Settings, configuration: Configuration) -> str | None:
+    if "zenflow" not in settings.zero_section or not configuration.accumulates:
         return None
-    schedules = [chosen.removal for chosen in composition.accumulating]
+    schedules = [chosen.removal for chosen in configuration.accumulating]
     return (
         "strategy.config.zero_optimization.zenflow and gradient accumulation: ZenFlow accumulates by itself, over"
         f" update_interval steps; drop accumulate_grad_batches{''.join(f' or {text}' for text in schedules)}, or write"
@@ -69,7 +69,7 @@ def _zenflow_and_accumulation(settings: Settings, composition: Composition) -> s
     )
 
 
-def _zenflow_and_its_directory(settings: Settings, composition: Composition) -> str | None:
+def _zenflow_and_its_directory(settings: Settings, configuration: Configuration) -> str | None:
     if "zenflow" in settings.zero_section and settings.save_engine_directory:
         return (
             "strategy.config.zero_optimization.zenflow and strategy.save_engine_directory=true: DeepSpeed's directory "
@@ -88,7 +88,7 @@ def _caveat(settings: Settings) -> str | None:
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan model states by the engine's layout; its weights are in the low precision throughout, without autocast."""
     precision = {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(tracing.precision, tracing.precision)
-    return replace(tracing, precision=precision, node=None, states=ZeroStates(settings))
+    return replace(tracing, precision=precision, attached=None, states=ZeroStates(settings))
 
 
 CARD = Card(

@@ -1,8 +1,8 @@
-"""The techniques of one configuration with their settings, and what follows from their cards: conflicts, needs."""
+"""A preset, parsed: its techniques with their settings, and the conflicts and needs that follow from their cards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -19,8 +19,8 @@ class Chosen:
 
     Attributes:
         card: of the technique.
-        settings: checked; an instance of ``card.settings``.
-        option: the path below which its arguments are, such as ``"callback.memory_logger"``.
+        settings: an instance of ``card.settings``.
+        option: the path of its settings, such as ``"callback.memory_logger"``.
     """
 
     card: Card
@@ -43,18 +43,76 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Composition:
-    """A configuration as cards see it.
+class Target:
+    """A callback or strategy that the user names by ``_target_``, below a prefix that the user allowed.
 
     Attributes:
-        techniques: that are registered; not those that a configuration names by ``_target_``.
-        precision: Lightning's long name, or None.
-        accumulate_grad_batches: or None.
+        option: its path, such as ``"callback.mine"`` or ``"strategy"``.
+        node: ``_target_`` and its arguments, in plain containers.
+        allow: the prefixes that the user allowed.
     """
 
-    techniques: tuple[Chosen, ...] = ()
+    option: str
+    node: Mapping[str, Any]
+    allow: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AutoSettings:
+    """How the preset `auto` chooses.
+
+    Attributes:
+        device: name of the device to plan for; None for this machine's.
+        budget: device memory that may be used, in bytes or as "16GiB"; None for all.
+        accept_tight: also choose a plan that leaves less than 5 % of the memory.
+        presets: the presets to choose among; None for all that train as the module does.
+    """
+
+    device: str | None = None
+    budget: int | str | None = None
+    accept_tight: bool = False
+    presets: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A preset, parsed and checked. Only what is not None reaches the Trainer; the names are Lightning's.
+
+    Attributes:
+        precision: Lightning's long name, or None.
+        accumulate_grad_batches: micro-batches per optimizer step, or None.
+        techniques: the registered ones, in the order in which the preset lists them.
+        foreign: callbacks and strategy that the user names by ``_target_``.
+        auto: how `auto` chooses among presets; None for any other preset.
+    """
+
     precision: str | None = None
     accumulate_grad_batches: int | None = None
+    techniques: tuple[Chosen, ...] = ()
+    foreign: tuple[Target, ...] = ()
+    auto: AutoSettings | None = None
+
+    @property
+    def strategy(self) -> Chosen | Target | None:
+        """The strategy, where the preset has one."""
+        return next((part for part in self.parts if part.option == "strategy"), None)
+
+    @property
+    def parts(self) -> tuple[Chosen | Target, ...]:
+        """Techniques, then targets."""
+        return (*self.techniques, *self.foreign)
+
+    def with_techniques_of(self, other: Configuration) -> Configuration:
+        """Return it with the techniques and targets of another one; those replace what has the same option."""
+
+        def joined(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple({part.option: part for part in (*ours, *theirs)}.values())
+
+        return replace(
+            self,
+            techniques=joined(self.techniques, other.techniques),
+            foreign=joined(self.foreign, other.foreign),
+        )
 
     @property
     def accumulates(self) -> bool:
@@ -68,12 +126,12 @@ class Composition:
 
     @property
     def makes_batches(self) -> bool:
-        """Whether a technique makes other batches than the loader's, which a plan doesn't know."""
+        """Whether a technique replaces the loader's batches by others, which a plan doesn't know."""
         return any(chosen.owned() & {"batches", "sequences"} for chosen in self.techniques)
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Why nobody should get it without asking for it by name, in words."""
+        """Reasons to choose this preset only by its name."""
         words = [
             (chosen, "chooses which parameters are trained")
             for chosen in self.techniques
@@ -95,7 +153,7 @@ class Composition:
         return self.accumulate_grad_batches or 1
 
     def has(self, name: str) -> bool:
-        """Return whether a technique is part of it, under whatever key."""
+        """Return whether a technique is part of it, under any key."""
         return any(chosen.card.name == name for chosen in self.techniques)
 
     def check(self) -> None:
@@ -154,7 +212,7 @@ class Composition:
                     yield chosen, requirement
 
     def needs_cuda(self) -> str | None:
-        """Return the choice that needs a CUDA device and what to write without one; None if all of it runs anywhere."""
+        """Return which choice needs a CUDA device, and what to write without one; None if it runs anywhere."""
         if self.precision in CUDA_PRECISIONS:
             return (
                 f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"

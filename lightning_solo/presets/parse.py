@@ -1,0 +1,207 @@
+"""From plain fields to a `Configuration`: the one check of a preset, before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
+
+from omegaconf import MISSING
+
+from lightning_solo.cards.arguments import accepts, check_arguments
+from lightning_solo.cards.catalogue import card_of, catalogue
+from lightning_solo.cards.configuration import AutoSettings, Chosen, Configuration, Target
+from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.devices import budget_on, device, parse_budget
+from lightning_solo.presets.registry import refuse_foreign_targets, target_of
+from lightning_solo.presets.signature import parameters
+
+PRECISIONS = {
+    "32-true": "32-true",
+    "32": "32-true",
+    "16-mixed": "16-mixed",
+    "16": "16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "16-true": "16-true",
+    "bf16-true": "bf16-true",
+    "64-true": "64-true",
+    "64": "64-true",
+    "transformer-engine": "transformer-engine",
+    "transformer-engine-float16": "transformer-engine-float16",
+}
+"""What Lightning accepts -> the long form of it."""
+
+
+@dataclass
+class PresetSchema:
+    """The fields of a preset for Hydra's composition: what a preset leaves out keeps what one before it in a list set.
+
+    So a missing value stands for "not set", which doesn't replace anything, as None would.
+    """
+
+    precision: Optional[str] = MISSING  # noqa: UP045
+    accumulate_grad_batches: Optional[int] = MISSING  # noqa: UP045
+    strategy: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+    callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+    auto: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+
+
+FIELDS = tuple(f.name for f in fields(PresetSchema))
+UNSET = ("precision", "accumulate_grad_batches")
+"""Fields that are missing, in Hydra's sense, until a preset sets them."""
+
+
+def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> Configuration:
+    """Return the configuration that plain fields describe; everything is checked here, and nowhere else.
+
+    Args:
+        given: the fields of a preset, plain containers only (no interpolations left).
+        allow: prefixes of ``_target_`` that the user trusts.
+
+    Raises:
+        PresetError: an unknown field, argument or name, a wrong type, an impossible value, a target not allowed.
+        ConflictError: two choices that cannot be combined.
+    """
+    if isinstance(allow, str) or not all(isinstance(prefix, str) and prefix for prefix in allow):
+        raise PresetError(f"allow={allow!r}: must be a list of prefixes, such as allow=['my_project']")
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise PresetError(unknown_field(str(name), value))
+    parts = [_part(node, option, allow) for option, node in _nodes(given)]
+    configuration = Configuration(
+        precision=_precision(given.get("precision")),
+        accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
+        techniques=tuple(part for part in parts if isinstance(part, Chosen)),
+        foreign=tuple(part for part in parts if isinstance(part, Target)),
+        auto=_auto(given.get("auto") or None),
+    )
+    configuration.check()
+    return configuration
+
+
+def _nodes(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the option path and the node of the strategy and of each callback."""
+    if given.get("strategy"):
+        yield "strategy", given["strategy"]
+    callbacks = given.get("callback") or {}
+    if not isinstance(callbacks, Mapping):
+        raise PresetError(f"callback={callbacks!r}: must map a name to its arguments, such as callback.memory_logger")
+    for key, node in callbacks.items():
+        if node is None:  # `callback.memory_logger=null` switches it off
+            continue
+        own_name = isinstance(node, Mapping) and not {"_target_", "name"} & set(node)
+        yield f"callback.{key}", {"name": key, **node} if own_name else node
+
+
+def _part(node: object, option: str, allow: Sequence[str]) -> Chosen | Target:
+    """Return the technique or the target that a node describes."""
+    kind = option.split(".")[0]
+    node = check_node(node, option, allow)
+    if "_target_" in node:
+        return Target(option, node, tuple(allow))
+    named = option.removeprefix("callback.") == node["name"]
+    card = card_of(kind, node["name"], option if named else f"{option}.name")
+    values = {str(key): value for key, value in node.items() if key != "name"}
+    return Chosen(card, card.check(values, option), option)
+
+
+def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, Any]:
+    """Return a node, which has either a ``name`` or an allowed ``_target_``.
+
+    Raises:
+        PresetError: it is no mapping, has neither, or a target that isn't allowed.
+    """
+    kind = option.split(".")[0]
+    if not isinstance(node, Mapping):
+        raise PresetError(f"{option}={node!r}: must be a mapping of arguments, such as {option}.<argument>=...")
+    refuse_foreign_targets(node, option, allow)
+    if "_target_" not in node and "name" not in node:
+        raise PresetError(f"{option}: no `name`; write {kind}=<name> to choose one")
+    return node
+
+
+def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequence[str] = ()) -> None:
+    """Check a ``model``, ``data`` or ``optimizer`` node; None and ``{}`` stand for none.
+
+    Args:
+        kind: of node.
+        node: the arguments beside ``name`` or ``_target_``.
+        allow: prefixes of ``_target_`` that the user trusts.
+        given: arguments that the caller adds.
+
+    Raises:
+        PresetError: an unknown or missing argument or name, a wrong type, a target not allowed.
+    """
+    if not node:
+        return
+    checked = check_node({**node, **dict.fromkeys(given)} if isinstance(node, Mapping) else node, kind, allow)
+    if "_target_" not in checked:
+        arguments = {key: value for key, value in checked.items() if key != "name"}
+        check_arguments(arguments, parameters(target_of(kind, checked["name"], f"{kind}.name")), kind)
+
+
+def unknown_field(name: str, value: object) -> str:
+    """Return the message for a name that is no field of a preset: what it may be meant for, and what to write."""
+    if name in ("devices", "num_nodes"):
+        return (
+            f"{name}={value!r}: lightning-solo trains on one device, devices=1; "
+            f"for more than one use Lightning's own strategies ('ddp', 'fsdp') without a preset"
+        )
+    first, _, rest = name.replace("/", ".").partition(".")
+    if first == "solo":
+        return f"{name}={value!r}: no such field; the prefix is for the command line, write {rest}={value} here"
+    owners = [card for card in catalogue().cards.values() if first in {each.name for each in fields(card.settings)}]
+    if owners:
+        places = (f"strategy.{name}" if c.group == "strategy" else f"callback.{c.name}.{name}" for c in owners)
+        return f"{name}={value!r}: no such field, but a technique's argument; write {' or '.join(places)}={value}"
+    argument = rest if first == "trainer" else name
+    return (
+        f"{name}={value!r}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}, "
+        f"every other argument goes to the Trainer itself: "
+        f"L.Trainer(**trainer_kwargs(...), {argument}={value!r})"
+    )
+
+
+def _precision(value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or str(value) not in PRECISIONS:
+        allowed = ", ".join(dict.fromkeys(PRECISIONS.values()))
+        raise PresetError(f"precision={value!r}: not a precision{nearest(str(value), PRECISIONS)}there are {allowed}")
+    return PRECISIONS[str(value)]
+
+
+def _factor(value: object) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
+        raise PresetError(f"accumulate_grad_batches={value!r}: must be an integer of at least 1, such as 4")
+    return value
+
+
+AUTO_EXAMPLES = {"device": "rtx-4090", "budget": "16GiB", "accept_tight": "true", "presets": "[bf16,checkpointing]"}
+"""The fields of the preset `auto`, and a value of each."""
+
+
+def _auto(given: object) -> AutoSettings | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        fields = ", ".join(AUTO_EXAMPLES)
+        raise PresetError(f"auto={given!r}: must map {fields} to their values, such as auto.budget=16GiB")
+    kinds = {"device": str | None, "budget": str | int | None, "accept_tight": bool, "presets": Sequence[str] | None}
+    for name, value in given.items():
+        if name not in kinds:
+            raise PresetError(
+                f"auto.{name}={value!r}: no such field{nearest(str(name), kinds)}there are {', '.join(kinds)}"
+            )
+        if not accepts(kinds[name], value):
+            raise PresetError(f"auto.{name}={value!r}: write auto.{name}={AUTO_EXAMPLES[name]}")
+    values = {str(name): value for name, value in given.items()}
+    budget = parse_budget(values.get("budget"), "auto.budget")
+    if values.get("device") is not None:
+        budget_on(device(values["device"], "auto.device"), budget, f"auto.budget={values.get('budget')}")
+    if values.get("presets") is not None:
+        values["presets"] = tuple(values["presets"])
+    return AutoSettings(**values)
