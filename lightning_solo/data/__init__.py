@@ -1,1 +1,1 @@
-"""What several techniques know about batches: on plain torch, without Lightning."""
+"""Batches, loaders and their orders, on plain torch, without Lightning."""

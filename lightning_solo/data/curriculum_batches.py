@@ -1,4 +1,4 @@
-"""A batch sampler that draws from the easiest items alone at first, and from ever more of them."""
+"""A batch sampler that draws from a growing share of the items, easiest first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 
 @dataclass(frozen=True)
 class Pace:
-    """How a share grows to 1: Platanios et al. 2019, arXiv 1903.09848, equations 6 and 7.
+    """The growth of a share to 1: Platanios et al. 2019, arXiv 1903.09848, equations 6 and 7.
 
     Attributes:
         start: the share at position 0.
@@ -45,27 +45,27 @@ class Pace:
 
 
 class CurriculumBatches(EpochBatches):
-    """Batches of items that are drawn at random from the easiest ones, a share of all that grows to 1.
+    """Batches of items drawn at random from the easiest ones, whose share of all items grows to 1.
 
-    A batch has no item twice. Up to the end of the epoch in which the share comes to 1, items may come again in an
-    epoch, or not at all; from then on every item comes once per epoch, in another order each time. An epoch has as many
-    batches as without a curriculum. Which items a batch has depends on the arguments and on its place alone: on no
-    batch that was drawn before, so that an epoch may begin anywhere.
+    A batch has no item twice. Until the end of the epoch in which the share reaches 1, an item may come several times
+    in an epoch, or never; after it every item comes once per epoch, in a new order each time. An epoch has as many
+    batches as without a curriculum. The items of a batch depend only on the arguments and on the batch's position, so
+    an epoch may start anywhere.
 
     Args:
         difficulty: of the items, as (items,); ties keep the data set's order.
-        batch_size: items of a batch; only an epoch in which every item comes once may end with a smaller one.
-        pace: of the share, by optimizer steps, or by tokens where there are any.
-        drop_last: leave out as many items as do not fill a batch, others in each epoch.
+        batch_size: items of a batch; only the last batch of an epoch in which every item comes once may be smaller.
+        pace: growth of the share, by optimizer steps, or by tokens if ``tokens`` is given.
+        drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: of the draws.
-        tokens: of each item, as (items,); then the position is the sum over all batches so far.
-        batches_used: of an epoch, where not all are.
-        batches_per_step: how many make an optimizer step.
+        tokens: of each item, as (items,); the position is then the number of tokens in all earlier batches.
+        batches_used: batches that are used of an epoch; None for all.
+        batches_per_step: batches in an optimizer step.
         begun: an epoch, and the position at which it began.
-        before: is called when the first batch of an epoch is drawn, and may still `rank` the items.
+        before: called before the first batch of an epoch is drawn; may still `rank` the items.
 
     Attributes:
-        shares: from which the batches of the present epoch were drawn.
+        shares: share of each batch drawn so far in the current epoch.
     """
 
     needs_past = True
@@ -102,7 +102,7 @@ class CurriculumBatches(EpochBatches):
         self.order = difficulty.sort(stable=True).indices
 
     def position(self, epoch: int) -> int:
-        """Return the position at which an epoch begins; one that has come to the end may be any behind it."""
+        """Return the position at which an epoch begins, or any position where the share is 1, if it began there."""
         first, position = self.begun
         if self.tokens is None:
             return position + (epoch - first) * -(-self.batches_used // self.batches_per_step)
@@ -135,7 +135,7 @@ class CurriculumBatches(EpochBatches):
                 position = begin + index // self.batches_per_step
             share = self.pace.share(position)
             pool = min(items, max(size, round(share * items)))
-            # a generator for each batch: it depends on none before
+            # one generator per batch, so that no batch depends on earlier ones
             places = random.Random(f"{self.seed} {epoch} {index}").sample(range(pool), min(size, pool))
             batch = self.order[places].tolist()
             yield batch, share

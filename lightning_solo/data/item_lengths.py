@@ -1,4 +1,4 @@
-"""Lengths of a data set's items, or other numbers: by their first sequence, a column, a function, or as collated."""
+"""Lengths of a data set's items, or other numbers: from the first sequence, a column, a function or the collator."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Length = str | Callable[[Any], int]
 
 
 def length_of(item: object) -> int | None:
-    """Return the length of an item's first sequence: of a tensor or array by its first dimension, of a list, of a text.
+    """Return the length of an item's first sequence: a tensor's or array's first dimension, a list's or text's length.
 
-    Mappings, tuples and objects are searched in their order; None where there is no sequence.
+    Mappings, tuples and objects are searched in order; None if there is no sequence.
 
     >>> length_of((torch.zeros(5), torch.tensor(1))), length_of({"id": 7, "input_ids": [3, 1, 2]}), length_of("four")
     (5, 3, 4)
@@ -44,7 +44,7 @@ def length_of(item: object) -> int | None:
 
 
 def collated_length(batch: object) -> int | None:
-    """Return the length of the sequence in a batch of one item: the second dimension of the first tensor with two.
+    """Return the sequence length of a batch of one item: the second dimension of the first tensor with two or more.
 
     >>> collated_length({"input_ids": torch.zeros(1, 12), "labels": torch.zeros(1)})
     12
@@ -61,19 +61,19 @@ def item_lengths(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> torch.Tensor:
-    """Return the length of every item of a map-style data set, each of which is read once.
+    """Return the length of every item of a map-style data set; each item is read once.
 
     Args:
         dataset: with ``len`` and items by index.
-        length: ``auto`` for the column ``length``, where the data set has one, else `length_of`; ``collated`` for
-            `collated_length` of ``collate_fn([item])``, as where the collate function makes tokens of texts; a function
-            of an item; or the name of a column, key or attribute, whose value is a sequence or the length itself. A
-            column is read whole where the data set has ``column_names``, without the others.
+        length: ``auto`` for the column ``length`` if the data set has one, else `length_of`; ``collated`` for
+            `collated_length` of ``collate_fn([item])``, for a collate function that tokenizes; a function of an item;
+            or the name of a column, key or attribute that holds a sequence or the length itself. Of a data set with
+            ``column_names`` only this column is read.
         collate_fn: for ``collated``.
         report: called with (items done, all items) every 10 seconds.
 
     Raises:
-        ConflictError: an item has no length, or reading it fails; names its index, and has the cause.
+        ConflictError: an item has no length, or reading it fails; names its index and the cause.
     """
 
     def wrong(value: object) -> bool:
@@ -88,7 +88,7 @@ def item_difficulties(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> torch.Tensor:
-    """Return a number for every item, as `item_lengths` but any finite one, in float64.
+    """Return a finite number for every item, in float64, by the same choices as `item_lengths`.
 
     Raises:
         ConflictError: as `item_lengths`.
@@ -109,7 +109,7 @@ def _values(
     wrong: Callable[[object], bool],
     words: tuple[str, str, str],
 ) -> torch.Tensor:
-    """Return the items' values; ``words`` are the setting's name, that of a value, and what a function returns."""
+    """Return the items' values; ``words``: the setting's name, the noun for a value, and the result of a function."""
     count = len(dataset)
     columns = getattr(dataset, "column_names", None) or ()
     if length == "auto" and "length" in columns:
@@ -153,7 +153,7 @@ def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | 
 
 
 def _as_length(value: Any) -> object:
-    """Return a number as it is, however it is stored, and the length of anything else."""
+    """Return a number of any storage type as a Python number, and the length of anything else."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float) or (hasattr(value, "item") and not getattr(value, "shape", (1,))):
@@ -163,7 +163,7 @@ def _as_length(value: Any) -> object:
 
 
 def range_of(lengths: torch.Tensor) -> str:
-    """Return what a message says of some lengths.
+    """Return the range of lengths, for a message.
 
     >>> range_of(torch.tensor([5, 2, 7]))
     '2 to 7'
@@ -172,5 +172,5 @@ def range_of(lengths: torch.Tensor) -> str:
 
 
 def name_of(length: Length | Callable[[Any], float]) -> str:
-    """Return what a message calls it."""
+    """Return the setting's text, for a message."""
     return length if isinstance(length, str) else getattr(length, "__name__", repr(length))

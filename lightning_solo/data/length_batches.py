@@ -9,7 +9,7 @@ import torch
 from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 from lightning_solo.errors import ConflictError
 
-# By how much the lengths in batches may differ that exchange items: half of it is what is padded on average.
+# Largest relative difference of lengths in a bucket; the average padding is half of it.
 SPREAD = 0.03
 
 
@@ -28,18 +28,19 @@ def padding_share(lengths: torch.Tensor, batches: Iterable[Sequence[int]]) -> fl
 
 
 class LengthBatches(EpochBatches):
-    """Batches of items of similar length, in another order and with other neighbours in each epoch.
+    """Batches of items of similar length, in a new order and newly mixed in each epoch.
 
-    The items are sorted by length and cut into batches. Consecutive batches whose lengths differ by at most 3 % are a
-    bucket: their items change places in every epoch; where lengths are rare a batch keeps its items. Then the batches
-    are shuffled; that with the longest item comes first, so that a batch too large for the device shows at once. The
-    order depends on seed and epoch alone, every epoch has as many batches, and in each every item comes once.
+    The items are sorted by length and cut into batches. Consecutive batches whose lengths differ by at most 3 % form a
+    bucket, and the items of a bucket are mixed anew in every epoch; where lengths are rare, a batch keeps its items.
+    Then the batches are shuffled. The batch with the longest item comes first, so that a batch too large for the
+    device fails at once. The order depends only on seed and epoch. Every epoch has as many batches, and every item
+    comes once in it.
 
     Args:
         lengths: of the items, as (items,).
-        batch_size: items of a batch; the last of them, of an epoch's shortest items, may hold fewer.
-        max_tokens: in place of ``batch_size``: the most that a batch may have, padding included.
-        drop_last: leave out as many items as do not fill a batch, others in each epoch.
+        batch_size: items of a batch; the batch of the shortest items may hold fewer.
+        max_tokens: instead of ``batch_size``: largest number of tokens in a batch, padding included.
+        drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: of the order.
 
     Raises:
@@ -90,17 +91,17 @@ class LengthBatches(EpochBatches):
             first, last = cuts[0][0], cuts[-1][1]
             bucket = order[first:last][torch.randperm(last - first, generator=generator)].tolist()
             batches += [bucket[begin - first : end - first] for begin, end in cuts]
-        # of the batches, that with the longest item comes first
+        # the batch with the longest item comes first
         longest = int(order[0]) if len(order) else None
         shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
         return sorted(shuffled, key=lambda batch: longest not in batch)
 
     def _cuts(self, lengths: torch.Tensor) -> list[tuple[int, int]]:
-        """Return where batches begin and end among lengths that fall."""
+        """Return (first, last) of each batch, for lengths in falling order."""
         return [cut for bucket in self._buckets(lengths) for cut in bucket]
 
     def _buckets(self, lengths: torch.Tensor) -> list[list[tuple[int, int]]]:
-        """Return the batches of each bucket; within one all have the same size, so that a budget holds for any item."""
+        """Return the batches of each bucket; those of a bucket have one size, so that any item fits the budget."""
         falling = lengths.tolist()
         buckets: list[list[tuple[int, int]]] = []
         begin = 0

@@ -1,4 +1,4 @@
-"""A user's own DataLoader with other batches: all else stays, and its place in an epoch is plain data."""
+"""Copies of a user's DataLoader with other batches, whose position in an epoch is plain data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_solo.errors import CheckpointError, ConflictError
 
 
 def require_own_batches(loader: Any, technique: str) -> None:
-    """Check that a loader makes batches itself, of all items of a map-style data set, so that others may be put in.
+    """Check that a loader makes batches itself, of all items of a map-style data set, so that they can be replaced.
 
     Raises:
-        ConflictError: it doesn't; names what it has, and what to write.
+        ConflictError: names the loader, data set or sampler that prevents it, and what to write.
     """
     if not isinstance(loader, DataLoader):
         raise ConflictError(
@@ -62,10 +62,10 @@ def require_own_batches(loader: Any, technique: str) -> None:
 
 
 def require_one_loader(loaders: Any, technique: str, instead: str) -> None:
-    """Check that the Trainer's training loader is one, and no collection.
+    """Check that the Trainer has one training loader, not a collection.
 
     Raises:
-        ConflictError: it is a collection; says what to write ``instead``.
+        ConflictError: it is a collection; says to write ``instead``.
     """
     if isinstance(loaders, Mapping | Sequence):
         raise ConflictError(
@@ -75,7 +75,7 @@ def require_one_loader(loaders: Any, technique: str, instead: str) -> None:
 
 
 def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[list[int]]:
-    """Return the batches that a loader makes itself of so many items, in an order of the seed's where it shuffles."""
+    """Return the first ``count`` items in the batches a loader makes itself, in the seed's order if it shuffles."""
     generator = torch.Generator().manual_seed(seed)
     ordered = type(loader.sampler) is SequentialSampler
     order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
@@ -84,14 +84,14 @@ def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[li
 
 
 class Resumable(DataLoader[Any]):
-    """A loader that continues where it was: batches of the present epoch, and the place in it as plain data.
+    """A loader that resumes within an epoch; its state is the batches of the epoch and the position.
 
-    An epoch that ends leads to the next one. Batches that workers have fetched ahead don't count, only those that were
-    handed out.
+    After the end of an epoch it continues with the next one. Only batches that were returned count, not those that
+    workers have fetched ahead.
     """
 
-    _handed_out = (-1, 0)  # the epoch of the last batch, and how many of its batches there were with it
-    _done = "batches_done"  # what a state calls that number
+    _handed_out = (-1, 0)  # the epoch of the last batch that was returned, and the number of its batches so far
+    _done = "batches_done"  # key of that number in a state
     _refused: dict[str, Any] | None = None  # a state
 
     @property
@@ -102,7 +102,7 @@ class Resumable(DataLoader[Any]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Return the batches of the present epoch, from where a loaded state is."""
+        """Return the remaining batches of the current epoch."""
         batches, self._refused = self._batches, None
         epoch, done = batches.epoch, batches.start
         iterator = super().__iter__()
@@ -115,7 +115,7 @@ class Resumable(DataLoader[Any]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        """An epoch, and how many of its batches were handed out."""
+        """An epoch, and the number of its batches that were returned."""
         batches = self._batches
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:
@@ -127,15 +127,15 @@ class Resumable(DataLoader[Any]):
         self._handed_out, self._refused = Resumable._handed_out, None
 
     def _order(self) -> dict[str, Any]:
-        """Return what the order of the batches depends on, beside the epoch."""
+        """Return what the order of the batches depends on, apart from the epoch."""
         batches = self._batches
         return {"kind": type(batches).__name__, "seed": batches.seed, "batches": len(batches)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: epoch, batches of it that were handed out; and what their order depends on.
+        """Return the epoch, the number of its batches that were returned, and what their order depends on.
 
-        After a refusal it is the refused state, until a batch is drawn. So a checkpoint that is saved because of the
-        refusal, as by ``ModelCheckpoint(save_on_exception=True)``, says what the one before it said.
+        After a refused `load_state_dict` it returns the refused state until a batch is drawn. A checkpoint that is
+        saved because of the refusal, as by ``ModelCheckpoint(save_on_exception=True)``, then keeps that state.
         """
         if self._refused is not None:
             return self._refused
@@ -143,12 +143,12 @@ class Resumable(DataLoader[Any]):
         return {"epoch": epoch, self._done: done, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next epoch begin at a place; at the beginning of an epoch it may be of other batches.
+        """Start the next epoch at a saved position; the start of an epoch may be one of other batches.
 
         Raises:
-            CheckpointError: it is of other batches, or of none.
+            CheckpointError: the state is of other batches, or has other keys.
         """
-        self._refused = state_dict  # until it has been accepted
+        self._refused = state_dict  # until it is accepted
         order = self._order()
         if set(state_dict) != (expected := {"epoch", self._done, *order}):
             raise CheckpointError(
@@ -167,7 +167,7 @@ class Resumable(DataLoader[Any]):
                 f"the checkpoint was saved with other batches ({'; '.join(others)}): resume with the same data set and"
                 f" settings{', or load the weights alone' if needs_past else ', or from the end of an epoch'}"
             )
-        # in older states of a `TokenLoader` an epoch may be at its end
+        # an older `TokenLoader` saved the end of an epoch, not the start of the next one
         self._go_to(*((epoch + 1, 0) if done == len(self) else (epoch, done)))
 
 
@@ -177,18 +177,18 @@ def _resumable(cls: Any) -> Any:
 
 
 def with_batches(loader: DataLoader[Any], batches: EpochBatches, **attributes: Any) -> Any:
-    """Return a copy of a loader that takes its batches from a sampler; it is still an instance of the loader's class.
+    """Return a copy of a loader that takes its batches from a sampler and is still an instance of the loader's class.
 
-    Workers, collate function, generator, pinned memory and what a class of the user's has besides stay as they are: no
-    constructor runs. The loader itself isn't changed.
+    Workers, collate function, generator, pinned memory and attributes of a user's class are kept: no constructor
+    runs. The loader itself isn't changed.
 
     Args:
-        loader: to copy; it must have passed `require_own_batches`.
+        loader: passed `require_own_batches`.
         batches: the batch sampler.
-        attributes: others to replace, such as ``collate_fn``.
+        attributes: further attributes to replace, such as ``collate_fn``.
     """
     changed = copy.copy(loader)
-    # around DataLoader.__setattr__, which refuses to replace a sampler; iterators of the loader's stay its own
+    # bypass DataLoader.__setattr__, which refuses to replace a sampler; the loader's own iterators are not affected
     vars(changed).update(batch_sampler=batches, _iterator=None, **attributes)
     changed.__class__ = _resumable(type(loader))  # type: ignore[arg-type]
     return changed

@@ -1,4 +1,4 @@
-"""What the loss of a batch, or of a part of one, counts by in a mean over several: samples, tokens, a key's sum."""
+"""The weight of a batch, or of part of one, in a mean over several: its samples, tokens, or the sum of a key."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from lightning_solo.errors import ConflictError
 
 IGNORED = -100
-"""The label that losses leave out, in torch and in transformers."""
+"""The label that losses ignore, in torch and in transformers."""
 BY = ("samples", "tokens", "shifted_tokens")
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """Return what is called ``labels`` in a batch, else the last item of a list or tuple if those are integers."""
+    """Return the item ``labels`` of a batch, or else the last item of a list or tuple if it holds integers."""
     named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
     if isinstance(named, torch.Tensor):
         return named
@@ -28,19 +28,19 @@ def labels_of(batch: Any) -> torch.Tensor | None:
 
 
 def weight_of(batch: Any, samples: int, by: str) -> float:
-    """Return by what a batch counts.
+    """Return the weight of a batch in a mean.
 
     Args:
-        batch: or a part of one.
+        batch: or part of one.
         samples: in it.
-        by: ``"samples"``; ``"tokens"``, labels other than -100; ``"shifted_tokens"``, those of them that a model
-            predicts which shifts labels by itself, all but each row's first; or a key, whose values are summed up.
+        by: ``"samples"``; ``"tokens"``, the labels other than -100; ``"shifted_tokens"``, those that a model predicts
+            which shifts labels itself: all but each row's first; or a key, whose values are summed.
 
     >>> weight_of({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}, 2, "tokens")
     3.0
 
     Raises:
-        ConflictError: the batch has no labels, nothing of that name, or negative weights.
+        ConflictError: the batch has no labels, no tensor of that name, or negative weights.
     """
     if by == "samples":
         return float(samples)

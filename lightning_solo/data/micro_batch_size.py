@@ -1,22 +1,22 @@
-"""How many samples a micro-batch has: fewer after an out-of-memory error, carefully more when it has long fitted."""
+"""The number of samples in a micro-batch: smaller after an out-of-memory error, larger again after a while."""
 
 from __future__ import annotations
 
 GROW_AFTER = 100
-"""Steps that fit before a larger micro-batch is tried; after each try that failed twice as many."""
+"""Steps that fit before a larger micro-batch is tried; doubled after each try that fails."""
 
 
 class MicroBatchSize:
-    """The largest micro-batch that is allowed, learned from what fits and what doesn't.
+    """The largest allowed micro-batch, learned from the sizes that fit and those that don't.
 
-    An out-of-memory error halves it. When it has fitted for `GROW_AFTER` steps, the middle between it and what was too
-    large is tried, once; so bisection comes near to the largest that fits. When there is nothing between them, what was
-    too large is tried again, since a longer sequence or fragmented memory may have been the reason; where that fits, it
-    is doubled. Each try that fails doubles the wait, for good: of n steps at most log2(n / `GROW_AFTER`) + 1 are tries
-    that fail.
+    An out-of-memory error halves it. After `GROW_AFTER` steps that fit, the middle between the current size and the
+    smallest that failed is tried once; this bisection approaches the largest size that fits. When nothing is left in
+    between, the size that failed is tried again, since a longer sequence or fragmented memory may have been the
+    reason; if it fits, the size is doubled. Each failed try doubles the wait for good: of n steps at most
+    log2(n / `GROW_AFTER`) + 1 are failed tries.
 
     Args:
-        maximum: samples that are never exceeded; None for the whole batch.
+        maximum: largest number of samples; None for the whole batch.
 
     >>> size = MicroBatchSize(None)
     >>> size.failed(64); size.current
@@ -32,10 +32,10 @@ class MicroBatchSize:
         self.before_try: int | None = None
 
     def failed(self, samples: int) -> None:
-        """Note that micro-batches of so many samples were too large.
+        """Record that micro-batches of this many samples were too large.
 
         Raises:
-            ValueError: of a single sample, which has no half.
+            ValueError: for a single sample, which can't be halved.
         """
         if samples < 2:
             raise ValueError("a micro-batch of one sample can't be made smaller")
@@ -48,12 +48,12 @@ class MicroBatchSize:
         self.fitted_for = 0
 
     def fitted(self, samples: int) -> int | None:
-        """Note that a step with batches of so many samples has fitted; return the size to try next, or None."""
+        """Record that a step with batches of this many samples fitted; return the size to try next, or None."""
         if self.current is None or self.too_large is None:
             return None
         count = -(-samples // self.current)
         largest = -(-samples // count)
-        if self.before_try is not None and largest <= self.before_try:  # this batch is small: it says nothing of a try
+        if self.before_try is not None and largest <= self.before_try:  # this batch is too small to test the try
             return None
         self.before_try = None
         self.fitted_for += 1
@@ -71,12 +71,12 @@ class MicroBatchSize:
         return larger
 
     def state(self) -> dict[str, int | None]:
-        """Return what is known, as plain data; a try that isn't over counts as not begun."""
+        """Return the state as plain data; an unfinished try counts as not begun."""
         current = self.current if self.before_try is None else self.before_try
         return {"micro_batch": current, "too_large": self.too_large, "wait": self.wait, "fitted_for": self.fitted_for}
 
     def load(self, state: dict[str, int | None]) -> None:
-        """Take over what another run has learned; ``maximum`` stays."""
+        """Load the state of another run; ``maximum`` stays."""
         current, too_large = state["micro_batch"], state["too_large"]
         self.current = (
             current if self.maximum is None or (current is not None and current <= self.maximum) else self.maximum

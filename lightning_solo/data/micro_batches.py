@@ -1,4 +1,4 @@
-"""Batches in micro-batches of limited size, each with its share in the mean over all of them."""
+"""Micro-batches of limited size, each with its share in the mean over the whole batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_solo.errors import ConflictError
 
 
 class MicroBatch(NamedTuple):
-    """What goes through forward and backward at once.
+    """A batch, or part of one, for one forward and backward.
 
     Attributes:
         data: a batch, or a part of one.
-        samples: in it; 0 for a single batch that isn't divided, whose samples aren't counted.
-        batch: the index of the batch it is from.
-        share: in the mean over all samples or tokens of all batches; at 0 there is nothing to learn from it, and its
-            loss may be a mean over nothing: NaN.
+        samples: in it; 0 for an undivided single batch, whose samples aren't counted.
+        batch: index of the batch it belongs to.
+        share: in the mean over all samples or tokens of all batches; with share 0 nothing is learned from it, and its
+            loss may be NaN, a mean over nothing.
     """
 
     data: Any
@@ -34,7 +34,7 @@ class Splitter:
     Args:
         batch_dim: as in `lightning_solo.data.splitting`.
         split: function of (batch, size) that returns a list of pairs (part, its samples), of ``size`` at most.
-        weight_by: what a part counts by, as in `lightning_solo.data.loss_weights`.
+        weight_by: the weight of a part, as in `lightning_solo.data.loss_weights`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Splitter:
         return sum(samples for _, samples in self.parts(batch, sys.maxsize))
 
     def parts(self, batch: Any, max_samples: int) -> list[tuple[Any, int]]:
-        """Return a batch in parts of at most so many samples, each with its samples.
+        """Return a batch in parts of at most ``max_samples``, each with its samples.
 
         Raises:
             ConflictError: it can't be split, or the function returned something else.
@@ -74,7 +74,7 @@ class Splitter:
         return parts
 
     def require_parts(self, batch: Any) -> None:
-        """Check that a batch can be divided, and its parts be weighed, before memory runs short and they have to be.
+        """Check that a batch can be divided and its parts weighed, before memory runs short.
 
         Raises:
             ConflictError: as `micro_batches` in two parts.
@@ -83,9 +83,9 @@ class Splitter:
             self.micro_batches([batch], -(-samples // 2))
 
     def micro_batches(self, batches: Sequence[Any], max_samples: int | None = None) -> list[MicroBatch]:
-        """Return batches in micro-batches of at most so many samples, of which a step takes the mean.
+        """Return micro-batches of at most ``max_samples``; an optimizer step takes the mean over all of them.
 
-        A single batch that isn't to be divided comes back as it is: its samples aren't counted, `split` isn't called.
+        A single batch that needn't be divided is returned as it is: neither counted nor passed to `split`.
 
         >>> import torch
         >>> [(part.samples, part.share) for part in Splitter().micro_batches([torch.zeros(8, 1)], max_samples=3)]
@@ -109,7 +109,7 @@ class Splitter:
         if len(pieces) == 1:
             return [MicroBatch(*pieces[0], 1.0)]
         weights = [weight_of(data, samples, self.weight_by) for data, samples, _ in pieces]
-        if not sum(weights):  # no valid token at all: as without parts the loss is what the module makes of it
+        if not sum(weights):  # no valid token: keep the loss that the module computes for the undivided batch
             weights = [float(samples) for _, samples, _ in pieces]
         total = sum(weights)
         return [MicroBatch(*piece, weight / total) for piece, weight in zip(pieces, weights, strict=True)]

@@ -1,4 +1,4 @@
-"""Several documents in each row of a batch, packed, with the boundaries that attention and loss need."""
+"""Rows of several packed documents, with the boundaries that attention and loss need."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import ConflictError, PresetError
 
 TRIED_ROWS = 16
-"""Rows that are looked through for two documents with labels."""
+"""Rows that are searched for two documents with labels."""
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return rows of documents of at most ``capacity`` tokens: best fit decreasing (Ding et al. 2024, section 3.2).
 
-    From the longest document on, each goes into the row that leaves least space, or into a new one. Documents of one
-    length are taken in the order that they are given.
+    Longest first, each document goes into the fullest row that has room for it, or into a new one. Documents of equal
+    length keep their order.
 
     Raises:
         ConflictError: a document is longer than a row.
@@ -36,7 +36,7 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     _require_room(lengths, capacity)
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     rows: list[list[int]] = []
-    with_space: dict[int, list[int]] = {}  # tokens that are free -> rows
+    with_space: dict[int, list[int]] = {}  # free tokens -> rows
     spaces: list[int] = []  # its keys, sorted
     for index in order:
         place = bisect_left(spaces, lengths[index])
@@ -77,15 +77,15 @@ def packed_padding(lengths: Sequence[int], batches: Sequence[Sequence[Sequence[i
 
 
 class PackedBatches(EpochBatches):
-    """Batches of rows of documents, in another order and with other neighbours in each epoch.
+    """Batches of rows of documents, in a new order and newly mixed in each epoch.
 
-    Documents of one length change places between epochs, so that every epoch has as many rows, and each document once.
+    Documents of equal length change places between epochs, so every epoch has as many rows, and each document once.
 
     Args:
         lengths: of the documents, as (documents,).
-        capacity: the most tokens of a row.
+        capacity: largest number of tokens in a row.
         rows: of a batch; the last batch of an epoch may have fewer.
-        drop_last: leave out the last batch where it has fewer.
+        drop_last: leave out a last batch with fewer rows.
         seed: of the order.
 
     Raises:
@@ -98,14 +98,14 @@ class PackedBatches(EpochBatches):
         self.capacity = capacity
         self.rows = rows
         self.drop_last = drop_last
-        _require_room(self.lengths, capacity)  # names a document by its own index, not by its place in an epoch
+        _require_room(self.lengths, capacity)  # before shuffling, so that the error names the data set's index
         self._packed = 0, self._pack(0)
         self.count = len(self._packed[1])
 
     def batches(self, epoch: int) -> list[list[tuple[int, ...]]]:
-        """Return the batches of an epoch: lists of rows, each of them the indices of its documents.
+        """Return the batches of an epoch: lists of rows, each row the indices of its documents.
 
-        Those of one epoch are kept, as millions of documents take seconds.
+        The last epoch is cached, since millions of documents take seconds.
         """
         if epoch != self._packed[0]:
             self._packed = epoch, self._pack(epoch)
@@ -122,7 +122,7 @@ class PackedBatches(EpochBatches):
 
 
 class Rows:
-    """A data set by rows: an index of it is a tuple of documents' indices, and its item a list of documents."""
+    """A data set of rows: its index is a tuple of document indices, its item the list of these documents."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -137,15 +137,15 @@ class Rows:
 class PackedCollate:
     """Collates rows of documents to ``input_ids``, ``labels`` and ``position_ids``, each (rows, tokens).
 
-    Each document is collated alone by the loader's own function, and what that pads is cut off. Positions restart with
-    every document. The label of its first token is left out, as it is where the document has a row of its own: no token
-    before predicts it. What fills a row up is a document by itself, without labels. There is no attention mask, since
-    with one Hugging Face's models don't look for documents; nor do they with a cache: write ``config.use_cache=False``.
+    Each document is collated alone by the loader's own function, and its padding is cut off. Positions restart with
+    every document. The label of its first token is removed, since no earlier token predicts it, as in a row of its
+    own. Padding at the end of a row is a document without labels. There is no attention mask, since with a mask
+    Hugging Face's models don't look for documents. They don't with a cache either: write ``config.use_cache=False``.
 
     Args:
-        collate_fn: from a list of one item to a mapping with ``input_ids`` and ``labels`` as (1, tokens); the labels
-            are the tokens at the same position or -100, as models of Hugging Face take them, which shift them.
-        capacity: the most tokens of a row.
+        collate_fn: from a list of one item to a mapping with ``input_ids`` and ``labels`` as (1, tokens); a label is
+            the token at the same position or -100, as for Hugging Face's models, which shift labels themselves.
+        capacity: largest number of tokens in a row.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], capacity: int) -> None:
@@ -156,7 +156,7 @@ class PackedCollate:
         """Return a batch.
 
         Raises:
-            ConflictError: the collate function makes something else, or documents longer than they were counted.
+            ConflictError: the collate function returns something else, or longer documents than were counted.
         """
         packed = [[self._document(item) for item in row] for row in rows]
         length = max(sum(len(tokens) for tokens, _ in row) for row in packed)
@@ -210,18 +210,18 @@ def packed_loader(
     seed: int = 0,
     report: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Return a loader of the user's documents, packed; it keeps workers and all else, and its place by ``state_dict``.
+    """Return a packed loader of a user's documents, which keeps all else of the loader and can be resumed.
 
     Args:
         loader: of single documents, with a collate function as `PackedCollate` takes; it isn't changed.
         capacity: tokens of a row; by default those of the longest document.
-        rows: of a batch; by default so many that it has about as many documents as the loader's.
-        length: of a document, as `lightning_solo.data.item_lengths.item_lengths` takes it.
+        rows: of a batch; by default as many as hold about as many documents as the loader's batches.
+        length: of a document, as in `lightning_solo.data.item_lengths.item_lengths`.
         seed: of the order.
         report: called with (documents read, all documents) every 10 seconds.
 
     Raises:
-        ConflictError: the loader makes no batches itself, no document has a token, or one more than ``capacity``.
+        ConflictError: the loader makes no batches itself, all documents are empty, or one is above ``capacity``.
         PresetError: ``capacity`` or ``rows`` is below 1.
     """
     require_own_batches(loader, "packed_loader")
@@ -248,13 +248,13 @@ def packed_loader(
 
 
 class TwoDocuments(NamedTuple):
-    """Batches of two documents, in which the second alone has labels: its loss must be the same in the first three.
+    """Batches of two documents, where only the second has labels; its loss must be equal in the first three.
 
     Attributes:
-        in_row: both in a row.
-        beside_other: the same, with other tokens in the first one.
-        by_itself: the second document.
-        joined: as ``in_row``, with positions of one document, whose tokens see all before them.
+        in_row: both in one row.
+        beside_other: the same, with other tokens in the first document.
+        by_itself: the second document alone.
+        joined: as ``in_row``, with positions of one document, so that tokens see both documents.
         joined_to_other: as ``beside_other``, likewise.
     """
 
@@ -266,14 +266,14 @@ class TwoDocuments(NamedTuple):
 
 
 def two_documents(loader: Any) -> TwoDocuments:
-    """Return batches of two documents of a loader of `packed_loader`, to try whether a model keeps them apart.
+    """Return batches of two documents of a loader of `packed_loader`, to test whether a model keeps them apart.
 
-    Where the loader's batches have several rows, these have two, which are the same: some kernels look for documents in
-    batches of one row alone.
+    If the loader's batches have several rows, these have two equal ones: some kernels look for documents only in
+    batches of one row.
 
     Raises:
-        ConflictError: in the first rows no second document has labels, or the collate function makes something else
-            than `PackedCollate` takes.
+        ConflictError: the first rows have no second document with labels, or the collate function returns something
+            that `PackedCollate` doesn't take.
     """
     batches = loader.batch_sampler
     rows = (row for batch in batches.batches(batches.epoch) for row in batch)
@@ -281,12 +281,12 @@ def two_documents(loader: Any) -> TwoDocuments:
     pairs = list(islice((pair for pair in with_tokens if len(pair) > 1), TRIED_ROWS))
     for pair in pairs:
         batch: dict[str, Tensor] = loader.collate_fn([loader.dataset[pair]])
-        starts = batch["position_ids"][0].eq(0).nonzero().flatten().tolist()  # one where the other was miscounted
+        starts = batch["position_ids"][0].eq(0).nonzero().flatten().tolist()  # one where a length was miscounted
         if len(starts) > 1 and batch["labels"][:, (second := starts[1]) :].ne(IGNORED).any():
             return _tried({name: tensor.repeat(min(batches.rows, 2), 1) for name, tensor in batch.items()}, second)
     raise ConflictError(
-        f"packing: in {len(pairs)} rows no second document has labels behind its first token, so that there is no loss"
-        " to compare; write a collate function whose labels are the tokens to predict"
+            f"packing: in {len(pairs)} rows no second document has labels after its first token, so there is no loss"
+            " to compare; write a collate function whose labels are the tokens to predict"
     )
 
 
@@ -295,7 +295,7 @@ def _tried(documents: dict[str, Tensor], second: int) -> TwoDocuments:
     labels[:, :second] = IGNORED
     in_row = {**documents, "labels": labels}
     tokens = documents["input_ids"]
-    other = (tokens + 1) % (max(int(tokens.max()), 1) + 1)  # each another one, and none that isn't there
+    other = (tokens + 1) % (max(int(tokens.max()), 1) + 1)  # every token differs and is in the vocabulary
     beside_other = {**in_row, "input_ids": torch.cat([other[:, :second], tokens[:, second:]], 1)}
     joined = {"position_ids": torch.arange(tokens.shape[1]).repeat(len(tokens), 1)}
     return TwoDocuments(

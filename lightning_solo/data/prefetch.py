@@ -1,4 +1,4 @@
-"""Batches that are loaded ahead of their step: by a thread, within a bound, and copied on a stream of their own."""
+"""Loading of batches ahead of their step, by a thread, with copies on a stream of their own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lightning_solo.data.batch_size import tensors_of
 
 
 class Upload:
-    """Copies batches to a CUDA device on a stream of its own.
+    """Copies batches to a CUDA device on its own stream.
 
     Args:
-        device: to which.
+        device: target of the copies.
         move: returns a batch with its tensors on the device.
     """
 
@@ -31,15 +31,15 @@ class Upload:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Start the copies, and return the batch on the device with the event behind them."""
+        """Start the copies; return the batch on the device, and the event after them."""
         with torch.cuda.stream(self.stream):
             return self.move(batch), self.stream.record_event()
 
     def receive(self, batch: Any, event: Any) -> Any:
         """Return a batch for use on the current stream.
 
-        Its memory is the copy stream's, which would take it for the next batch as soon as the tensor is freed:
-        `record_stream` keeps it until the current stream is done.
+        Its memory belongs to the copy stream, which would reuse it as soon as the tensor is freed: `record_stream`
+        keeps it until the current stream is done.
         """
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
@@ -53,18 +53,18 @@ class Upload:
 class Prefetcher:
     """Iterates over a loader in its order, while a thread loads up to ``depth`` batches ahead.
 
-    The caller loads the first batch itself, and on the first iteration the second one too: then samplers draw their
-    seed where they would have, and it is seen whether each batch draws from Python's, NumPy's or torch's global random
-    numbers. If so, no batch is loaded ahead: threads share these generators, and the draws of the caller and of the
-    thread would come in any order. Other attributes, and ``len``, are the loader's. An error comes with the batch whose
-    loading failed. A loader with ``state_dict`` is wrapped by `prefetched`.
+    The caller loads the first batch itself, and on the first iteration the second one too. So samplers draw their
+    seed at the usual time, and random draws of batches from Python's, NumPy's or torch's global generators are
+    noticed. If there are any, no batch is loaded ahead: threads share these generators, and the draws of caller and
+    thread would interleave at random. Other attributes, and ``len``, are the loader's. An error is raised at the batch
+    that failed to load. A loader with ``state_dict`` is wrapped by `prefetched`.
 
     Args:
         loader: any iterable of batches.
-        depth: batches that are loaded, and not yet asked for.
-        upload: where batches are copied to; None: they stay as they are.
-        limit: batches of an iteration that are asked for; no more are loaded.
-        on_draws: is called, once, if batches draw random numbers.
+        depth: batches that are loaded ahead.
+        upload: copies the batches to a device; None leaves them as they are.
+        limit: batches of an iteration; no more are loaded.
+        on_draws: called once if batches draw random numbers.
 
     >>> list(Prefetcher([1, 2, 3, 4], depth=2))
     [1, 2, 3, 4]
@@ -88,7 +88,7 @@ class Prefetcher:
         self.closed = False
         self._draws: bool | None = None  # None: not seen yet
         self._iteration: Callable[[], _Iteration | None] = lambda: None  # a weak reference
-        self._closed_at: Any = None  # the state, where batches were loaded ahead that nobody takes any more
+        self._closed_at: Any = None  # the state as of the last batch taken, if batches loaded ahead were discarded
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -106,23 +106,23 @@ class Prefetcher:
     def __getattr__(self, name: str) -> Any:
         if name in Prefetcher._OWN or (
             name.startswith("__") and name.endswith("__")
-        ):  # as in a copy that is being made
+        ):  # as during a copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not this object's own on the loader, such as a ``worker_init_fn``."""
+        """Set attributes that are not of this object, such as a ``worker_init_fn``, on the loader."""
         if name in Prefetcher._OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as a new one, without what is loaded ahead."""
+        """Copy and pickle as a new object, without batches loaded ahead."""
         return type(self), (self.loader, self.depth, None, self.limit)
 
     def close(self) -> None:
-        """End the thread and free what it has loaded; from now on iterate as the loader does."""
+        """Stop the thread and free its batches; later iterations load in the caller."""
         iteration = self._iteration()
         if iteration is not None and iteration.ahead is not None:
             self._closed_at = iteration.ahead.state
@@ -135,28 +135,28 @@ class Prefetcher:
             iteration.stop()
 
     def snapshot(self) -> Any:
-        """Return what the loader is at, for `state_dict`; None where it can't tell."""
+        """Return the loader's state for `state_dict`; None for a loader without one."""
         return None
 
 
 class StatefulPrefetcher(Prefetcher):
-    """A `Prefetcher` over a loader with ``state_dict``, that tells the state as of the last batch it has returned."""
+    """A `Prefetcher` over a loader with ``state_dict``; its state is that of the last batch it has returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in which the loader was when the caller's batch had been loaded."""
+        """Return the loader's state as of the caller's last batch."""
         iteration = self._iteration()
         ahead = None if iteration is None else iteration.ahead
         state: dict[str, Any] = (ahead.state if ahead is not None else self._closed_at) or self.loader.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the loader's state, for the next iteration."""
+        """Load the loader's state for the next iteration."""
         self._stop()
         self._closed_at = None
         self.loader.load_state_dict(state_dict)
 
     def snapshot(self) -> Any:
-        """Return a copy of the loader's state, which may hold parts that change with the next batch."""
+        """Return a copy of the loader's state, parts of which may change with the next batch."""
         return deepcopy(self.loader.state_dict())
 
 
@@ -167,7 +167,7 @@ def prefetched(loader: Any, *args: Any, **kwargs: Any) -> Prefetcher:
 
 
 class _Loaded(NamedTuple):
-    """What the thread made of one batch: the batch with its event and the loader's state, or an error."""
+    """A batch loaded by the thread, with its event and the loader's state; or an error."""
 
     batch: Any = None
     event: Any = None
@@ -194,7 +194,7 @@ class _Ahead:
         self._loaded: SimpleQueue[_Loaded] = SimpleQueue()
         self._slots = threading.Semaphore(owner.depth)
         self._stopped = False
-        # a daemon: a program that ends in the middle of an iteration doesn't wait for the loader
+        # a daemon, so that a program that ends within an iteration doesn't wait for the loader
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -206,7 +206,7 @@ class _Ahead:
             loaded = self._load()
             ends = loaded.error is not None or loaded.at_limit
             self._loaded.put(loaded)
-            del loaded  # else the thread keeps it while it waits
+            del loaded  # or the thread keeps it while it waits
             if ends:
                 return
 
@@ -219,26 +219,26 @@ class _Ahead:
             state = self._snapshot()
             if self.upload is not None:
                 batch, event = self.upload.send(batch)
-        except BaseException as error:  # StopIteration among them; the caller raises it
+        except BaseException as error:  # including StopIteration; the caller raises it
             return _Loaded(error=error)
         return _Loaded(batch, event, state)
 
     def take(self) -> _Loaded:
-        """Return what comes next, and make room for another one."""
+        """Return the next batch, and make room for another one."""
         loaded = self._loaded.get()
         self._slots.release()
         return loaded
 
     def stop(self) -> None:
-        """End the thread, behind the batch that it is loading."""
+        """Stop the thread after the batch that it is loading."""
         self._stopped = True
         self._slots.release()
-        if self._thread is not threading.current_thread():  # which may happen to collect the iteration
+        if self._thread is not threading.current_thread():  # the thread itself may collect the iteration
             self._thread.join()
 
 
 class _Iteration(Iterator[Any]):
-    """One iteration: the caller loads, until a thread does so ahead."""
+    """One iteration: the caller loads until a thread loads ahead."""
 
     def __init__(self, owner: Prefetcher, iterator: Iterator[Any]) -> None:
         self.ahead: _Ahead | None = None
@@ -263,12 +263,12 @@ class _Iteration(Iterator[Any]):
             try:
                 raise loaded.error
             finally:
-                del loaded  # the error's traceback would lead to it in a circle
+                del loaded  # or the error's traceback makes a reference cycle
         self._at_limit = True
         return self._load()
 
     def _load(self) -> Any:
-        """Load a batch here, and have the thread load the next ones if that changes nothing else."""
+        """Load a batch in the caller, and start the thread if batches draw no random numbers."""
         owner = self._owner
         seen = _random_states() if owner._draws is None and self._count == 1 else None
         batch = next(self._iterator)
@@ -285,7 +285,7 @@ class _Iteration(Iterator[Any]):
         return batch
 
     def stop(self) -> None:
-        """End the thread and free what it has loaded."""
+        """Stop the thread and free its batches."""
         if self.ahead is not None:
             self._finalizer.detach()
             self.ahead.stop()
@@ -293,7 +293,7 @@ class _Iteration(Iterator[Any]):
 
 
 def _random_states() -> list[Any]:
-    """Return the states of the global generators that a data set may draw from."""
+    """Return the states of the global generators from which a data set may draw."""
     states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -302,7 +302,7 @@ def _random_states() -> list[Any]:
 
 
 def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in which one is stored: itself, but for sparse ones."""
+    """Return the strided tensors in which a tensor is stored: several for a sparse one, else itself."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

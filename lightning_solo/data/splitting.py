@@ -1,4 +1,4 @@
-"""A batch in parts along its batch dimension, whatever its tensors are nested in."""
+"""Splitting a nested batch along its batch dimension."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from lightning_solo.errors import ConflictError, nearest
 
 BatchDim = int | Mapping[str, int | None]
-"""The batch dimension of all tensors, or by their paths, such as ``{"x": 1, "graph.mask": None}``; None: shared."""
+"""The batch dimension of all tensors, or by path, such as ``{"x": 1, "graph.mask": None}``; None: shared."""
 
 
 def mapped_leaves(thing: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return the same nesting with ``function(path, leaf)`` in the place of each leaf.
+    """Return the same nesting with each leaf replaced by ``function(path, leaf)``.
 
-    It looks into mappings (a tokenizer's ``BatchEncoding`` among them), lists, tuples, named tuples and dataclasses.
-    Leaves are tensors, lists without any tensor such as file names, and all that is none of those.
+    It descends into mappings (including a tokenizer's ``BatchEncoding``), lists, tuples, named tuples and dataclasses.
+    Leaves are tensors, lists without any tensor, such as file names, and all other values.
     """
 
     def at(name: object, value: Any) -> Any:
@@ -45,19 +45,19 @@ def mapped_leaves(thing: Any, function: Callable[[str, Any], Any], path: str = "
 
 
 def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if isinstance(mapping, dict | UserDict):  # whose copies have items of their own
+    if isinstance(mapping, dict | UserDict):  # their shallow copies have their own items
         like: Any = copy.copy(mapping)
         for key, value in items.items():
             like[key] = value
         return like
     try:
         return type(mapping)(items)  # type: ignore[call-arg]
-    except TypeError:  # one that is built otherwise
+    except TypeError:  # its constructor takes other arguments
         return items
 
 
 def _has_tensors(thing: Any) -> bool:
-    """Return whether there are tensors in a value, in attributes of objects too, which may refer to one another."""
+    """Return whether there are tensors in a value or in attributes of its objects; cycles are allowed."""
     seen: set[int] = set()
     ahead = [thing]
     while ahead:
@@ -85,14 +85,14 @@ def _dim_of(path: str, batch_dim: BatchDim) -> int | None:
 def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
     """Return the samples in a batch: the length of its tensors along the batch dimension.
 
-    Tensors without dimensions, and those whose batch dimension is None, are shared by all samples.
+    All samples share tensors without dimensions and those whose batch dimension is None.
 
     >>> samples_of({"x": torch.zeros(4, 3), "labels": torch.zeros(4), "temperature": torch.tensor(2.0)})
     4
 
     Raises:
-        ConflictError: no tensor has a batch dimension, their lengths differ, there is an object whose tensors are out
-            of sight, or ``batch_dim`` names a path that isn't there; names them, and what to write.
+        ConflictError: no tensor has a batch dimension, their lengths differ, an object hides its tensors, or
+            ``batch_dim`` names a missing path; names them, and what to write.
     """
     lengths: dict[int, list[str]] = {}
     seen: list[str] = []
@@ -145,9 +145,9 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim = 0) -> Any:
-    """Return the samples from ``first`` to ``last`` of a batch of so many: views, in the same nesting.
+    """Return samples ``first`` to ``last`` of a batch of ``samples``: views, in the same nesting.
 
-    Lists as long as the batch are cut too, such as names of files; so are tuples, unless of numbers, such as a size.
+    Lists as long as the batch, such as file names, are cut too, and tuples that are not numbers, such as a size.
 
     >>> part_of([torch.arange(4), ["a", "b", "c", "d"], "train"], 1, 3, samples=4)
     [tensor([1, 2]), ['b', 'c'], 'train']
@@ -166,7 +166,7 @@ def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim
 
 
 def even_ranges(samples: int, max_samples: int) -> list[tuple[int, int]]:
-    """Return as few ranges as have at most ``max_samples`` each; their lengths differ by one at most.
+    """Return the fewest ranges of at most ``max_samples`` each; their lengths differ by at most one.
 
     >>> even_ranges(10, 4), even_ranges(8, 8)
     ([(0, 4), (4, 7), (7, 10)], [(0, 8)])
@@ -193,7 +193,7 @@ def split_evenly(batch: Any, max_samples: int, batch_dim: BatchDim = 0) -> list[
 
 
 def is_plain(batch: Any) -> bool:
-    """Return whether a batch is made of tensors, numbers, texts, lists, tuples and dicts alone, as checkpoints are."""
+    """Return whether a batch consists of tensors, numbers, strings, lists, tuples and dicts, as checkpoints do."""
     if type(batch) is dict:
         return all(map(is_plain, batch)) and all(map(is_plain, batch.values()))
     if type(batch) in (list, tuple):
@@ -202,5 +202,5 @@ def is_plain(batch: Any) -> bool:
 
 
 def moved(batch: Any, device: torch.device | str) -> Any:
-    """Return a batch whose tensors are copies on a device."""
+    """Return a batch with its tensors copied to a device."""
     return mapped_leaves(batch, lambda _, leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf)

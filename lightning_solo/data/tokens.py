@@ -1,4 +1,4 @@
-"""Windows of a file of tokens: mapped, shuffled without a list of them, and resumable in the middle of an epoch."""
+"""Windows of a memory-mapped file of tokens, shuffled without an index list, resumable within an epoch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _64_BITS = 2**64 - 1
 
 
 class Permutation:
-    """An order of ``range(length)`` that is computed, not stored: a Feistel network that walks until it is in range.
+    """A permutation of ``range(length)`` that is computed, not stored: a cycle-walking Feistel network.
 
     Args:
         length: of the range.
-        key: numbers such as seed and epoch; each key has an order of its own.
+        key: numbers such as seed and epoch; each key has its own order.
 
     >>> sorted(Permutation(5, 1, 0)[index] for index in range(5))
     [0, 1, 2, 3, 4]
@@ -45,7 +45,7 @@ class Permutation:
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self.length:
             raise IndexError(f"index {index} of a permutation of {self.length}")
-        # the network permutes 4**half numbers, at most four times as many as there are
+        # the network permutes 4**half numbers, at most four times ``length``
         while True:
             index = self._permuted(index)
             if index < self.length:
@@ -61,21 +61,21 @@ class Permutation:
 
 
 class TokenWindows(Dataset[Tensor]):
-    """The tokens of a binary file in windows of equal length, without a header, side by side.
+    """The tokens of a binary file without a header, in consecutive windows of equal length.
 
-    The file is mapped, and each window's pages are let go once it is copied: resident memory doesn't grow with the
-    file, nor with what has been read. Workers map it by its path. Tokens behind the last whole window are left out.
+    The file is mapped, and the pages of a window are released once it is copied: resident memory grows neither with
+    the file nor with the tokens read. Workers map it by its path. Tokens after the last whole window are left out.
 
     Args:
         path: of the file, which must not change while it is in use.
         window: tokens of an item, which is (window,) of int64.
         dtype: of a token in the file: "uint8", "int8", "uint16", "int16", "uint32", "int32" or "int64".
-        vocabulary: tokens must be below it; None: not checked, but for negative ones.
+        vocabulary: tokens must be below it; None checks only that they aren't negative.
 
     Raises:
         FileNotFoundError: there is no file at the path.
-        ValueError: an argument is out of range, or doesn't fit to the file's size; or, when an item is read, a token
-            is out of range.
+        ValueError: an argument is out of range or doesn't match the file's size; or, when an item is read, a token is
+            out of range.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class TokenWindows(Dataset[Tensor]):
         size, itemsize = self.path.stat().st_size, DTYPES[dtype].itemsize
         if size % itemsize:
             raise ValueError(
-                f"{self.path} has {size:,} bytes, not a multiple of the {itemsize} of a token of dtype={dtype!r}: was"
-                " it written in another type, or not to its end?"
+                f"{self.path} has {size:,} bytes, which dtype={dtype!r} with {itemsize} bytes a token doesn't divide:"
+                " was it written in another type, or cut off?"
             )
         self.tokens: int = size // itemsize
         if self.tokens < window:
@@ -135,16 +135,16 @@ class TokenWindows(Dataset[Tensor]):
             at = index * self.window + int((tokens == bad).nonzero()[0])
             bound = "" if self.vocabulary is None else f" to {self.vocabulary - 1}"
             raise ValueError(
-                f"{self.path}: token {at:,} is {bad}, and allowed are 0{bound}: is it of another dtype than"
-                f" {self.dtype}, or of another tokenizer?"
+                f"{self.path}: token {at:,} is {bad}, and allowed are 0{bound}: was the file written with another"
+                f" dtype than {self.dtype}, or by another tokenizer?"
             )
 
 
 class WindowBatches(EpochBatches):
-    """Batches of indexes in an order of each epoch's own, of which no list is made; it draws no global random numbers.
+    """Batches of indexes in a new order each epoch, without a list of it; no global random numbers are drawn.
 
     Args:
-        length: how many indexes.
+        length: number of indexes.
         batch_size: indexes of a batch.
         seed: of the orders.
         shuffle: False for rising indexes.
@@ -159,19 +159,19 @@ class WindowBatches(EpochBatches):
         self.count = length // batch_size if drop_last else -(-length // batch_size)
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """Yield the batches of an epoch, from one on."""
+        """Yield the batches of an epoch from ``start`` on."""
         order: Any = Permutation(self.length, self.seed, epoch) if self.shuffle else range(self.length)
         for first in range(start * self.batch_size, self.count * self.batch_size, self.batch_size):
             yield [order[index] for index in range(first, min(first + self.batch_size, self.length))]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.batches(self.epoch, self.start)  # those before it aren't computed
+        return self.batches(self.epoch, self.start)  # skipped ones aren't computed
 
 
 class TokenLoader(Resumable):
-    """A loader of windows in shuffled batches, whose ``state_dict`` resumes an epoch at the batch where it was.
+    """A loader of shuffled windows, whose ``state_dict`` resumes within an epoch.
 
-    Lightning saves and restores that state with each checkpoint. It doesn't depend on the number of workers.
+    Lightning saves and restores this state with each checkpoint. It doesn't depend on the number of workers.
 
     Args:
         windows: the data set.
@@ -196,7 +196,7 @@ class TokenLoader(Resumable):
                 " itself; write batch_size=1 or more, seed and shuffle, or a plain DataLoader of the windows"
             )
         super().__init__(windows, batch_size, shuffle, **options)
-        # around DataLoader.__setattr__: it keeps its batch_size beside the batches
+        # bypass DataLoader.__setattr__, which refuses to replace a sampler
         vars(self)["batch_sampler"] = WindowBatches(len(windows), batch_size, seed, shuffle, self.drop_last)
 
     def _order(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The sequences of a batch, whatever its tensors are nested in, and the batch with shorter ones."""
+"""The sequences of a nested batch, and the batch with shorter ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_solo.errors import ConflictError
 
 
 def sequences_of(batch: Any) -> tuple[int, int]:
-    """Return how many sequences a batch has, and their length, padding included.
+    """Return the number of sequences in a batch and their length, padding included.
 
-    They are its tensors of integers (batch, sequence); where there are none, those of numbers (batch, sequence, width).
+    Sequences are integer tensors (batch, sequence), or if there are none, floating-point ones (batch, sequence, width).
 
     >>> sequences_of({"input_ids": torch.zeros(4, 128).long(), "labels": torch.zeros(4).long()})
     (4, 128)
 
     Raises:
-        ConflictError: there are none, as in a batch of images or single rows, or of several lengths; names the shapes.
+        ConflictError: there are none, as in a batch of images or rows, or several lengths; names the shapes.
     """
     tokens: dict[str, tuple[int, ...]] = {}
     numbers: dict[str, tuple[int, ...]] = {}
@@ -43,8 +43,8 @@ def sequences_of(batch: Any) -> tuple[int, int]:
         )
     if len({shape[1] for shape in sequences.values()}) > 1:
         raise ConflictError(
-            f"sequences of several lengths, {_named(sequences)}: which to cut, and where, isn't known; cut them"
-            " in the collate function"
+            f"sequences of several lengths, {_named(sequences)}: it is unclear which to cut, and where; cut them in"
+            " the collate function"
         )
     return next(iter(sequences.values()))[:2]  # type: ignore[return-value]
 
@@ -52,16 +52,16 @@ def sequences_of(batch: Any) -> tuple[int, int]:
 def truncated(batch: Any, length: int, kept: int) -> Any:
     """Return a batch with the first ``kept`` places of its sequences, in the same nesting.
 
-    Cut are the tensors that have the sequences' length behind the batch dimension: ids and masks in all such
-    dimensions, numbers in the second one, or in the last two, as a mask that is added. The rest stays as it is. What is
-    cut is copied: a module may view it in another shape, and the whole batch is freed.
+    Tensors that have the sequences' length after the batch dimension are cut: ids and masks in all such dimensions,
+    floating-point tensors in the second one, or in the last two, as an additive mask. Other tensors are unchanged.
+    The cut tensors are copies, so that a module may view them in another shape and the whole batch is freed.
 
     >>> x, y = truncated((torch.arange(8).view(2, 4), torch.zeros(2)), length=4, kept=2)
     >>> x.tolist(), tuple(y.shape)
     ([[0, 1], [4, 5]], (2,))
 
     Raises:
-        ConflictError: which dimension of a tensor is the sequence isn't known; names it.
+        ConflictError: it is unclear which dimension of a tensor is the sequence; names the tensor.
     """
 
     def cut(path: str, leaf: Any) -> Any:
@@ -83,7 +83,7 @@ def truncated(batch: Any, length: int, kept: int) -> Any:
 
 
 def is_left_padded(batch: Any) -> bool:
-    """Return whether an ``attention_mask`` (batch, sequence) has a row that begins with 0, and isn't empty.
+    """Return whether an ``attention_mask`` (batch, sequence) has a row that starts with 0 and isn't all 0.
 
     >>> is_left_padded({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])})
     True
