@@ -285,8 +285,8 @@ def two_documents(loader: Any) -> TwoDocuments:
         if len(starts) > 1 and batch["labels"][:, (second := starts[1]) :].ne(IGNORED).any():
             return _tried({name: tensor.repeat(min(batches.rows, 2), 1) for name, tensor in batch.items()}, second)
     raise ConflictError(
-            f"packing: in {len(pairs)} rows no second document has labels after its first token, so there is no loss"
-            " to compare; write a collate function whose labels are the tokens to predict"
+        f"packing: in {len(pairs)} rows no second document has labels after its first token, so there is no loss"
+        " to compare; write a collate function whose labels are the tokens to predict"
     )
 
 

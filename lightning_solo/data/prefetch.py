@@ -104,9 +104,7 @@ class Prefetcher:
         return iteration
 
     def __getattr__(self, name: str) -> Any:
-        if name in Prefetcher._OWN or (
-            name.startswith("__") and name.endswith("__")
-        ):  # as during a copy
+        if name in Prefetcher._OWN or (name.startswith("__") and name.endswith("__")):  # as during a copy
             raise AttributeError(name)
         return getattr(self.loader, name)
 
