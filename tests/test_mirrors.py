@@ -1,0 +1,156 @@
+"""Each module of the package has a test file of its name, or is listed here with the file that tests it."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.cards.catalogue import own_cards
+from tests.test_architecture import FILES, PACKAGE, ROOT, imports
+
+TESTS = ROOT / "tests"
+ELSEWHERE = {
+    "cards/test_lightning_callbacks.py": "cards/composition",
+    "cli/test_command_line.py": "cli/hydra_section cli/presets cli/show",
+    "cli/test_ladder.py": "cli/ladder_line cli/options cli/terminal",
+    "cli/test_plan.py": "cli/plan_display cli/plan_line report/plan_chart",
+    "cli/test_train.py": "cli/run_folder",
+    "contract/test_cards.py": "cards/arguments cards/catalogue",
+    "contract/test_own_technique.py": "cli/doctor",
+    "contract/test_pairs.py": "cards/phase",
+    "data/test_packing.py": "data/epoch_batches",
+    "data/test_splitting.py": "data/loss_weights",
+    "kernels/test_adamw_triton.py": "optim/adamw_triton optim/kernels optim/triton_launches",
+    "kernels/test_liger.py": "nn/fused_operators nn/liger",
+    "kernels/test_optimizers.py": "optim/gpu_kernel optim/operator_kernels",
+    "ladder/test_ladder.py": "ladder/display ladder/figures ladder/measurement ladder/rungs",
+    "memory/test_leaks.py": "memory/census memory/holders",
+    "memory/test_ledger.py": "memory/events memory/module_names",
+    "nn/test_activation_budget.py": "nn/saved_tensors",
+    "optim/test_back_ends.py": "optim/back_end_facts optim/library_optimizers",
+    "optim/test_compact_adamw.py": "optim/adamw_update optim/gradient_checks optim/memory_order optim/param_groups",
+    "optim/test_conversion.py": "optim/replacement",
+    "optim/test_gradient_release.py": "optim/gradient_sums optim/immediate_steps",
+    "optim/test_host_memory.py": "memory/host_slabs optim/adamw_states optim/staging optim/state_placement",
+    "optim/test_master_weights.py": "optim/torch_optimizers",
+    "optim/test_optimizer_database.py": "optim/adamw_state_dict optim/device_steps",
+    "planner/test_cuda_rules.py": "planner/attention planner/optimizer_rules",
+    "planner/test_calibrate.py": "planner/calibration",
+    "planner/test_device.py": "presets/devices",
+    "planner/test_habits.py": "planner/batches",
+    "planner/test_kernels.py": "planner/autocast planner/index_bounds planner/rules cards/tracing",
+    "planner/test_plan.py": "planner/preset_plans planner/table",
+    "planner/test_timeline.py": "planner/step_time planner/tracer",
+    "presets/test_compose.py": "presets/files presets/schema",
+    "presets/test_signature.py": "presets/registry",
+    "report/test_page.py": "report/model report/palette report/pictures report/write",
+    "report/test_run_folder.py": "report/figures report/step_times",
+    "report/test_sweep_folder.py": "report/charts",
+    "seams/test_techniques.py": "seams/homes seams/run seams/strategy seams/technique",
+    "sweeps/test_display.py": "sweeps/output",
+    "sweeps/test_jobs.py": "atomic_files sweeps/observer sweeps/job_process",
+    "sweeps/test_launcher.py": "processes",
+    "sweeps/test_optuna.py": "sweeps/pruning",
+    "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",
+    "sweeps/test_server.py": "sweeps/files sweeps/forking sweeps/sweep",
+    "techniques/test_activation_checkpointing.py": "cards/blocks nn/recomputation",
+    "techniques/test_activation_checkpointing_budget.py": "cards/budget",
+    "techniques/test_activation_offloading.py": "nn/offloading",
+    "techniques/test_activation_offloading_disk.py": "nn/disk_offloading nn/scratch_file",
+    "techniques/test_attention.py": "nn/attention_kernels",
+    "techniques/test_curriculum.py": "data/curriculum_batches",
+    "techniques/test_fused_kernels.py": "nn/fused_kernels",
+    "techniques/test_layer_drop.py": "nn/layer_drop",
+    "techniques/test_length_bucketing.py": "cards/lengths data/item_lengths data/length_batches data/loaders",
+    "techniques/test_low_precision_matmul.py": "nn/low_precision",
+    "techniques/test_memory_logger.py": "memory/category_peaks memory/log_files",
+    "techniques/test_micro_batching.py": "data/micro_batches nn/split_parity optim/noise_scale",
+    "techniques/test_prefetch.py": "data/prefetch",
+    "techniques/test_regional_compilation.py": "nn/compilation",
+    "techniques/test_throughput.py": "data/batch_size",
+    "techniques/test_tiled_mlp.py": "nn/tiling",
+    "test_attach.py": "callbacks",
+    "test_fitting.py": "cards/footprint memory/sizes optim/state_settings",
+    "test_docs.py": "errors units",
+    "test_guard.py": "optim/window_gradients",
+    "zero/test_engine.py": "zero/deepspeed_patches zero/refusals zero/run",
+    "zero/test_host_optimizer.py": "zero/flat",
+    "zero/test_layout.py": "zero/budget",
+    "zero/test_module.py": "zero/deepspeed_internals",
+}
+"""Test file -> the modules that it tests without having their name."""
+
+
+def module_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE).with_suffix(""))
+
+
+def mirrors(module: str) -> list[Path]:
+    """Return the test files that have the name of a module: of a technique's, the technique's first."""
+    room, *rest = module.split("/")
+    if room == "techniques":
+        return [*(TESTS / room).glob(f"test_{rest[0]}.py"), *(TESTS / room).glob(f"test_{'_'.join(rest)}.py")]
+    path = TESTS / room / f"test_{rest[-1]}.py" if rest else TESTS / f"test_{room}.py"
+    return [path] if path.is_file() else []
+
+
+@cache
+def file_of(name: str) -> Path | None:
+    """Return the file of a module of the package, by its dotted name."""
+    if not name.startswith("lightning_solo."):
+        return None
+    path = ROOT / name.replace(".", "/")
+    return next((file for file in (Path(f"{path}.py"), path / "__init__.py") if file.is_file()), None)
+
+
+@cache
+def strings(path: Path) -> set[str]:
+    """Return the words of a file's strings."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {word for text in texts for word in text.split()}
+
+
+def reached(path: Path, arrows: int) -> set[Path]:
+    """Return the files of the package that a file imports, some by their names in a string, or over other files."""
+    names = imports(path, top_level=False) | strings(path)
+    files = {file for name in names if (file := file_of(name)) is not None}
+    return files.union(*(reached(file, arrows - 1) for file in files)) if arrows > 1 else files
+
+
+def exercises(test: Path, module: str) -> bool:
+    """Return whether a test file imports a module, over two others at most, uses the facade, or runs it as a command."""
+    room, _, command = module.rpartition("/")
+    by_command = room == "cli" and command in strings(test)
+    by_facade = not room and "lightning_solo" in imports(test, top_level=False)
+    return by_command or by_facade or PACKAGE / f"{module}.py" in reached(test, 3)
+
+
+LISTED = {module: test for test, modules in ELSEWHERE.items() for module in modules.split()}
+MODULES = [module_of(path) for path in FILES if path.name not in ("__init__.py", "__main__.py", "card.py")]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_has_a_test_file_of_its_name_or_is_listed_with_another(module: str) -> None:
+    own = [path for path in mirrors(module) if exercises(path, module)]
+    if module in LISTED:
+        assert not own, f"{module} has {own[0]}: remove it from the list"
+        test = TESTS / LISTED[module]
+        assert test.is_file()
+        assert exercises(test, module), f"{LISTED[module]} does not import {module}"
+    else:
+        assert own, f"write {mirrors(module) or 'tests/<room>/test_<module>.py'}, or list the file that tests {module}"
+
+
+def test_the_list_names_only_modules_that_exist() -> None:
+    assert set(LISTED) <= set(MODULES)
+    assert sum(len(modules.split()) for modules in ELSEWHERE.values()) == len(LISTED), "a module is listed twice"
+
+
+def test_each_technique_has_a_test_file_of_its_name() -> None:
+    """Cards themselves are tested all alike, in contract/test_cards.py."""
+    for card in own_cards().values():
+        assert mirrors(f"techniques/{card.name}/technique")
