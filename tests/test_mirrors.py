@@ -122,7 +122,7 @@ def reached(path: Path, arrows: int) -> set[Path]:
 
 
 def exercises(test: Path, module: str) -> bool:
-    """Return whether a test file imports a module, over two others at most, uses the facade, or runs it as a command."""
+    """Return whether a test file imports a module, over two others, uses the facade, or runs it as a command."""
     room, _, command = module.rpartition("/")
     by_command = room == "cli" and command in strings(test)
     by_facade = not room and "lightning_solo" in imports(test, top_level=False)
