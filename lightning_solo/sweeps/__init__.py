@@ -1,1 +1,1 @@
-"""Many runs from one command: a fresh process per job, results in one table, and what became of each."""
+"""Many runs from one command: a fresh process per job, and the status and result of each in one table."""

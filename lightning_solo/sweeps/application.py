@@ -1,4 +1,4 @@
-"""A task function for other processes: imported there by its name, or carried by value where it can't be."""
+"""A task function for other processes: imported there by name, or pickled by value where it can't be imported."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from lightning_solo.errors import ConflictError
 
 @dataclass(frozen=True)
 class Application:
-    """A task function, and what it needs around it in another process.
+    """A task function and the state it needs in another process.
 
     Attributes:
-        module: the name to import it by.
-        file: its script, where it was run as one: `python train.py`.
+        module: name of the module to import.
+        file: its script, if it was run as one: `python train.py`.
         function: its name in the module.
-        unwrap: how many decorators, such as `hydra.main`, wrap it there; None where it can't be imported.
+        unwrap: number of decorators around it there, such as `hydra.main`; None if it can't be imported.
         path: `sys.path` of the command.
         arguments: `sys.argv` of the command.
         preload: modules to import before the first job; by default ``PRELOAD`` of its module.
-        resolvers: the command's resolvers of OmegaConf, pickled; None for one that can't be.
-        carried: pickled: the function where it can't be imported, else None, and Hydra's state.
+        resolvers: the command's OmegaConf resolvers, pickled; None for one that can't be pickled.
+        carried: Hydra's state, and the function or None if it can be imported; pickled.
         code: a hash of each file that defines it, see `_code_of`.
     """
 
@@ -59,7 +59,7 @@ class Application:
 
     @property
     def name(self) -> str:
-        """The name of its script or module, or of the function where there is neither."""
+        """The name of the script or module, or else of the function."""
         by = self.function if self.file is None and self.module == "__main__" else self.module
         return by.rpartition(".")[2].strip("<>")
 
@@ -73,7 +73,7 @@ class Application:
 
 
 def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydra_context: Any = None) -> Application:
-    """Return any function or callable object for other processes; without a ``hydra_context`` a job is a plain call.
+    """Return a function or callable object for other processes; without ``hydra_context`` a job is a plain call.
 
     Raises:
         ConflictError: it can neither be imported nor pickled.
@@ -93,7 +93,7 @@ def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydr
     state = None
     if hydra_context is not None:
         singletons = Singleton.get_state()["instances"]
-        if unwrap is not None:  # an import fills the store of configurations
+        if unwrap is not None:  # its import fills the ConfigStore
             singletons = {kind: instance for kind, instance in singletons.items() if kind is not ConfigStore}
         state = hydra_context, singletons
     carried = _dumps((task if unwrap is None else None, state), by_value=unwrap is None)
@@ -132,17 +132,17 @@ def _code_of(module: ModuleType | None) -> dict[str, str]:
 
 
 def _is_guarded(script: Path) -> bool:
-    """Return whether a script asks for its `__name__` at its top level, so that an import of it doesn't run it."""
+    """Return whether a script tests `__name__` at its top level, so that importing it doesn't run it."""
     try:
         statements = ast.parse(script.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # not of Python's text, such as an archive
+    except (OSError, SyntaxError, ValueError):  # not Python source, such as an archive
         return False
     tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
     return any(isinstance(node, ast.Name) and node.id == "__name__" for test in tests for node in ast.walk(test))
 
 
 def _decorators(task: Callable[..., Any], function: str) -> int | None:
-    """Return how many decorators wrap a function under its name in its module; None where it is not there."""
+    """Return the number of decorators around a module's function, or None if the module lacks it."""
     found: Any = sys.modules.get(task.__module__)
     for part in function.split("."):
         found = getattr(found, part, None)
@@ -153,13 +153,13 @@ def _decorators(task: Callable[..., Any], function: str) -> int | None:
 
 
 def _dumps(value: object, *, by_value: bool) -> bytes:
-    """Return a pickled object; ``by_value``: the other process doesn't import what the command defines."""
+    """Return a pickled object; ``by_value`` pickles code of the command that the other process can't import."""
     if not by_value:
         with suppress(pickle.PicklingError, AttributeError, TypeError):
             return pickle.dumps(value)
     try:
         dumped: bytes = cloudpickle.dumps(value)
-    except Exception as error:  # whatever an object of the user's raises
+    except Exception as error:  # a user's object may raise anything
         raise ConflictError(
             f"hydra/launcher=solo: the task function, the configuration or one of hydra.callbacks can't be handed to"
             f" another process: {error}; define it at the top level of a module that can be imported, or make what"
@@ -179,7 +179,7 @@ def _pickled_resolvers() -> dict[str, bytes | None]:
 
 
 def load(application: Application) -> Callable[[Any], Any]:
-    """Return the task function in this process, as a function of a configuration or of the argument of a plain call.
+    """Return the task function in this process; its argument is a configuration, or that of a plain call.
 
     Raises:
         ConflictError: a resolver of the command can neither be registered by an import nor be pickled.
@@ -193,9 +193,9 @@ def load(application: Application) -> Callable[[Any], Any]:
     Plugins.instance()  # which may register resolvers
     _register(application)
     if module is not None:
-        sys.modules["__main__"] = module  # its name in what the command has pickled
+        sys.modules["__main__"] = module  # pickled objects of the command refer to it
     task, state = pickle.loads(application.carried)
-    if module is None:  # classes that the function uses can be pickled under the name that they have
+    if module is None:  # classes that the function uses are pickled under their own names
         vars(sys.modules["__main__"]).update(getattr(task, "__globals__", {}))
     else:
         task = attrgetter(application.function)(module)
@@ -205,7 +205,7 @@ def load(application: Application) -> Callable[[Any], Any]:
 
 
 def _register(application: Application) -> None:
-    """Register the command's resolvers that no import has registered."""
+    """Register the command's resolvers that no import registered."""
     for name, pickled in application.resolvers.items():
         if name in BaseContainer._resolvers:
             continue
@@ -221,7 +221,7 @@ def _register(application: Application) -> None:
 def _import(application: Application) -> ModuleType:
     if application.file is None:
         return importlib.import_module(application.module)
-    loader = SourceFileLoader(application.module, application.file)  # also of a file without .py
+    loader = SourceFileLoader(application.module, application.file)  # also for a file without .py
     spec = importlib.util.spec_from_file_location(application.module, application.file, loader=loader)
     assert spec is not None  # a Python file, since it was run
     module = sys.modules[application.module] = importlib.util.module_from_spec(spec)
@@ -230,7 +230,7 @@ def _import(application: Application) -> ModuleType:
 
 
 def under_hydra(task: Callable[[Any], Any], hydra_context: Any, instances: dict[Any, Any], config: Any) -> Any:
-    """Return what a task function returns under Hydra's `run_job`; exceptions of it pass through."""
+    """Call the task function under Hydra's `run_job` and return its result; its exceptions pass through."""
     setup_globals()
     here = {ConfigStore: ConfigStore.instance(), Plugins: Plugins.instance()}
     Singleton.set_state({**Singleton.get_state(), "instances": {**here, **instances}})

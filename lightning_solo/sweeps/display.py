@@ -1,4 +1,4 @@
-"""A sweep on the terminal: live while it runs, or a line per event; and the table of failures at its end."""
+"""A sweep on the terminal: a live display or a line per event, and a table of failures at the end."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Display:
         self.names = dict(names)
         self.parallel = parallel
         self.console = console or Console(stderr=True)
-        self.states: dict[int, str] = {}  # of those that were started or kept
+        self.states: dict[int, str] = {}  # of jobs that were started or kept
         self.started: dict[int, float] = {}
         self.seconds: list[float] = []
         self._live: Live | None = None
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the jobs until the end, where there is a terminal."""
+        """Show the jobs live until the end, if there is a terminal."""
         if not self.console.is_terminal:
             yield
             return
@@ -55,9 +55,9 @@ class Display:
                 self._live = None
 
     def tell(self, event: str, number: int | None, detail: str) -> None:
-        """Update the state of a job at an event of `Sweep`, and log the event where nothing is shown live.
+        """Update a job's state at an event of `Sweep`, and log the event if there is no live display.
 
-        Why a job runs again stays on the terminal.
+        The reason for running a job again is printed in both cases.
         """
         if number is None:
             log.warning("each job starts from a fresh interpreter, some seconds slower: %s", detail)
@@ -87,7 +87,7 @@ class Display:
             self._live.update(self.render(running), refresh=True)
 
     def render(self, running: Sequence[int]) -> Group:
-        """Return the live display: the running jobs and the last ones that ended, and a line about all jobs."""
+        """Return the live display: the running jobs, the last ones that ended, and a line about all jobs."""
         done = [number for number, state in self.states.items() if state != "running"]
         failed = [n for n in done if not self.states[n].startswith(FINISHED)]
         line = f"{len(done)} of {len(self.names)} jobs done"
@@ -120,14 +120,14 @@ class Display:
         ]
 
     def seconds_left(self, running: Sequence[int]) -> float | None:
-        """Return the seconds that the sweep will still take, by the ended jobs and the steps of the running ones."""
+        """Return the seconds until the sweep ends, estimated from ended jobs and the steps of running ones."""
         durations, elapsed = list(self.seconds), 0.0
         for number in running:
             took = time.monotonic() - self.started.get(number, time.monotonic())
             file = self.folder.job(number).progress
             progress = read_json(file) or {}
             if progress.get("step") and progress.get("of_steps"):
-                until = took - max(time.time() - file.stat().st_mtime, 0.0)  # when these steps were counted
+                until = took - max(time.time() - file.stat().st_mtime, 0.0)  # when these steps were written
                 durations.append(until * progress["of_steps"] / progress["step"])
             elapsed += took
         if not durations:
@@ -137,7 +137,7 @@ class Display:
 
 
 def failures(rows: Sequence[Row], folder: Path, tail_lines: int = 0, *, rerun: bool = True) -> str:
-    """Return a table of a sweep's jobs that did not finish, the ends of their outputs, and all their numbers."""
+    """Return a table of the jobs that did not finish, the ends of their outputs, and the numbers of all of them."""
     failed = [row for row in rows if row.status != FINISHED]
     table = Table(title=f"{len(failed)} of {len(rows)} jobs did not finish", title_justify="left")
     for name in ("job", "overrides", "status", "why"):

@@ -1,4 +1,4 @@
-"""The files of a sweep: its lock, and what is known about each of its jobs.
+"""The files of a sweep: its lock, its results, and the state of each job.
 
 ```
 <sweep>/
@@ -6,12 +6,12 @@
 ├── .sweep/
 │   ├── lock             held by the command that runs the sweep, and by the process that starts its jobs
 │   ├── server.log       what that process printed: its imports, or why they failed
-│   ├── listed.json      overrides of the jobs of the last command, by number; written before the first job starts
+│   ├── listed.json      overrides of the last command's jobs, by number; written before the first job starts
 │   ├── pruning.json     settings of pruning for the jobs of a search that prunes
 │   └── jobs/7/
 │       ├── start.json       attempt, configuration and folder; written by the command before the job starts
 │       ├── progress.json    step, loss and memory during training; written by the observer that joins the job's Trainer
-│       └── result.json      what the job itself reports at its end
+│       └── result.json      what the job reports at its end
 └── 7/output.log         what job 7 printed; the folder is named by `hydra.sweep.subdir`
 ```
 Each of these JSON files is complete or absent.
@@ -71,10 +71,10 @@ class SweepFolder:
 
     @contextmanager
     def lock(self, look: Callable[[], None] = lambda: None) -> Iterator[int]:
-        """Be the only command that works on this sweep, and yield the open file that is locked.
+        """Hold the sweep's lock; yield the locked file.
 
-        The kernel releases the lock when this process and those that have inherited the file have ended. After a
-        command was killed, this waits for the end of its jobs.
+        The kernel releases the lock when this process and those that inherited the file have ended. After a killed
+        command this waits for the end of its jobs.
 
         Raises:
             CheckpointError: another command works on the sweep; names its process.

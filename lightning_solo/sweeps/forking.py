@@ -1,4 +1,4 @@
-"""Whether this process can be forked, and what a fork of it has to leave behind."""
+"""Whether this process can be forked, and the state that a fork has to renew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def why_not_fork() -> str:
-    """Return why this process can't be forked as it is now; an empty text if it can."""
+    """Return why this process can't be forked now, or an empty string if it can."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "the application starts CUDA while it is imported"
@@ -21,7 +21,7 @@ def why_not_fork() -> str:
                 if os.readlink(descriptor).startswith("/dev/nvidia"):
                     return "the application opens the CUDA device while it is imported"
     with suppress(OSError):
-        # native threads too: a fork has none of them, and waits for them
+        # native threads too: a fork has none of them and would wait for them
         others = len(os.listdir("/proc/self/task")) - 1
         if others > openblas_threads():
             names = ", ".join(t.name for t in threading.enumerate() if t is not threading.main_thread())
@@ -30,9 +30,9 @@ def why_not_fork() -> str:
 
 
 def openblas_threads() -> int:
-    """Return how many threads OpenBLAS started when numpy and others imported it: these survive a fork.
+    """Return the number of threads that OpenBLAS started on import, by numpy and others; these survive a fork.
 
-    OpenBLAS ends them before a fork and starts them again; each loaded copy has threads of its own.
+    OpenBLAS ends them before a fork and starts them again; each loaded copy has its own threads.
     """
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
     settings = (os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"))
@@ -41,7 +41,7 @@ def openblas_threads() -> int:
 
 
 def seed_afresh() -> None:
-    """Seed the random numbers of a forked process, which would otherwise repeat those of its siblings."""
+    """Seed the random numbers of a forked process; otherwise its siblings would draw the same ones."""
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

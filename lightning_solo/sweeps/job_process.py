@@ -20,16 +20,16 @@ from lightning_solo.sweeps.jobs import Settings
 VARIABLE = "LIGHTNING_SOLO_JOB"
 """Environment variable of a job: the folder of its `JobFiles`, for the observer that joins its Trainer."""
 RESUMES = "LIGHTNING_SOLO_RESUMES"
-"""Environment variable of a job that an earlier attempt began and did not finish: its folder is as that left it."""
+"""Environment variable of a job that resumes: its folder is as the earlier, unfinished attempt left it."""
 ENTRY_POINTS = str(Path(__file__).with_name("entry_points"))
-"""Folder of the metadata of a package by which Lightning adds the observer to every Trainer that finds it."""
+"""Folder of package metadata by which Lightning adds the observer to every Trainer."""
 BEFORE_S = 0.3
 """Seconds before its time limit at which a job prints its stack."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """An attempt at a job, for the process that starts it and for its own."""
+    """An attempt at a job, as sent to the process that starts it and to the job's process."""
 
     number: int
     attempt: int
@@ -43,7 +43,7 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
     """Run the task function, write its result, and return the exit status of the process."""
     from hydra.errors import CompactHydraException
 
-    faulthandler.enable(2)  # a stack in the output of a job that crashes, or is about to be ended
+    faulthandler.enable(2)  # print the stack of a job that crashes or is about to be ended
     if request.settings.timeout_s is not None:
         faulthandler.dump_traceback_later(max(request.settings.timeout_s - BEFORE_S, BEFORE_S), file=2)
     os.environ[VARIABLE] = str(files.path)
@@ -53,9 +53,9 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
     result: dict[str, Any] = {"attempt": request.attempt}
     try:
         result |= returned(task(pickle.loads(request.argument)))
-    except BaseException as error:  # SystemExit and Ctrl-C too: they are a result as well
-        with contextlib.suppress(OSError):  # a full disk has no room for its output
-            if type(error) is CompactHydraException:  # a refusal, whose message is complete
+    except BaseException as error:  # SystemExit and Ctrl-C are results too
+        with contextlib.suppress(OSError):  # the output may be on a full disk
+            if type(error) is CompactHydraException:  # a refusal with a complete message
                 print(error, file=sys.stderr)
             elif not isinstance(error, SystemExit):
                 traceback.print_exc()
@@ -63,7 +63,7 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
     faulthandler.cancel_dump_traceback_later()
     try:
         write_json(files.result, result | peaks())
-    except OSError as error:  # a full disk, which may have room for less
+    except OSError as error:  # a full disk, which may have room for a shorter result
         result = {"attempt": request.attempt, "error": {"type": "OSError", "message": f"its result: {error}"}}
         write_json(files.result, result)
     return int("error" in result)
@@ -77,14 +77,14 @@ def _message(error: BaseException) -> str:
 
 
 def returned(value: object) -> dict[str, Any]:
-    """Return what is kept of a task function's value: plain numbers, strings and containers of them.
+    """Return a mapping with the task function's value if it is plain (numbers, strings, containers of them).
 
     >>> returned(0.5), returned({1: (2,)}), returned(print)
     ({'returned': 0.5}, {'returned': {'1': [2]}}, {'not_kept': 'builtin_function_or_method'})
     """
     try:
         return {"returned": _plain(value)}
-    except Exception:  # any object of the user's, which may raise anything
+    except Exception:  # a user's object may raise anything
         return {"not_kept": type(value).__name__}
 
 
@@ -101,12 +101,12 @@ def _plain(value: Any) -> Any:
 
 
 def peaks() -> dict[str, Any]:
-    """Return the name of the device and the peak of its memory in this process, in bytes, if it used one."""
+    """Return the device's name and this process's peak memory on it, in bytes, if it used one."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
     try:
         peak = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
         return {"device": torch.cuda.get_device_name(), "peak_device_bytes": peak}
-    except RuntimeError:  # the error that ended the job has ended CUDA in this process too
+    except RuntimeError:  # the error that ended the job may have broken CUDA in this process
         return {}

@@ -15,7 +15,7 @@ from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.files import STATE
 
 RERUN = ("never", "failed", "all")
-MOST_JOBS = 10_000  # of a launcher that has no setting for it, such as Hydra's own
+MOST_JOBS = 10_000  # for a launcher without a setting for it, such as Hydra's own
 REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
 
 
@@ -26,12 +26,12 @@ class Settings:
     Attributes:
         parallel: jobs at a time.
         timeout_s: seconds that a job may take; None for no limit.
-        grace_s: seconds between a signal to a job to end and the signal that kills it.
-        retries: how often a job that failed is started again.
-        rerun: which jobs of an earlier command are run again: never, failed, all. Those of another configuration are in
-            any case; those of another script too, but for ``failed``.
-        output_mib: of a job's output that are kept; 0 for all.
-        tail_lines: of a failed job's output that are shown.
+        grace_s: seconds between the signal that asks a job to end and the signal that kills it.
+        retries: how often a failed job is started again.
+        rerun: which jobs of an earlier command run again: never, failed, all. Jobs with a changed configuration always
+            run again; so do those of a changed script, except with ``failed``.
+        output_mib: MiB of a job's output that are kept; 0 for all.
+        tail_lines: lines of a failed job's output that are shown.
     """
 
     parallel: int = 1
@@ -51,7 +51,7 @@ class Settings:
 
 
 def check_least(section: str, settings: object, **least: int) -> None:
-    """Refuse settings of one of Hydra's sections that are below the least that each may be.
+    """Refuse settings of one of Hydra's sections that are below their minimum.
 
     Raises:
         PresetError: names the setting.
@@ -63,7 +63,7 @@ def check_least(section: str, settings: object, **least: int) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to be run; ``argument`` returns that of its task function, from `Application.dumps`, when it is needed."""
+    """A job to run; ``argument`` returns the task function's pickled argument when it is needed."""
 
     number: int
     overrides: tuple[str, ...]
@@ -75,8 +75,8 @@ class Job:
 class Try(NamedTuple):
     """An attempt at a job.
 
-    ``failures`` are the earlier attempts that count against `Settings.retries`; ``anew`` is why it doesn't resume them,
-    and ``seconds`` are what those that it resumes took.
+    ``failures`` counts the earlier attempts against `Settings.retries`; ``anew`` is the reason not to resume them;
+    ``seconds`` is the time of the attempts that it resumes.
     """
 
     job: Job
@@ -87,14 +87,14 @@ class Try(NamedTuple):
 
     @property
     def resumes(self) -> bool:
-        """Whether it finds its folder as an earlier attempt left it."""
+        """Whether the job's folder is as an earlier attempt left it."""
         return self.attempt > 1 and not self.anew
 
 
 def count_jobs(overrides: Sequence[Override]) -> dict[str, int]:
-    """Return how many values each override of a sweep has, without making them.
+    """Return the number of values of each override of a sweep, without creating them.
 
-    What only a sweeper resolves, such as a glob, counts as one value.
+    A value that only a sweeper resolves, such as a glob, counts as one.
 
     Raises:
         PresetError: there are none.
@@ -120,10 +120,10 @@ def _values(override: Override) -> int:
 
 
 def check_most(counts: Mapping[str, int], most: int | None) -> None:
-    """Refuse a product of overrides with more jobs than ``most``; None for a launcher without `max_jobs`.
+    """Refuse a sweep of more than ``most`` jobs; None for a launcher without `max_jobs`.
 
     Raises:
-        PresetError: names the setting that raises it, where there is one.
+        PresetError: names the setting that raises the limit, if there is one.
     """
     jobs = math.prod(counts.values())
     if jobs > (MOST_JOBS if most is None else most):
@@ -135,12 +135,12 @@ def check_most(counts: Mapping[str, int], most: int | None) -> None:
 
 
 def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
-    """Refuse jobs' folders outside of the sweep's, or inside one another.
+    """Refuse jobs' folders outside the sweep's folder or inside one another.
 
     Raises:
         PresetError: names the jobs.
     """
-    folders = sorted((job.folder.resolve(), job.number, job) for job in jobs)  # those inside a folder come next to it
+    folders = sorted((job.folder.resolve(), job.number, job) for job in jobs)  # a folder comes before those inside it
     for folder, number, job in folders:
         if sweep.resolve() not in folder.parents or folder.is_relative_to(sweep.resolve() / STATE):
             raise PresetError(

@@ -1,6 +1,6 @@
 """A callback in every Trainer of a sweep's job, which writes step, loss and memory for the sweep.
 
-Imported where Lightning is: by a job's Trainers, which find `callbacks` by an entry point (entry_points/).
+Imported only by a job's Trainers, which find `callbacks` by an entry point (entry_points/).
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class JobObserver(Callback):  # type: ignore[misc]
             self.write(trainer)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        """Report to the search whose trial this is; a pruned trial ends as after its last step."""
+        """Report to the search of this trial; a pruned trial ends as after its last step."""
         if self._pruning is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._pruning.report(trainer)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        """Report here where nothing is validated."""
+        """Report here if nothing is validated."""
         if self._pruning is not None and not trainer.enable_validation:
             self._pruning.report(trainer)
 
     def write(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Write the progress: the steps so far and in all, the metrics of this run of the Trainer, and the memory."""
+        """Write the steps so far and in all, the metrics of this run of the Trainer, and the memory."""
         self._written = time.monotonic()
         try:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)
@@ -78,14 +78,14 @@ class JobObserver(Callback):  # type: ignore[misc]
                 },
                 durable=False,
             )
-        except Exception:  # neither a full disk nor a lost device may end the run from here
+        except Exception:  # a full disk or a lost device must not end the run here
             return
 
     on_train_start = on_exception = teardown = write
 
 
 def figures(trainer: Any) -> dict[str, float]:
-    """Return the ``figures`` of the callbacks that have such a mapping of numbers: they log them to loggers alone."""
+    """Return the ``figures`` mappings of callbacks, merged: numbers that they log only to loggers."""
     mappings = [getattr(callback, "figures", None) for callback in trainer.callbacks]
     return {
         str(key): float(value)
@@ -97,9 +97,9 @@ def figures(trainer: Any) -> dict[str, float]:
 
 
 def total_steps(trainer: Any) -> int | None:
-    """Return the optimizer steps that a run will take, or None where that is unknown."""
+    """Return the optimizer steps that a run will take, or None if unknown."""
     try:
         steps = trainer.estimated_stepping_batches
-    except Exception:  # before there is a loader, or under a strategy that doesn't know
+    except Exception:  # there is no loader yet, or the strategy doesn't know
         return None
     return int(steps) if 0 < steps < float("inf") else None

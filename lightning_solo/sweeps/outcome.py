@@ -61,7 +61,7 @@ def outcome(
 def _of_error(error: Mapping[str, Any]) -> tuple[str, str]:
     kind, text = str(error["type"]), str(error["message"])
     line = f"{kind}: {text.strip().splitlines()[0] if text.strip() else ''}".removesuffix(": ")
-    if kind == "CompactHydraException":  # a refusal, whose message is complete
+    if kind == "CompactHydraException":  # a refusal with a complete message
         return "failed", " ".join(text.split())
     if kind == "OutOfMemoryError" or any(words in text for words in DEVICE_MEMORY):
         return "out of device memory", line
@@ -84,7 +84,7 @@ def _exit(exit_code: int) -> str:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Return the processes that the kernel has killed for lack of memory since it started; 0 if not counted."""
+    """Return the number of processes the kernel has killed for lack of memory since boot; 0 if not counted."""
     try:
         lines = (root / "proc/vmstat").read_text().splitlines()
     except OSError:

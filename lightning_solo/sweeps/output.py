@@ -1,4 +1,4 @@
-"""A job's output: its file, which is cut where it grows too large, and its last lines."""
+"""A job's output: its file, which is cut when it grows too large, and its last lines."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 FILE = "output.log"
 KEPT_BYTES = 2**20
-"""Bytes of the output that stay when it is cut: the last ones."""
+"""Bytes at the end of the output that are kept when it is cut."""
 
 
 def output_file(folder: str) -> Path:
-    """Return where a job prints to, in its folder, which is made if it is missing."""
+    """Return the path of a job's output, and create its folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder, FILE)
 
 
 def cut_output(path: Path, most_bytes: int) -> None:
-    """Keep the end of an output that exceeds ``most_bytes``, 0 for no limit; what is written meanwhile may be lost."""
+    """Keep the end of an output longer than ``most_bytes`` (0: no limit); lines written meanwhile may be lost."""
     try:
         if not most_bytes or path.stat().st_size <= most_bytes:
             return
@@ -33,7 +33,7 @@ def cut_output(path: Path, most_bytes: int) -> None:
 
 
 def redirect_output(descriptor: int) -> None:
-    """Let this process print to a file, and give it an empty standard input."""
+    """Redirect this process's output to a file, and give it an empty standard input."""
     empty = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((empty, 0), (descriptor, 1), (descriptor, 2)):
         os.dup2(source, target)

@@ -1,6 +1,6 @@
-"""A job's side of a search: its Trainer reports to the study, and stops where the study prunes the trial.
+"""The part of a search inside a job: the Trainer reports to the study and stops if the study prunes the trial.
 
-Imported in a job's own process when its sweep prunes. The study is in the sweep's folder; a trial has its job's number.
+Imported in a job's process if its sweep prunes. The study is in the sweep's folder; a trial has its job's number.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def storage(folder: Path, *, new: bool) -> RDBStorage:
 
 
 class Pruning:
-    """Reports a trial's metric to its study, and stops the Trainer where the study prunes the trial.
+    """Reports a trial's metric to its study, and stops the Trainer if the study prunes the trial.
 
     Args:
         job: the folder of the job's `JobFiles`, in a sweep that prunes.
 
     Attributes:
-        pruned_at: the step, in the study's count, at which the trial was pruned; None before.
+        pruned_at: the step, as the study counts, at which the trial was pruned; None before.
     """
 
     def __init__(self, job: Path) -> None:
@@ -53,7 +53,7 @@ class Pruning:
             pruner=optuna.pruners.MedianPruner(settings["after_trials"], settings["after_steps"]),
         )
         frozen = study.get_trials(deepcopy=False)[int(job.name)]
-        self._reported = set(frozen.intermediate_values)  # by an attempt that was cut off
+        self._reported = set(frozen.intermediate_values)  # by an interrupted attempt
         self._trial = optuna.trial.Trial(study, frozen._trial_id)
 
     def report(self, trainer: Any) -> None:
@@ -71,7 +71,7 @@ class Pruning:
                 self._trial.report(value, step)
             if self._trial.should_prune():
                 self.pruned_at = step
-        except OptunaError as error:  # a study out of reach is no reason to end a run
+        except OptunaError as error:  # an unreachable study must not end the run
             warnings.warn(f"{STUDY}: nothing reported at {step}: {error}", stacklevel=2)
 
     def monitored(self, metrics: Mapping[str, Any]) -> float | None:

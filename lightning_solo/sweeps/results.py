@@ -1,4 +1,4 @@
-"""The rows of a sweep, one per job, in a file that survives a write that was cut off: `results.jsonl`."""
+"""The rows of a sweep, one per job, in `results.jsonl`, which stays readable after an interrupted write."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Row:
         overrides: of the task, without Hydra's own.
         status: one of `outcome.STATUSES`.
         detail: a line such as the exception.
-        folder: where the job wrote.
+        folder: of the job.
         attempt: how many times it was started.
         returned: the value of the task function if it is plain, else None.
         metrics: the Trainer's at the end, by name.
         steps: optimizer steps.
-        seconds: from its start to the end of its process; the attempts that it resumes count too.
+        seconds: from the start to the end of its process, plus the attempts that it resumed.
         peak_device_bytes: None without a device.
         peak_host_bytes: resident, of the largest process of the job.
         config_hash: of the composed configuration, without Hydra's section.
@@ -58,9 +58,9 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """The value of the task function if that is a number, else the logged loss, the validation's first.
+        """The task function's value if it is a number, else the logged validation loss, else another logged loss.
 
-        None for a job that didn't finish: the last loss that it logged may be of another kind, or of a batch alone.
+        None for a job that didn't finish: its last logged loss may be of another kind, or of a single batch.
         """
         if self.status != FINISHED:
             return None
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """As logged, where it was."""
+        """The last logged ``throughput/tokens_per_s``, if any."""
         return self.metrics.get("throughput/tokens_per_s")
 
 
@@ -83,12 +83,12 @@ def number(value: object) -> float | None:
 
 
 def is_validation_loss(name: str) -> bool:
-    """Return whether a metric is named as a validation loss, which a search monitors by default."""
+    """Return whether a metric has the name of a validation loss, which a search monitors by default."""
     return "val" in name.lower() and "loss" in name.lower()
 
 
 def loss_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the validation loss if one is logged, else any logged loss.
+    """Return the validation loss if one is logged, else another logged loss.
 
     >>> loss_of({"train/loss": 2.0, "val_loss": 3.0}), loss_of({"accuracy": 1.0})
     (3.0, None)
@@ -101,7 +101,7 @@ def loss_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def append(path: Path, row: Row) -> None:
-    """Add a row, on a line of its own even where an earlier write was cut off.
+    """Append a row, on its own line even after an interrupted write.
 
     Raises:
         OSError: it cannot be written, such as on a full disk.
@@ -117,13 +117,13 @@ def append(path: Path, row: Row) -> None:
 
 
 def line_of(row: Row) -> bytes:
-    """Return a row as a line with a checksum, which shows whether the line is whole."""
+    """Return a row as a line with a checksum, which detects an incomplete line."""
     text = json.dumps({"version": VERSION, **asdict(row)}, allow_nan=True)
     return f"{zlib.crc32(text.encode()):08x} {text}\n".encode()
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows by number, the last of each; lines that are not whole are left out.
+    """Return the last row of each job, by number; incomplete lines are skipped.
 
     Raises:
         CheckpointError: the file is of another version of this library.
@@ -150,7 +150,7 @@ def read(path: Path) -> list[Row]:
 
 
 def read_all(sweep: SweepFolder) -> list[Row]:
-    """Return the rows of a sweep, by number, and one for each job that has no result yet or was not started.
+    """Return the rows of a sweep by number, including jobs without a result or not yet started.
 
     Raises:
         CheckpointError: they are of another version of this library.

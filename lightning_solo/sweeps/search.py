@@ -1,7 +1,7 @@
 """A search by Optuna: a trial per job, each with the job's number, in a study that the same command resumes.
 
-A trial is stored with its parameters before its job starts. So after a command was killed, the next one hands the
-trials that are running according to the study to the launcher, which knows how their jobs ended.
+A trial's parameters are stored before its job starts. After a command was killed, the next one passes the study's
+running trials to the launcher, which knows how their jobs ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Search:
 
     Raises:
         PresetError: a setting is out of range.
-        ConflictError: settings that can't be combined, or another launcher.
+        ConflictError: settings that can't be combined, or a launcher other than ``solo``.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Search:
     ) -> None:
         if not str(config.hydra.launcher.get("_target_")).endswith(".SoloLauncher"):
             raise ConflictError(
-                "hydra/sweeper=solo_optuna: what a trial came to and what it cost is in the results of"
+                "hydra/sweeper=solo_optuna: it reads each trial's value and cost from the results of"
                 " hydra/launcher=solo; write both"
             )
         self.settings = settings(options, config.hydra.launcher.parallel)
         if config.hydra.launcher.rerun != "never":
             raise ConflictError(
                 f"hydra.launcher.rerun={config.hydra.launcher.rerun} and hydra/sweeper=solo_optuna: a trial that has"
-                " ended is a result; write a larger hydra.sweeper.n_trials for more of them"
+                " ended is not run again; write a larger hydra.sweeper.n_trials for more trials"
             )
         if self.settings.pruning:
             with read_write(config), open_dict(config):
@@ -78,7 +78,7 @@ class Search:
             JobsFailed: at the end, if jobs failed.
         """
         space = search_space(arguments, self.loader)
-        for overrides in space.samples():  # refuses an unknown key or choice before the study stores it
+        for overrides in space.samples():  # refuse an unknown key or choice before the study stores it
             self.loader.load_sweep_config(self.config, overrides)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         with quiet(), self.launcher.kept(range(self.settings.n_trials)):
@@ -88,14 +88,14 @@ class Search:
             left: set[int] = set()
             while trials := self._next(study, left):
                 for frozen in trials:
-                    # parameters are stored one by one; a killed command may have left a trial without the rest
+                    # parameters are stored one by one; a killed command may have stored only some of a trial's
                     study.sampler = self._sampler(frozen.number)
                     suggest(Trial(study, frozen._trial_id), space)
                 left |= self._run(study, space, [frozen.number for frozen in trials])
         self._conclude(study, space)
 
     def _next(self, study: Study, left: set[int]) -> list[FrozenTrial]:
-        """Return the running trials, of this command or of a killed one; if there are none, new ones."""
+        """Return the running trials, of this command or a killed one; if there are none, new ones."""
 
         def running() -> list[FrozenTrial]:
             trials = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -109,18 +109,18 @@ class Search:
         return running()
 
     def _sampler(self, trial: int) -> BaseSampler:
-        """Return the sampler for one trial: its draws don't depend on how often the command was started."""
+        """Return the sampler for one trial; its draws don't depend on how often the command was started."""
         seed = self.settings.seed
         of_trial = None if seed is None else int(np.random.SeedSequence([seed, trial]).generate_state(1)[0])
         if self.settings.sampler == "tpe":
-            return TPESampler(seed=of_trial, constant_liar=True)  # trials at the same time keep apart
+            return TPESampler(seed=of_trial, constant_liar=True)  # so that parallel trials differ
         return (RandomSampler if self.settings.sampler == "random" else NSGAIISampler)(seed=of_trial)
 
     def _run(self, study: Study, space: SearchSpace, numbers: Sequence[int]) -> set[int]:
         """Run trials and store their results; return those that the same command should run again later."""
         params = {trial.number: trial.params for trial in study.get_trials(deepcopy=False)}
         for _, group in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-            successive = [number for _, number in group]  # as a launcher numbers its jobs
+            successive = [number for _, number in group]  # a launcher numbers its jobs consecutively
             self.launcher.launch([space.overrides(params[number]) for number in successive], successive[0])
         rows = self._rows()
         again = {trial for trial in numbers if rows[trial].status == INTERRUPTED}
@@ -145,8 +145,8 @@ class Search:
             detail = f"returned {row.returned!r} {row.detail}".strip() + ": a search needs a number"
             results.append(self.folder.results, replace(row, status="failed", detail=detail))
             raise PresetError(
-                f"job {row.number} {detail}; let the task function return it, such as"
-                " float(trainer.callback_metrics['validation/loss']), which is there after a validation;"
+                f"job {row.number} {detail}; return it from the task function, such as"
+                " float(trainer.callback_metrics['validation/loss']), which exists after a validation;"
                 " `lightning-solo train` returns the metric hydra.sweeper.monitor, here one of"
                 f" {', '.join(sorted(row.metrics)) or 'none'}"
             )
@@ -161,7 +161,7 @@ class Search:
 
     def _conclude(self, study: Study, space: SearchSpace) -> None:
         trials = study.get_trials(deepcopy=False)
-        best = study.best_trials if len(study.directions) > 1 else study.best_trials[:1]  # none where none has finished
+        best = study.best_trials if len(study.directions) > 1 else study.best_trials[:1]  # empty if none has finished
         OmegaConf.save(OmegaConf.create(summary(best)), self.folder.path / "optimization_results.yaml")
         print(describe(study, best, self.settings.objectives, space, self.folder.path / STUDY))
         rows = [row for trial, row in self._rows().items() if trial < len(trials)]

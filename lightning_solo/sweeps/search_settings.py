@@ -1,4 +1,4 @@
-"""The settings of a search: its objectives, how trials are chosen, and which of them are ended early."""
+"""The settings of a search: its objectives, the choice of trials, and pruning."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Settings:
     """The settings of `hydra.sweeper`.
 
     Attributes:
-        n_trials: of the study, those of earlier commands and failed ones included.
+        n_trials: of the study, including failed trials and those of earlier commands.
         n_jobs: trials that are drawn at a time.
         direction: minimize or maximize, one per objective.
-        objectives: value, which the task function returns; peak_memory and seconds, which the sweep measures.
+        objectives: value, returned by the task function; peak_memory and seconds, measured by the sweep.
         seed: of the sampler; None draws one.
-        pruning: whether trials that do worse than the median of the earlier ones are ended, by Lightning.
-        monitor: the metric by which trials are pruned; None for the validation's loss.
-        prune_after_trials: finished trials before the first is ended.
-        prune_after_steps: optimizer steps, or epochs for a Trainer that validates once in each, before one is ended.
+        pruning: whether Lightning ends trials that do worse than the median of earlier ones.
+        monitor: the metric for pruning; None for the validation loss.
+        prune_after_trials: finished trials before the first one is pruned.
+        prune_after_steps: optimizer steps, or epochs for a Trainer that validates once in each, before a trial is
+            pruned.
         study_name: None for the name of the sweep's folder.
     """
 
@@ -54,10 +55,11 @@ class Settings:
 
 
 def settings(options: Mapping[str, Any], parallel: int) -> Settings:
-    """Return the settings of Hydra's section.
+    """Return the checked settings of Hydra's section.
 
-    ``n_jobs`` may be None there for ``parallel``, as many as the launcher runs at a time; ``direction`` one word for
-    all; and ``objectives`` None for value alone, or for value and peak_memory where there are two directions.
+    In the section ``n_jobs`` may be None for ``parallel``, the number of jobs the launcher runs at a time;
+    ``direction`` may be one word for all objectives; and ``objectives`` may be None for value, or with two directions
+    for value and peak_memory.
 
     Raises:
         PresetError: a value is out of range.
@@ -100,12 +102,12 @@ def _refuse_conflicts(checked: Settings) -> None:
         return
     if len(objectives) > 1:
         raise ConflictError(
-            f"hydra.sweeper.pruning=true and {listed}: Optuna can't say which of two trials is the better one; write"
+            f"hydra.sweeper.pruning=true and {listed}: pruning needs a single objective; write"
             " hydra.sweeper.pruning=false, or search for one objective"
         )
     if VALUE not in objectives:
         raise ConflictError(
-            f"hydra.sweeper.pruning=true and {listed}: a metric says nothing about it; write"
+            f"hydra.sweeper.pruning=true and {listed}: no reported metric predicts it; write"
             " hydra.sweeper.pruning=false or objectives=[value]"
         )
     if checked.monitor is None and checked.direction != ["minimize"]:

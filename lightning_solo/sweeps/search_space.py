@@ -25,7 +25,7 @@ EXAMPLE = "'optimizer.lr=tag(log, interval(1e-5, 1e-2))' or model.depth=2,4,8"
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Distributions by the keys of their overrides, and the overrides that every trial has."""
+    """Distributions by override key, and the fixed overrides of every trial."""
 
     distributions: Mapping[str, BaseDistribution]
     fixed: tuple[str, ...]
@@ -42,15 +42,15 @@ class SearchSpace:
         return [self.overrides(params) for params in (first, *others)]
 
     def described(self) -> dict[str, str]:
-        """Return each key's distribution as text, to compare it with another command's."""
+        """Return each key's distribution as text, for a comparison with another command's."""
         return {name: _text(distribution) for name, distribution in sorted(self.distributions.items())}
 
 
 def search_space(texts: Sequence[str], config_loader: ConfigLoader | None = None) -> SearchSpace:
-    """Return the space that overrides span; of two with the same key the later one counts.
+    """Return the space of overrides; the later of two with the same key wins.
 
     Raises:
-        PresetError: a range that is empty or that Optuna can't search.
+        PresetError: a range is empty or Optuna can't search it.
         NothingToDoError: there is nothing to search.
 
     >>> space = search_space(["seed=1", "lr=tag(log, interval(1e-4, 1e-2))", "width=choice(64,128)"])
@@ -88,9 +88,9 @@ def _distribution(key: str, override: Override) -> BaseDistribution:
             low, high = min(first, *others, first), max(first, *others, first)
             return _between(low, high, log=log, step=None if log and value.step == 1 else abs(value.step))
         if hasattr(value, "shuffle"):
-            value.shuffle = False  # the order means nothing to a search, but another one would be another space
+            value.shuffle = False  # a search ignores the order, and two orders would be two spaces
         return CategoricalDistribution(list(dict.fromkeys(override.sweep_string_iterator())))
-    except ValueError as error:  # an empty range can't be unpacked; the others are Optuna's words
+    except ValueError as error:  # unpacking an empty range, or Optuna's own message
         why = "an empty range" if "unpack" in str(error) else str(error).rstrip(".")
         raise PresetError(f"{text!r}: {why}; write for example {EXAMPLE}") from error
 

@@ -38,7 +38,7 @@ from lightning_solo.sweeps.output import cut_output, output_file, redirect_outpu
 
 @dataclass(frozen=True)
 class End:
-    """How a job's process ended; ``peak_host_bytes`` are resident, of the largest process of the job."""
+    """The end of a job's process; ``peak_host_bytes`` is resident memory of the job's largest process."""
 
     status: str
     detail: str
@@ -52,7 +52,7 @@ class Running:
 
     Attributes:
         descriptor: of the process; readable once it has ended.
-        stopped_at: when it was last signalled to end, on the monotonic clock.
+        stopped_at: time of the last signal to end, on the monotonic clock.
     """
 
     request: JobRequest
@@ -69,10 +69,10 @@ class Server:
     """Starts jobs on demand, and ends with its command.
 
     Args:
-        sweep: whose jobs they are.
-        connection: to the command, which sends an `Application`, then a `JobRequest` for each job, and None to
-            interrupt those that run; it gets ("ready", why not forked) or ("failed", why), then (number, `End`).
-        lock: the sweep's, which the command has locked.
+        sweep: of the jobs.
+        connection: to the command. It sends an `Application`, then a `JobRequest` for each job, and None to interrupt
+            the running ones. It receives ("ready", why not forked) or ("failed", why), then (number, `End`).
+        lock: the sweep's, locked by the command.
     """
 
     def __init__(self, sweep: SweepFolder, connection: Connection, lock: int) -> None:
@@ -84,7 +84,7 @@ class Server:
         self.application: Application | None = None
 
     def serve(self) -> None:
-        """Serve the command until it is gone, and its jobs until they have ended."""
+        """Serve the command until it is gone, and the jobs until they have ended."""
         while self.connection is not None or self.running:
             watched: list[Any] = [job.descriptor for job in self.running.values()]
             if self.connection is not None:
@@ -134,7 +134,7 @@ class Server:
         if why:
             self.task = None
         gc.collect()
-        gc.freeze()  # the objects of now are shared by all jobs
+        gc.freeze()  # all jobs share the objects that exist now
         self._send(("ready", why))
 
     def _start(self, request: JobRequest) -> None:
@@ -152,7 +152,7 @@ class Server:
         return pid
 
     def _become(self, request: JobRequest, output: int, server: int) -> NoReturn:
-        """Turn a fork into the job, which keeps nothing of the server."""
+        """Turn a fork into the job, without any state of the server."""
         status = 1
         try:
             end_with_parent(server)
@@ -197,7 +197,7 @@ class Server:
 
     def _stop(self, job: Running, number: signal.Signals) -> None:
         if job.stopped_at is not None:
-            number = signal.SIGKILL  # it was signalled before
+            number = signal.SIGKILL  # second signal
         job.stopped_at = time.monotonic()
         with suppress(ProcessLookupError):
             os.killpg(job.pid, number)
@@ -207,13 +207,13 @@ class Server:
         _, wait_status, usage = os.wait4(job.pid, 0)
         os.close(job.descriptor)
         del self.running[request.number]
-        with suppress(ProcessLookupError, PermissionError):  # processes that the job started and left
+        with suppress(ProcessLookupError, PermissionError):  # processes that the job started and left behind
             os.killpg(job.pid, signal.SIGKILL)
         cut_output(output_file(request.folder), settings.output_mib * 2**20)
         files = self.sweep.job(request.number)
         result = files.result_of(request.attempt)
         if self.connection is None and "error" in (result or {}):
-            files.result.unlink()  # it failed of the interrupt, since the command is gone: no result of its own
+            files.result.unlink()  # it failed because of the interrupt, so this is not its result
         status, detail = outcome(
             os.waitstatus_to_exitcode(wait_status),
             result,
@@ -228,7 +228,7 @@ class Server:
 
 
 def serve(folder: str, connection: str, lock: str) -> None:
-    """Be the server of a sweep's folder in this fresh interpreter, by the numbers of two open files."""
+    """Run the server of a sweep's folder in this fresh interpreter, given the numbers of two open files."""
     for descriptor in (connection, lock):
         os.set_inheritable(int(descriptor), False)
     Server(SweepFolder(Path(folder)), Connection(int(connection)), int(lock)).serve()

@@ -1,4 +1,4 @@
-"""The study of a search: opened where it is the same one, its trials drawn, and its result described."""
+"""The study of a search: opened or created, its trials drawn, its result described."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lightning_solo.sweeps.search_space import SearchSpace
 from lightning_solo.units import GiB
 
 IDENTITY = "lightning_solo"
-"""Name of the study's attribute that holds its objectives and search space."""
+"""Name of the study's attribute with its objectives and search space."""
 
 
 def open_study(folder: Path, settings: Settings, space: SearchSpace) -> Study:
-    """Return the study of a sweep's folder; a new one where there is none.
+    """Return the study of a sweep's folder; create it if there is none.
 
     Raises:
         CheckpointError: the study there has another name or space, or the file can't be read.
@@ -65,7 +65,7 @@ def open_study(folder: Path, settings: Settings, space: SearchSpace) -> Study:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a line for each difference between two identities of a study."""
+    """Return a line for each difference between two studies' identities."""
     lines = [
         f"\n  {key}: {before.get(part, {}).get(key, 'not there')} before, {now[part].get(key, 'not there')} now"
         for part in now
@@ -76,10 +76,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def suggest(trial: Trial, space: SearchSpace) -> None:
-    """Draw the parameters that a trial lacks, to the same result as without a killed command that drew some."""
+    """Draw the parameters that a trial lacks, with the same result as if no killed command had drawn some of them."""
     for name, distribution in space.distributions.items():
         if name in trial.params and name not in trial.relative_params and not distribution.single():
-            # stored by a killed command: drawn again, so that the sampler then draws the next one as it would have
+            # stored by a killed command: draw it again, so that the sampler's next draw is the usual one
             frozen = trial.study.trials[trial.number]
             trial.study.sampler.sample_independent(trial.study, frozen, name, distribution)
         if isinstance(distribution, CategoricalDistribution):
@@ -93,7 +93,7 @@ def suggest(trial: Trial, space: SearchSpace) -> None:
 def describe(
     study: Study, best: Sequence[FrozenTrial], objectives: Sequence[str], space: SearchSpace, file: Path
 ) -> str:
-    """Return the result of a study, in lines."""
+    """Return the result of a study as text."""
     states = Counter(trial.state.name.lower() for trial in study.get_trials(deepcopy=False))
     counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     lines = [f"{sum(states.values())} trials: {counts}"]
@@ -109,7 +109,7 @@ def describe(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Optuna's lines about each trial, which the sweep has already."""
+    """Silence Optuna's lines about each trial, which repeat the sweep's."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep, each in a fresh process; jobs that an earlier command ran are not run again."""
+"""Runs the jobs of a sweep, each in a fresh process; finished jobs of an earlier command are not run again."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Sweep:
     """One command's work on one sweep's folder.
 
     Args:
-        folder: where everything is written.
-        application: what the jobs run.
-        settings: how.
-        tell: called with (event, job's number, details) at each event: "kept", "started", "ended", "again", "anew",
+        folder: of the sweep.
+        application: of the jobs.
+        settings: of the launcher.
+        tell: called with (event, job's number, details); events are "kept", "started", "ended", "again", "anew" and
             "spawning".
-        look: called several times a second with the numbers of the jobs that run.
-        wanted: called before a job is started; a job that is no longer wanted is left out, without a row.
+        look: called several times a second with the numbers of the running jobs.
+        wanted: called before a job starts; an unwanted job is left out, without a row.
     """
 
     folder: SweepFolder
@@ -59,15 +59,15 @@ class Sweep:
             raise CapabilityError("hydra/launcher=solo needs Linux; write hydra/launcher=basic")
         self.rows: dict[int, Row] = {}
         self._listed: dict[int, tuple[str, ...]] = {}
-        self._signals: list[int] = []  # to end, which this process got
-        self._full: tuple[Path, str] | None = None  # the file that could not be written, and why; no job starts then
+        self._signals: list[int] = []  # signals to end that this process received
+        self._full: tuple[Path, str] | None = None  # a file that could not be written, and why; then no job starts
         self._opened: ExitStack | None = None
         self._lock = -1
         self._server: Connection | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the folder's lock, and the process that starts the jobs, from one `run` to the next.
+        """Hold the folder's lock and the process that starts the jobs, from one `run` to the next.
 
         Raises:
             CheckpointError: another command works on this sweep.
@@ -89,7 +89,7 @@ class Sweep:
         Raises:
             CheckpointError: another command works on this sweep, its results are of another version, a file could not
                 be written, or the process that starts the jobs died.
-            PresetError: the application can't be loaded by another process; a job's folder leads out of the sweep.
+            PresetError: another process can't load the application, or a job's folder is outside the sweep's.
             KeyboardInterrupt: after the running jobs were signalled and have ended.
         """
         check_folders(self.folder.path, jobs)
@@ -97,7 +97,7 @@ class Sweep:
             self._check_signals()
             earlier = {row.number: row for row in results.read(self.folder.results)}
             self._listed |= {job.number: job.overrides for job in jobs}
-            with suppress(OSError):  # on a full disk the first job that starts fails, too, and says so
+            with suppress(OSError):  # on a full disk the first job fails with a message
                 write_json(self.folder.listed, self._listed, durable=False)
             waiting: deque[Try] = deque()
             for job in jobs:
@@ -118,7 +118,7 @@ class Sweep:
             return [self.rows[job.number] for job in jobs if job.number in self.rows]
 
     def _row_or_try(self, job: Job, row: Row | None) -> Row | Try:
-        """Return a job's row, from an earlier command, if the job need not run again, else its next try."""
+        """Return a job's row if an earlier command finished it, else its next try."""
         files, rerun = self.folder.job(job.number), self.settings.rerun
         start = read_json(files.start)
         if start is None:
@@ -145,13 +145,13 @@ class Sweep:
         return Try(job, attempt + 1, failures, anew, seconds)
 
     def _changed(self, job: Job, start: Mapping[str, Any]) -> str:
-        """Return what has changed since a job was started; empty where its earlier attempts count."""
+        """Return what has changed since a job was started; empty if its earlier attempts count."""
         if start.get("config_hash") != job.config_hash:
             return "its configuration has changed"
         before, now = start.get("code"), self.application.code
         if self.settings.rerun == "failed" or before == now:
             return ""
-        if not isinstance(before, Mapping):  # of a version that didn't write it by file
+        if not isinstance(before, Mapping):  # an older version didn't store it by file
             return "another version of lightning-solo ran it"
         files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
         more = f" and {len(files) - SHOWN_FILES} more files" if len(files) > SHOWN_FILES else ""
@@ -160,7 +160,7 @@ class Sweep:
     def _work(self, waiting: deque[Try]) -> None:
         """Run jobs until all have ended.
 
-        At a Ctrl-C the running jobs get one too, and none is started; at a second they are killed.
+        Ctrl-C interrupts the running jobs and starts no others; a second Ctrl-C kills them.
         """
         running: dict[int, Try] = {}
         forwarded = 0
@@ -182,7 +182,7 @@ class Sweep:
                         return
         except (EOFError, ConnectionError):
             raise CheckpointError(
-                f"{self.folder.path}: the process that starts the jobs died; its last words are in"
+                f"{self.folder.path}: the process that starts the jobs died; its last output is in"
                 f" {self.folder.server_log}; the same command resumes"
             ) from None
 
@@ -220,7 +220,7 @@ class Sweep:
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether no further job is started."""
+        """Return whether no further job is to start."""
         return bool(self._signals) or self._full is not None
 
     def _start(self, server: Connection, one: Try, running: dict[int, Try]) -> None:
