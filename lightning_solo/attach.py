@@ -9,12 +9,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lightning_solo.build import build_callbacks, check_machine, trainer_arguments
+from lightning_solo.build import build_callbacks, trainer_arguments
 from lightning_solo.cards.configuration import Chosen
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import Preset, compose, compose_yaml
 from lightning_solo.presets.files import descriptions, preset_files
 from lightning_solo.presets.overrides import parse_overrides
+from lightning_solo.requirements import check_machine
 
 
 def trainer_kwargs(

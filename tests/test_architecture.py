@@ -39,6 +39,7 @@ LEVELS = {
     "reference": 2,
     "guard": 2,
     "fitting": 2,
+    "requirements": 1.5,
     "build": 3,
     "report": 5,
     "attach": 5,

@@ -10,8 +10,8 @@ import pytest
 
 import lightning_solo as solo
 from lightning_solo import build
-from lightning_solo.build import check_machine, check_versions
 from lightning_solo.presets.compose import compose
+from lightning_solo.requirements import check_machine, check_versions
 from lightning_solo.zero import extension
 from tests.messages import mentions, nearest
 

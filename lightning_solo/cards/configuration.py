@@ -204,12 +204,12 @@ class Configuration:
                     f" {remedy.format(factor=factor)}"
                 )
 
-    def unmet(self) -> Iterator[tuple[Chosen, Requirement]]:
-        """Yield the requirements that apply, each with its technique."""
+    def requirements(self) -> Iterator[tuple[Requirement, str]]:
+        """Yield the requirements that apply, each with its remedy in words."""
         for chosen in self.techniques:
             for requirement in chosen.card.requires:
                 if requirement.when(chosen.settings):
-                    yield chosen, requirement
+                    yield requirement, requirement.words(chosen.settings)
 
     def needs_cuda(self) -> str | None:
         """Return which choice needs a CUDA device, and what to write without one; None if it runs anywhere."""
@@ -217,7 +217,7 @@ class Configuration:
             return (
                 f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
             )
-        return next((need.words(chosen.settings) for chosen, need in self.unmet() if need.kind == "cuda"), None)
+        return next((words for need, words in self.requirements() if need.kind == "cuda"), None)
 
 
 def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_solo.atomic_files import read_json, write_json
-from lightning_solo.build import check_machine, make, trainer_arguments
+from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import load_class, own_cards
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
@@ -43,6 +43,7 @@ from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
+from lightning_solo.requirements import check_machine
 from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.units import GiB

@@ -13,8 +13,9 @@ from lightning_solo.cards.catalogue import card_of, catalogue
 from lightning_solo.cards.configuration import AutoSettings, Chosen, Configuration, Target
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.devices import budget_on, device, parse_budget
-from lightning_solo.presets.registry import refuse_foreign_targets, target_of
+from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
+from lightning_solo.presets.targets import refuse_foreign_targets
 
 PRECISIONS = {
     "32-true": "32-true",

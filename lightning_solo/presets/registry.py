@@ -6,7 +6,7 @@ A node of a configuration becomes an object by ``name``, of a technique's card o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_solo.errors import PresetError, unknown_name
@@ -31,15 +31,6 @@ def target_of(kind: str, name: object, option: str) -> str:
     return names[name]
 
 
-def is_allowed(path: str, allow: Sequence[str]) -> bool:
-    """Return whether ``path`` is one of the prefixes in ``allow`` or below one.
-
-    >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
-    (True, False)
-    """
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
-
-
 def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield each value at any depth of a plain configuration, with its path; without ``of_lists`` lists are values.
 
@@ -54,32 +45,3 @@ def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tupl
             yield from leaves(value, f"{path}[{index}]")
     else:
         yield path, node
-
-
-def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
-    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, at any depth, lists included."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if key == "_target_":
-                yield option, value
-            else:
-                yield from targets(value, f"{option}.{key}")
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from targets(value, f"{option}[{index}]")
-
-
-def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
-    """Refuse every ``_target_`` outside the prefixes in ``allow``, before anything is imported.
-
-    Raises:
-        PresetError: a target is not a string, or outside ``allow``.
-    """
-    for path, target in targets(node, option):
-        if not isinstance(target, str) or not is_allowed(target, allow):
-            allowed = ", ".join(allow) if allow else "nothing"
-            root = str(target).split(".")[0]
-            raise PresetError(
-                f"{path}._target_={target!r}: only registered names and allowed prefixes become objects; "
-                f"allowed is {allowed}. If you trust it, write allow=[{root!r}] (command line: allow=[{root}])"
-            )

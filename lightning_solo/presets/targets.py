@@ -1,0 +1,122 @@
+"""Nodes with a ``_target_``: which are allowed, and the objects that they describe."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.signature import parameters_of_class
+
+_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # Hydra's words in a node
+
+
+def is_allowed(path: str, allow: Sequence[str]) -> bool:
+    """Return whether ``path`` is one of the prefixes in ``allow`` or below one.
+
+    >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
+    (True, False)
+    """
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
+
+
+def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
+    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, at any depth, lists included."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == "_target_":
+                yield option, value
+            else:
+                yield from targets(value, f"{option}.{key}")
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from targets(value, f"{option}[{index}]")
+
+
+def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
+    """Refuse every ``_target_`` outside the prefixes in ``allow``, before anything is imported.
+
+    Raises:
+        PresetError: a target is not a string, or outside ``allow``.
+    """
+    for path, target in targets(node, option):
+        if not isinstance(target, str) or not is_allowed(target, allow):
+            allowed = ", ".join(allow) if allow else "nothing"
+            root = str(target).split(".")[0]
+            raise PresetError(
+                f"{path}._target_={target!r}: only registered names and allowed prefixes become objects; "
+                f"allowed is {allowed}. If you trust it, write allow=[{root!r}] (command line: allow=[{root}])"
+            )
+
+
+def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
+    """Return what a plain, checked tree describes: Hydra's `_target_`, `_args_` and `_partial_`, nothing resolved anew.
+
+    Not `hydra.utils.instantiate`: it resolves interpolations once more, which could make a target after our check.
+    """
+    if isinstance(node, (list, tuple)):
+        return [instantiate(value, f"{option}[{index}]", allow) for index, value in enumerate(node)]
+    if not isinstance(node, Mapping):
+        return node
+    arguments = {
+        key: instantiate(value, f"{option}.{key}", allow) for key, value in node.items() if key not in _SPECIAL
+    }
+    if "_target_" not in node:
+        return arguments
+    if "_recursive_" in node:
+        raise PresetError(f"{option}._recursive_={node['_recursive_']!r}: not supported here; drop it")
+    target = _allowed(str(node["_target_"]), option, allow)
+    positional = instantiate(list(node.get("_args_", ())), f"{option}._args_", allow)
+    accepted = parameters_of_class(target)
+    if accepted is not None and not positional and not node.get("_partial_"):
+        check_arguments(arguments, accepted, option)
+    if node.get("_partial_"):
+        return functools.partial(target, *positional, **arguments)
+    return target(*positional, **arguments)
+
+
+def _allowed(target: str, option: str, allow: Sequence[str]) -> Any:
+    """Return the object at a path; refuse ``my_project.os.system``: below an allowed name, but defined elsewhere."""
+    thing = _locate(target, option)
+    home = f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', '')}"
+    if not callable(thing) or not is_allowed(home, allow):
+        raise PresetError(
+            f"{option}._target_={target!r} is {home}, outside the allowed {', '.join(allow)}; "
+            f"name it where it is defined, and allow that if you trust it"
+        )
+    return thing
+
+
+def _locate(target: str, option: str) -> Any:
+    parts = target.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:depth])
+        try:
+            thing: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
+                raise  # the user's module exists, but one that it imports doesn't
+            continue
+        for name in parts[depth:]:
+            if not hasattr(thing, name):
+                raise PresetError(
+                    f"{option}._target_={target!r}: {module} has no {name!r}{_instead(name, thing, parts[0])}"
+                )
+            thing = getattr(thing, name)
+        return thing
+    raise PresetError(
+        f"{option}._target_={target!r}: there is no module {parts[0]!r}; install it, or run in the folder that has it"
+    )
+
+
+def _instead(name: str, thing: Any, package: str) -> str:
+    """Return which of the package's own classes and functions in a module or class could be meant."""
+    names = [
+        own
+        for own, value in getattr(thing, "__dict__", {}).items()
+        if callable(value) and not own.startswith("_") and f"{value.__module__}.".startswith(f"{package}.")
+    ]
+    return f"{nearest(name, names)}there are {', '.join(sorted(names)[:20])}" if names else ""
