@@ -1,4 +1,4 @@
-"""Files that are whole at any moment, whatever ends the process that writes them; and locks on files."""
+"""Files that are never half written, even if the process dies; and locks on files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_json(path: Path, data: Mapping[Any, Any], *, durable: bool = True) -> 
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the mapping that `write_json` wrote; None where there is no such file, or not all of one."""
+    """Return the mapping that `write_json` wrote; None where the file is missing or incomplete."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

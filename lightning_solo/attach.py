@@ -1,4 +1,4 @@
-"""The three calls that attach a preset: `trainer_kwargs`, `callbacks`, and to look at one first, `show`."""
+"""The public calls: `trainer_kwargs` and `callbacks` attach a preset, `show` prints it, `list_presets` names all."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def trainer_kwargs(
 ) -> dict[str, Any]:
     """Return the arguments with which a Trainer trains under a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
-    Only the arguments that the preset needs are in it, and always ``devices=1``. Where the Trainer is given one of
-    them a second time, Python refuses; where a merged mapping replaces one, the run is refused at its start.
+    It holds only the arguments that the preset needs, and always ``devices=1``. Python refuses an argument that is
+    given twice; a run is refused at its start if a merged mapping has replaced one.
 
     Args:
         preset: a name of `list_presets`, several of them as ``["compact", "checkpointing"]``, or the fields themselves
@@ -75,7 +75,7 @@ def callbacks(
 ) -> list[Any]:
     """Return a preset's callbacks, for a Trainer that exists: ``trainer.callbacks += solo.callbacks("bf16")``.
 
-    Warns about what a callback can't carry, precision and strategy among it: a Trainer takes those when it is made.
+    Warns of settings that callbacks can't carry, such as precision and strategy: a Trainer takes those when it is made.
 
     Raises:
         PresetError, ConflictError, CapabilityError: as `trainer_kwargs`.
@@ -106,7 +106,7 @@ def list_presets() -> list[str]:
 
 
 def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
-    """Return a preset, or several combined, as composed, in YAML, under a line each that says what it is for.
+    """Return one or several presets as composed YAML, headed by the purpose of each.
 
     Raises:
         PresetError: unknown preset or override.

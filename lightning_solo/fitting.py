@@ -1,4 +1,4 @@
-"""Which presets would fit where one did not: their model states against what device and host have now.
+"""Presets that would fit where one did not: their model states against the free memory of device and host.
 
 A rule of thumb for an error message: bytes per parameter by the cards' footprints, AdamW assumed, no activations.
 """
@@ -42,7 +42,7 @@ class Room:
 
 
 def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], None], free: Room | None = None) -> str:
-    """Return a sentence that names the presets whose model states would fit, or the smallest need if none does."""
+    """Return a sentence that names the presets that would fit, or the smallest need if none does."""
     sizes = sizes_of(module)
     free = free or free_room(module)
     needs = {}
@@ -69,7 +69,7 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], N
 
 
 def model_states(config: Configuration, sizes: Sizes, *, cuda: bool) -> Room | None:
-    """Return what a preset's model states need with AdamW and a margin; None where that isn't known."""
+    """Return the room that a preset's model states need with AdamW and a margin; None where that isn't known."""
     if isinstance(config.strategy, Target):
         return None
     accumulation = max(config.first_factor, 2 if config.accumulates else 1)  # which bytes are kept, not how often
@@ -81,7 +81,7 @@ def model_states(config: Configuration, sizes: Sizes, *, cuda: bool) -> Room | N
 
 
 def free_room(module: torch.nn.Module) -> Room:
-    """Return what a new run could have: what is free, and what this process and the module hold and would give back."""
+    """Return the room for a new run: free memory, and the memory that this process and the module would give back."""
     host = host_memory()[1] + host_bytes_of(module)
     if not torch.cuda.is_available():
         return Room(0, host)

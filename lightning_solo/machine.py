@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch: packages, host memory, and the tools to build extensions with."""
+"""Packages, host memory and build tools of this machine, found without torch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def tool_path() -> str:
-    """Return the folders in which tools are looked for: PATH, or without one the system's default."""
+    """Return the folders to search for tools: PATH, or the system's default without one."""
     return os.environ.get("PATH") or os.defpath
 
 
@@ -125,7 +125,7 @@ def cxx_compiler() -> str | None:
 
 
 def ninja_executable() -> str | None:
-    """Return the path of ninja: from the package ninja of this Python, else from PATH or beside the interpreter."""
+    """Return the path of ninja: from the package ninja of this Python, else from PATH or the interpreter's folder."""
     if is_installed("ninja"):
         folder = getattr(importlib.import_module("ninja"), "BIN_DIR", None)
         if folder and (found := shutil.which("ninja", path=str(folder))):
@@ -134,7 +134,7 @@ def ninja_executable() -> str | None:
 
 
 def has_python_headers() -> bool:
-    """Return whether extensions of this Python can be compiled: Debian ships Python.h apart, in python3-dev."""
+    """Return whether Python.h is installed, which compiling extensions needs; Debian has it in python3-dev."""
     return Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
@@ -165,7 +165,7 @@ def nvcc_release(cuda_home: str | None) -> tuple[int, int] | None:
 
 
 def nvidia_driver() -> str:
-    """Return the version of the NVIDIA driver; empty where there is none, or it doesn't tell."""
+    """Return the version of the NVIDIA driver; empty without one, or if it is not known."""
     found = re.search(r"\d+\.\d+(\.\d+)?", _text(Path("/proc/driver/nvidia/version")))
     return found[0] if found else ""
 
@@ -177,7 +177,7 @@ def processor() -> str:
 
 
 def processor_flags() -> str:
-    """Return the line of the processor's abilities: machine code for it runs where the line is the same."""
+    """Return the processor's feature flags; compiled code runs on any processor with the same flags."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Errors that mean too little memory, in all wordings that torch, its libraries and operating systems have for it."""
+"""Recognises out-of-memory errors of torch, its libraries and operating systems."""
 
 from __future__ import annotations
 

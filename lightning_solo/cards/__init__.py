@@ -1,1 +1,1 @@
-"""What everyone may know of a technique: its card, the catalogue of all, and what follows from them; without torch."""
+"""Cards of techniques, the catalogue of all, and configurations made of them; without torch."""

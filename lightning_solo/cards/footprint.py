@@ -1,4 +1,4 @@
-"""Bytes of model states before a run: plain AdamW's, and what techniques make of them; a rule of thumb for advice."""
+"""Bytes of model states, estimated before a run: plain AdamW's, then changed by each technique."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """For what the bytes are asked.
+    """Input of a footprint function.
 
     Attributes:
         sizes: of the module.
@@ -45,7 +45,7 @@ class Footprint:
     Attributes:
         weights, gradients, optimizer_states: on the device.
         host: in the host's memory, where the device is a GPU.
-        one_memory: all of it where device and host are one memory; None for the sum.
+        one_memory: bytes in all where device and host share one memory; None for the sum.
     """
 
     weights: int
@@ -61,12 +61,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Bytes where device and host are one memory."""
+        """Bytes in all, for a machine whose device and host share one memory."""
         return self.device + self.host if self.one_memory is None else self.one_memory
 
 
 def plain_footprint(request: Request) -> Footprint:
-    """Return what the model states take with AdamW and no technique.
+    """Return the bytes of the model states with AdamW and no technique.
 
     >>> plain_footprint(Request(Sizes((1000,), (), 0), "bf16-mixed", 1, cuda=True)).device  # 4 + 4 + 8
     16000
@@ -77,11 +77,11 @@ def plain_footprint(request: Request) -> Footprint:
 
 
 def without_gradients(before: Footprint, request: Request, buffer: str) -> Footprint:
-    """Return the bytes where gradients are released; with accumulation their fp32 sum is kept.
+    """Return the bytes under gradient release, which keeps the fp32 sum with accumulation only.
 
     Args:
         before: the bytes without release.
-        request: for what.
+        request: module, precision and accumulation.
         buffer: where the sum is kept, ``"device"`` or ``"host"``.
     """
     kept = 0 if request.accumulation == 1 else 4 * sum(request.sizes.trainable)
@@ -91,7 +91,7 @@ def without_gradients(before: Footprint, request: Request, buffer: str) -> Footp
 
 
 def footprint_of(techniques: Iterable[Chosen], request: Request) -> Footprint | None:
-    """Return what the model states take under techniques, one after the other by phase; None where one can't run so."""
+    """Return the bytes of the model states under techniques; None where one of them can't run with this request."""
     footprint: Footprint | None = plain_footprint(request)
     for chosen in sorted(techniques, key=lambda chosen: chosen.card.phase):
         if chosen.card.footprint is not None and footprint is not None:

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that change what a technique may own, and what to write in their place."""
+"""Lightning's own callbacks that change a resource of a technique, and what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which techniques act on a run, whatever the order in which they are listed."""
+"""The order in which techniques act, which does not depend on the order in which they are listed."""
 
 from __future__ import annotations
 

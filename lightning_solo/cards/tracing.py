@@ -1,4 +1,4 @@
-"""How a preset is traced for its plan: what cards' functions change, one technique after the other."""
+"""How a preset is traced for its plan; each technique's card may change it in turn."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning_solo.cards.footprint import Sizes
 
 
 class EngineStates(Protocol):
-    """Model states that an engine of its own stores, and that are therefore counted by a formula, not traced."""
+    """Model states that an engine stores, counted by a formula because a trace can't see them."""
 
     def buffers(self, sizes: Sizes, precision: str, accumulation: int) -> tuple[list[tuple[str, int]], int]:
         """Return (category, bytes) of each buffer on a GPU, and the bytes on its host."""
 
     def seconds(self, sizes: Sizes, precision: str, accumulation: int, host_bandwidth: float) -> tuple[float, float]:
-        """Return the seconds of copies that may overlap with the micro-batches, and of the update behind them."""
+        """Return the seconds of copies that may overlap with the micro-batches, and of the update after them."""
 
 
 @dataclass(frozen=True)

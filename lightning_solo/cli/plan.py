@@ -28,7 +28,7 @@ TIMEOUT_S = 3600.0
 
 
 class Deferred:
-    """A call of a function at the top level of a module, made where this is unpickled: this process has no torch."""
+    """A call of a module-level function, made when this is unpickled: this process has no torch."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function

@@ -38,7 +38,7 @@ AUTO = "auto"  # trains with the preset that a plan picks
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The command line, checked; None stands for what an option's help has in brackets."""
+    """The command line, checked; None stands for the default that an option's help names in brackets."""
 
     overrides: tuple[str, ...]
     presets: tuple[str, ...]
@@ -140,7 +140,7 @@ def _picture(text: str) -> Path:
 
 
 def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, Configuration], dict[str, SoloError]]:
-    """Return the training's configuration, each preset, and the presets that refuse the overrides.
+    """Return the checked application, the configuration of each preset, and the presets that refuse the overrides.
 
     Raises:
         PresetError, ConflictError: no preset takes the overrides.

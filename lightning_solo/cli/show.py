@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def technique(card: Card, overrides: Sequence[str]) -> str:
-    """Return the settings of a technique that is no preset, in YAML, under what it saves and how it is added."""
+    """Return the settings of a technique in YAML, headed by its savings and the override that adds it."""
     node = compose_yaml("baseline", parse_overrides([f"+{card.group}={card.name}", *overrides]))[card.group]
     saves = card.saves.replace("``", "")  # marks for the documentation
     head = f"# Saves {saves}.\n# A technique: +solo/{card.group}={card.name} adds it to a preset.\n"

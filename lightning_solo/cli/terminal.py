@@ -1,4 +1,4 @@
-"""Standard output as the commands print to it: tables, and lines that are neither wrapped nor marked up."""
+"""Printing to standard output: tables, and lines without wrapping or markup."""
 
 from __future__ import annotations
 

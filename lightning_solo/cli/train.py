@@ -55,7 +55,7 @@ PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train once; with flags of Hydra's, such as ``-m`` for a sweep, hand the command line to it."""
+    """Train once; with a flag of Hydra, such as ``-m`` for a sweep, Hydra runs the command line."""
     sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
     flags, overrides = split(arguments)
     if not flags and not any(text.startswith("hydra.mode=") for text in overrides):
@@ -337,7 +337,7 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
 
 
 def written(trainer: Any, folder: Path) -> dict[str, Path]:
-    """Return the paths of what was written, by a word for each."""
+    """Return the path of each written file by its description."""
     callback = trainer.checkpoint_callback
     paths = {
         "best checkpoint": Path(callback.best_model_path) if callback and callback.best_model_path else None,

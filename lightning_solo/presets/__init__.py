@@ -1,1 +1,1 @@
-"""Presets as plain configuration: their schema, composition, conflicts and the names that become objects."""
+"""Presets as plain configuration: composing, parsing, and the names that become objects; without torch."""

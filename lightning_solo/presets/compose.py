@@ -46,8 +46,8 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     """Return the configuration of a preset.
 
     Args:
-        preset: a name, the fields themselves (a user's ``cfg.solo``), or several names: of a field that two of them set
-            the later one counts, with a warning.
+        preset: a name, several names, or the fields themselves (a user's ``cfg.solo``). Where two presets set one
+            field, the later one wins, with a warning.
         overrides: Hydra overrides without a prefix, such as ``"precision=32-true"``.
         allow: prefixes of ``_target_`` that the user trusts.
 
@@ -133,7 +133,7 @@ def _refuse_mandatory(name: str, file: DictConfig, fields: DictConfig, overrides
 
 @contextmanager
 def hydra_of_our_own() -> Iterator[None]:
-    """Set aside the Hydra of a running application, and the version it asked for, and bring both back afterwards."""
+    """Set the Hydra of a running application and its version aside; restore both afterwards."""
     ours = ("GlobalHydra", "VersionBase")
     aside = {cls: Singleton._instances.pop(cls) for cls in list(Singleton._instances) if cls.__name__ in ours}
     try:
@@ -173,7 +173,7 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> None:
-    """Check a list of presets, and warn of each field that two of them set to different values: the later one counts.
+    """Check a list of presets; warn of each field that two of them set differently, since the later one wins.
 
     Raises:
         PresetError: an empty list, an unknown preset, one that is listed twice, `auto`.
@@ -217,7 +217,7 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
 
 
 def _callers_stacklevel() -> int:
-    """Return the ``stacklevel`` at which a warning of the calling function names the code that called this package."""
+    """Return the ``stacklevel`` with which a warning names the code that called this package."""
     package = str(Path(__file__).parents[1])
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):

@@ -1,4 +1,4 @@
-"""The devices that can be planned for without having them: memory, speeds, and what CUDA takes for itself.
+"""Devices that plans know without having them: their memory, speeds, and the memory that CUDA itself takes.
 
 The figures are in ``conf/library/solo/device/<name>.yaml``, each with where it comes from; a user's own devices, or
 better figures for one of ours, are found in ``./conf/solo/device/<name>.yaml``.
@@ -60,7 +60,7 @@ MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words without which a name is 
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan needs to know of a device.
+    """The figures of a device that a plan needs.
 
     Attributes:
         name: of its file, ``cpu``, or made of the label where there is no file.

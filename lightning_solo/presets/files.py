@@ -1,4 +1,4 @@
-"""Where configurations are stored: ours, those of other packages' techniques, and the user's `./conf`."""
+"""Folders and files of presets: ours, those of other packages, and the user's `./conf`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def library_folders() -> list[Path]:
 
 
 def user_conf_folder() -> Path | None:
-    """Return `./conf` of the working directory, if it holds presets or parts for the command line."""
+    """Return `./conf` of the working directory, if it holds presets or parts of the application; else None."""
     folder = Path.cwd() / "conf"
     groups = ("solo", "model", "data", "optimizer", "experiment")
     return folder if any((folder / group).is_dir() for group in groups) else None
@@ -58,7 +58,7 @@ def _presets_in(folder: Path) -> dict[str, Path]:
 
 
 def names_in(text: str) -> str | list[str]:
-    """Return the names of presets in a text that lists them, as ``[compact,checkpointing]``, or the one name.
+    """Return the list of names in a text such as ``[compact,checkpointing]``; a single name as it is.
 
     >>> names_in("[compact, checkpointing]"), names_in("bf16")
     (['compact', 'checkpointing'], 'bf16')
@@ -69,22 +69,22 @@ def names_in(text: str) -> str | list[str]:
 
 
 def describe(path: Path) -> str:
-    """Return the first line of a preset's file: what it is for and which device it needs."""
+    """Return the first line of a preset's file: its purpose and the device it needs."""
     first = path.read_text(encoding="utf-8-sig").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def descriptions(preset: str | Sequence[str]) -> list[str]:
-    """Return what each of one or several presets is for."""
+    """Return the purpose of each of one or several presets."""
     files = preset_files()
     return [describe(files[name]) for name in ([preset] if isinstance(preset, str) else preset)]
 
 
 def check_file(name: str) -> DictConfig:
-    """Return a preset's file as it is written; refuse an unknown preset, and a file that holds no mapping of fields.
+    """Return the content of a preset's file.
 
     Raises:
-        PresetError: names the nearest preset, or the file and the line.
+        PresetError: an unknown preset, or a file that is no mapping of fields; names the nearest one, or the line.
     """
     files = preset_files()
     if name not in files:
@@ -136,7 +136,7 @@ def _settings_of(group: str, word: Any) -> dict[str, Any]:
 
 
 def _other_form(name: str) -> str:
-    """Return what to write where a text is no preset's name, but a list of them or a technique's name."""
+    """Return what to write instead of a list in a text, or of a technique's name."""
     if "," in name:
         names = [each.strip() for each in name.strip("[]").split(",")]
         return f"; several are a list: write {names}"

@@ -36,9 +36,10 @@ PRECISIONS = {
 
 @dataclass
 class PresetSchema:
-    """The fields of a preset for Hydra's composition: what a preset leaves out keeps what one before it in a list set.
+    """The fields of a preset for Hydra's composition.
 
-    So a missing value stands for "not set", which doesn't replace anything, as None would.
+    A field that a preset leaves out is missing in Hydra's sense. In a list of presets it keeps the value of an earlier
+    one, which None would replace.
     """
 
     precision: Optional[str] = MISSING  # noqa: UP045
@@ -143,7 +144,7 @@ def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequ
 
 
 def unknown_field(name: str, value: object) -> str:
-    """Return the message for a name that is no field of a preset: what it may be meant for, and what to write."""
+    """Return the message for an unknown field of a preset: its likely meaning, and what to write."""
     if name in ("devices", "num_nodes"):
         return (
             f"{name}={value!r}: lightning-solo trains on one device, devices=1; "

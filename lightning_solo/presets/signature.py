@@ -1,4 +1,4 @@
-"""Constructor arguments of classes that are no techniques, read from their source: importing them takes seconds."""
+"""Constructor arguments of models, data and optimizers, read from source, since importing them takes seconds."""
 
 from __future__ import annotations
 
