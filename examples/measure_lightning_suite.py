@@ -1,4 +1,4 @@
-"""Run Lightning's own tests with `SoloStrategy` in place of `SingleDeviceStrategy`, and with Lightning as it is.
+"""Run Lightning's own tests with `Seams` in place of `SingleDeviceStrategy`, and with Lightning as it is.
 
     python examples/measure_lightning_suite.py <checkout of Lightning, at the tag of the installed version>
 
@@ -26,12 +26,12 @@ RESULTS = Path(__file__).with_name("results") / "lightning_suite.json"
 
 
 def pytest_configure() -> None:
-    """Put `SoloStrategy` where Lightning looks for its strategy for one device: this file is the run's plugin."""
+    """Put `Seams` where Lightning looks for its strategy for one device: this file is the run's plugin."""
     from lightning_solo.seams.homes import for_home, part
-    from lightning_solo.seams.strategy import SoloStrategy
+    from lightning_solo.seams.strategy import Seams
 
     home = "lightning.pytorch"
-    seamed = for_home(SoloStrategy, home)
+    seamed = for_home(Seams, home)
     strategies, connector = part(home, "strategies"), part(home, "trainer.connectors.accelerator_connector")
     for module in (strategies, connector):
         assert issubclass(seamed, module.SingleDeviceStrategy)
@@ -52,7 +52,7 @@ def outcomes(tests: Path, part: str, ours: bool, results: Path) -> dict[str, str
     if run.returncode not in (0, 1):
         raise SystemExit(f"{part} was not run:\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
     cases = ElementTree.parse(results).getroot().iter("testcase")
-    names = {case: str(case.get("name")).replace("SoloStrategy", "SingleDeviceStrategy") for case in cases}
+    names = {case: str(case.get("name")).replace("Seams", "SingleDeviceStrategy") for case in cases}
     return {f"{case.get('classname')}::{name}": ending(case) for case, name in names.items()}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from lightning_solo.techniques.compact.card import Settings, footprint
 from torch import nn
 
 import lightning_solo as solo
@@ -25,7 +26,6 @@ from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.seams.homes import for_home
-from lightning_solo.techniques.compact.card import Settings, footprint
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of

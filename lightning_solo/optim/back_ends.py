@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_solo.errors import CapabilityError, ConflictError
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.adamw_state_dict import UNSUPPORTED
-from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.optim.back_end_facts import BACK_ENDS, OPTION
 from lightning_solo.optim.library_optimizers import optimizer_class
 from lightning_solo.optim.operator_kernels import can_compile
 from lightning_solo.optim.param_groups import name_in, parameters_of
@@ -59,8 +59,8 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         raise ConflictError(
-            f"strategy.back_end={back_end} takes torch's AdamW and Adam; {kind.__module__}.{kind.__name__} computes"
-            " something else: return torch.optim.AdamW from configure_optimizers, or write strategy.back_end=own"
+            f"{OPTION}={back_end} takes torch's AdamW and Adam; {kind.__module__}.{kind.__name__} computes"
+            f" something else: return torch.optim.AdamW from configure_optimizers, or write {OPTION}=own"
         )
     _require_served(optimizer, back_end)
     first = next(p for group in optimizer.param_groups for p in group["params"])
@@ -68,8 +68,8 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
     eps = min(group["eps"] for group in optimizer.param_groups)
     if back_end == "torchao_8bit" and eps < 1e-6:
         warnings.warn(
-            f"strategy.back_end=torchao_8bit and eps={eps}: torchao rounds a small exp_avg_sq to 0, and divides by"
-            " its root plus eps, which can diverge; write AdamW(..., eps=1e-6), or strategy.back_end=own",
+            f"{OPTION}=torchao_8bit and eps={eps}: torchao rounds a small exp_avg_sq to 0, and divides by"
+            f" its root plus eps, which can diverge; write AdamW(..., eps=1e-6), or {OPTION}=own",
             stacklevel=2,
         )
     for group in optimizer.param_groups:
@@ -94,23 +94,23 @@ def _require_served(optimizer: Optimizer, back_end: str) -> None:
     kind = type(optimizer).__name__
     if optimizer.state:
         raise ConflictError(
-            f"strategy.back_end={back_end} and an {kind} that has stepped already: its states can't be taken over;"
-            " return one that has not from configure_optimizers, or write strategy.back_end=own"
+            f"{OPTION}={back_end} and an {kind} that has stepped already: its states can't be taken over;"
+            f" return one that has not from configure_optimizers, or write {OPTION}=own"
         )
     for group in optimizer.param_groups:
         for name in UNSUPPORTED:
             if group.get(name):
-                raise ConflictError(f"strategy.back_end={back_end} and {kind}({name}=True): drop {name}")
+                raise ConflictError(f"{OPTION}={back_end} and {kind}({name}=True): drop {name}")
         if back_end.startswith("bitsandbytes") and kind == "Adam" and group["weight_decay"]:
             raise ConflictError(
-                f"strategy.back_end={back_end} and Adam(weight_decay={group['weight_decay']}): bitsandbytes decouples"
+                f"{OPTION}={back_end} and Adam(weight_decay={group['weight_decay']}): bitsandbytes decouples"
                 " it from the gradient, as AdamW does; return AdamW, or write weight_decay=0"
             )
     for name, p in ((name_in(optimizer, p), p) for p in parameters_of(optimizer)):
         if p.dtype == torch.float32 or (p.dtype == torch.bfloat16 and BACK_ENDS[back_end].bf16_weights):
             continue
         raise ConflictError(
-            f"strategy.back_end={back_end}: {name} is {str(p.dtype).removeprefix('torch.')}, and rounded to the nearest"
+            f"{OPTION}={back_end}: {name} is {str(p.dtype).removeprefix('torch.')}, and rounded to the nearest"
             " it would lose small updates; keep fp32 weights: precision=bf16-mixed or 32-true"
         )
 
@@ -124,19 +124,17 @@ def require_capable(back_end: str, device: torch.device) -> None:
     library = BACK_ENDS[back_end]
     if not is_installed(library.package):
         raise CapabilityError(
-            f"strategy.back_end={back_end}: {library.package} is not installed; write pip install {library.install}, or"
-            " strategy.back_end=own"
+            f"{OPTION}={back_end}: {library.package} is not installed; write pip install {library.install}, or"
+            f" {OPTION}=own"
         )
     if library.needs_cuda and device.type != "cuda":
         other = "bitsandbytes_8bit" if library.package == "bitsandbytes" else "own"
-        raise CapabilityError(
-            f"strategy.back_end={back_end} needs a CUDA device; without one write strategy.back_end={other}"
-        )
+        raise CapabilityError(f"{OPTION}={back_end} needs a CUDA device; without one write {OPTION}={other}")
     if library.package == "torchao" and not can_compile(device):
         tool = "Triton" if device.type == "cuda" else "C++ compiler"
         raise CapabilityError(
-            f"strategy.back_end={back_end}: torchao compiles its step, and there is no {tool}; install one, or write"
-            " strategy.back_end=own"
+            f"{OPTION}={back_end}: torchao compiles its step, and there is no {tool}; install one, or write"
+            f" {OPTION}=own"
         )
 
 

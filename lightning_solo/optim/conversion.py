@@ -43,8 +43,9 @@ def compacted(
     if isinstance(optimizer, (CompactAdamW, MasterWeights)):
         if state_budget is not None and getattr(optimizer, "state_budget", None) is None:
             raise ConflictError(
-                f"strategy.state_budget={state_budget!r} and a {type(optimizer).__name__} from configure_optimizers:"
-                " write CompactAdamW(state_budget=...) there, or strategy.state_budget=null"
+                f"callback.compact_states.state_budget={state_budget!r} and a {type(optimizer).__name__} from"
+                " configure_optimizers: write CompactAdamW(state_budget=...) there, or"
+                " callback.compact_states.state_budget=null"
             )
         if optimizer.master_bits == master_bits:
             for p, lower in (corrections or {}).items():
@@ -53,16 +54,17 @@ def compacted(
     kind = type(optimizer)
     if kind not in SERVED:
         raise ConflictError(
-            f"strategy=compact serves torch's {', '.join(ONE_BY_ONE)}; {kind.__module__}.{kind.__name__} computes"
-            " something else. Return one of those from configure_optimizers, or lightning_solo.optim.CompactAdamW"
-            " itself; to only release gradients, write strategy.master_bits=32 strategy.moment_bits=32"
+            f"callback.compact_states serves torch's {', '.join(ONE_BY_ONE)}; {kind.__module__}.{kind.__name__}"
+            " computes something else. Return one of those from configure_optimizers, or"
+            " lightning_solo.optim.CompactAdamW itself; to only release gradients, write ~callback.compact_states"
             " precision=32-true"
         )
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         if state_budget is not None:
             raise ConflictError(
-                f"strategy.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's states are"
-                " stored on the host; write strategy.state_budget=null, or return one of those"
+                f"callback.compact_states.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's"
+                " states are stored on the host; write callback.compact_states.state_budget=null, or return one of"
+                " those"
             )
         other = MasterWeights(optimizer, master_bits=master_bits, corrections=corrections)
         replace_optimizer(optimizer, other, schedulers)
@@ -70,7 +72,9 @@ def compacted(
     for group in optimizer.param_groups:
         for name in UNSUPPORTED:
             if group.get(name):
-                raise ConflictError(f"strategy=compact and {kind.__name__}({name}=True): no compact form; drop {name}")
+                raise ConflictError(
+                    f"callback.compact_states and {kind.__name__}({name}=True): no compact form; drop {name}"
+                )
     compact = CompactAdamW(
         optimizer.param_groups,
         lr=optimizer.defaults["lr"],

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.optim.back_end_facts import BACK_ENDS, OPTION
 from lightning_solo.optim.param_groups import name_in, parameters_of
 
 
@@ -78,7 +78,7 @@ def _torchao_class(base: Any) -> Any:
                 if not (isinstance(parts, dict) and _sizes(parts) == _sizes(saved)):
                     raise CheckpointError(
                         f"the states of {name_in(self, p)}: {name} of {_sizes(saved)} in the file, of {_sizes(parts)}"
-                        " here; write the strategy.back_end of the file"
+                        f" here; write the {OPTION} of the file"
                     )
                 for part, tensor in parts.items():
                     tensor.copy_(saved[part])
@@ -118,5 +118,5 @@ def _require_state(optimizer: Optimizer, p: Tensor, state: Mapping[str, Any], na
     if missing := names - set(state):
         raise CheckpointError(
             f"the states of {name_in(optimizer, p)} in the file have {', '.join(sorted(state))}, and no"
-            f" {', '.join(sorted(missing))}: they are of another optimizer; write the strategy.back_end of the file"
+            f" {', '.join(sorted(missing))}: they are of another optimizer; write the {OPTION} of the file"
         )

@@ -62,8 +62,8 @@ def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
     kind = type(optimizer)
     if kind.__name__ not in ONE_BY_ONE or kind.__module__.split(".")[0] != "torch":
         raise ConflictError(
-            f"release_gradients with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
-            f" torch's {', '.join(ONE_BY_ONE)}; write release_gradients=false"
+            f"gradient_release with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
+            f" torch's {', '.join(ONE_BY_ONE)}; write ~callback.gradient_release"
         )
     return partial(step_alone, optimizer)
 

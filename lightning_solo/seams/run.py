@@ -156,7 +156,7 @@ class Run:
 
     def _refuse_rivals(self, technique: Technique) -> None:
         """Refuse what cards don't combine, however it came here: a preset's lists were checked before."""
-        others = [*self.techniques, *([] if self.strategy.brought else [self.strategy])]
+        others = [*self.techniques, self.strategy]
         others = [other for other in others if type(other) is not type(technique)]  # which says so itself, if it minds
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
         for message in Configuration(techniques=tuple(chosen)).rivalries():
@@ -172,7 +172,7 @@ class Run:
     def _require_sole(self, technique: Technique) -> None:
         name = type(technique).__name__
         if any(type(other) is type(technique) for other in self.techniques):
-            raise ConflictError(f"two {name} in one run: drop one; a strategy may bring its own")
+            raise ConflictError(f"two {name} in one run: drop one")
         kinds = {cls.__name__ for cls in type(self.strategy).__mro__}
         if "ParallelStrategy" in kinds:
             raise ConflictError(

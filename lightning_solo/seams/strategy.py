@@ -8,7 +8,6 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_solo.errors import ConflictError
@@ -56,8 +55,6 @@ class Seams(Base):
     """The strategy of Lightning to stand on, by its name in ``<home>.strategies``."""
     home: str
     solo_run: Run | None = None
-    brought: Sequence[Technique] = ()
-    """Techniques that this strategy joins to each of its runs, besides the Trainer's callbacks."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
@@ -74,12 +71,10 @@ class Seams(Base):
     # --- the run ---
 
     def begin(self, trainer: Any) -> Run:
-        """Return a new run, with what this strategy brings; the one before is ended."""
+        """Return a new run; the one before is ended."""
         if self.solo_run is not None:
             self.solo_run.end()
         self.solo_run = run = Run(self, trainer)
-        for technique in self.brought:
-            run.join(technique)
         return run
 
     @property
@@ -87,13 +82,6 @@ class Seams(Base):
         """The run that is on, if it has techniques."""
         run = self.solo_run
         return None if run is None or run.ended else run
-
-    def setup_environment(self) -> None:
-        """Begin the run of what this strategy brings."""
-        if self.brought:
-            assert self.lightning_module is not None  # connected
-            self.begin(self.lightning_module.trainer)
-        super().setup_environment()
 
     def teardown(self) -> None:
         """End the run, after a fit as after an exception, behind the way of module and states to the host.
@@ -232,30 +220,6 @@ class Seams(Base):
 
     def _having_after(self, seam: str) -> Sequence[Technique]:
         return () if self.solo_run is None else self.solo_run.having(seam)
-
-
-class SoloStrategy(Seams):
-    """Lightning's strategy for one device, with seams: what presets bring whose techniques need them.
-
-    Args:
-        device: where the module runs; a Trainer replaces it by what it chose.
-    """
-
-    @property
-    def parallel_devices(self) -> None:
-        """None, whatever a Trainer has set: the next one would take it for a choice of the user's, and refuse it."""
-        return
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
-        # Lightning sets what it chose where there is such an attribute, and nothing of a strategy for one device.
-        if devices:
-            self._root_device = devices[0]
-
-
-def solo_strategy(home: str) -> Any:
-    """Return a `SoloStrategy` for the Trainer of a home of Lightning."""
-    return for_home(SoloStrategy, home)()
 
 
 def join(technique: Technique, trainer: Any) -> Run:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_solo.cards.catalogue import load_class, own_cards
 from lightning_solo.seams.homes import for_home
-from lightning_solo.seams.strategy import SoloStrategy
+from lightning_solo.seams.strategy import Seams
 from tests.modules import Stack, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
@@ -49,7 +49,7 @@ class OfPytorchLightning(Step, pytorch_lightning.LightningModule):
 
 def strategy_of(name: str, home: str) -> Any:
     if name == "seams":
-        return for_home(SoloStrategy, home)()
+        return for_home(Seams, home)()
     pytest.importorskip("deepspeed" if name == "zero_offload" else "torch", reason="listed on Linux only")
     return for_home(load_class(STRATEGIES[name]), home)(**(STRATEGIES[name].on_cpu or {}))
 
@@ -82,7 +82,7 @@ def test_a_strategy_is_pickled_before_during_and_after_a_fit(home: ModuleType, m
             if batch_idx == 1:
                 pickled()
 
-    precision = "bf16-true" if name == "compact" else "32-true"
+    precision = "32-true"
     trainer = make_trainer(home, strategy=strategy, callbacks=[Look()], precision=precision)
     pickled()
     trainer.fit(module, loader())

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams.homes import for_home, home_of, part
-from lightning_solo.seams.strategy import Seams, SoloStrategy, solo_strategy
+from lightning_solo.seams.strategy import Seams
 from lightning_solo.seams.technique import Technique
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
@@ -129,7 +129,7 @@ def own_strategy(home: ModuleType, device: torch.device) -> Any:
 
 
 def strategies(home: ModuleType, device: torch.device) -> dict[str, Any]:
-    return {"none": "auto", "solo": solo_strategy(home.__name__), "own": own_strategy(home, device)}
+    return {"none": "auto", "solo": for_home(Seams, home.__name__)(), "own": own_strategy(home, device)}
 
 
 @pytest.mark.parametrize("kind", ["none", "solo", "own"])
@@ -227,10 +227,9 @@ def picture(trainer: Any) -> list[Any]:
 
 
 def test_one_strategy_for_two_trainers_and_several_fits(home: ModuleType, make_trainer: Make) -> None:
-    strategy, notes = solo_strategy(home.__name__), []
-    strategy.brought = [Everywhere(notes)]
+    strategy, notes = for_home(Seams, home.__name__)(), []
     for _ in range(2):
-        trainer = make_trainer(home, strategy=strategy, accelerator="auto", gradient_clip_val=0.5)
+        trainer = make_trainer(home, strategy=strategy, callbacks=[Everywhere(notes)], gradient_clip_val=0.5)
         for fits in (1, 2):
             notes.clear()
             trainer.fit_loop.max_epochs = fits
@@ -370,7 +369,7 @@ def test_weights_are_saved_the_same_way_behind_a_fit(home: ModuleType, make_trai
         def saved_states(self, ctx: Any, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
             return {**states, "marked": True}
 
-    for strategy in ("auto", solo_strategy(home.__name__)):
+    for strategy in ("auto", for_home(Seams, home.__name__)()):
         trainer = make_trainer(home, strategy=strategy, callbacks=[InDouble()], max_steps=1)
         trainer.fit(regression(home), loader(1))
         trainer.save_checkpoint(tmp_path / "behind.ckpt")
@@ -401,7 +400,7 @@ def test_who_replaces_optimizers_is_alone(home: ModuleType, make_trainer: Make) 
 
 def test_without_techniques_it_is_lightnings_strategy(home: ModuleType, make_trainer: Make) -> None:
     ends = []
-    for strategy in (solo_strategy(home.__name__), "auto"):
+    for strategy in (for_home(Seams, home.__name__)(), "auto"):
         torch.manual_seed(2)
         module = regression(home, Stack(1))
         trainer = make_trainer(
@@ -411,7 +410,7 @@ def test_without_techniques_it_is_lightnings_strategy(home: ModuleType, make_tra
         trainer.validate(module, loader(2), verbose=False)
         trainer.test(module, loader(2), verbose=False)
         ends.append([*module.state_dict().values(), *trainer.predict(module, loader(2))])
-        assert type(trainer.strategy).__name__ == ("SingleDeviceStrategy" if strategy == "auto" else "SoloStrategy")
+        assert type(trainer.strategy).__name__ == ("SingleDeviceStrategy" if strategy == "auto" else "Seams")
         assert trainer.strategy.strategy_name == "single_device"
         assert getattr(trainer.strategy, "solo_run", None) is None
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
@@ -421,7 +420,7 @@ def test_without_techniques_it_is_lightnings_strategy(home: ModuleType, make_tra
 def test_backward_of_a_base_class_may_be_replaced(home: ModuleType, make_trainer: Make, attached: bool) -> None:
     notes: list[str] = []
     callbacks = [Marks(Phase.STEP, notes)] if attached else []
-    trainer = make_trainer(home, strategy=solo_strategy(home.__name__), callbacks=callbacks)
+    trainer = make_trainer(home, strategy=for_home(Seams, home.__name__)(), callbacks=callbacks)
     with patch.object(home.strategies.Strategy, "backward", wraps=trainer.strategy.backward) as replaced:
         trainer.fit(regression(home), loader(3))
     assert replaced.call_count == 3
@@ -429,22 +428,22 @@ def test_backward_of_a_base_class_may_be_replaced(home: ModuleType, make_trainer
 
 
 def test_an_objects_own_backward_is_called(home: ModuleType, make_trainer: Make) -> None:
-    trainer = make_trainer(home, strategy=solo_strategy(home.__name__))
+    trainer = make_trainer(home, strategy=for_home(Seams, home.__name__)())
     with patch.object(trainer.strategy, "backward", wraps=trainer.strategy.backward) as replaced:
         trainer.fit(regression(home), loader(3))
     assert replaced.call_count == 3
 
 
 def test_copies_and_pickles_are_of_the_same_class(home: ModuleType) -> None:
-    strategy = solo_strategy(home.__name__)
+    strategy = for_home(Seams, home.__name__)()
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert type(other) is type(strategy) is for_home(SoloStrategy, home.__name__)
+        assert type(other) is type(strategy) is for_home(Seams, home.__name__)
         assert vars(other).keys() == vars(strategy).keys()
     assert isinstance(strategy, home.strategies.SingleDeviceStrategy)
-    assert strategy.__class__.__mro__[1] is SoloStrategy
+    assert strategy.__class__.__mro__[1] is Seams
 
 
-class Labelled(SoloStrategy):
+class Labelled(Seams):
     """A strategy of a user's own, with a word."""
 
     def __init__(self, label: str) -> None:
@@ -453,7 +452,7 @@ class Labelled(SoloStrategy):
 
 
 def test_copies_and_pickles_are_of_the_users_own_class(home: ModuleType) -> None:
-    class OfHome(for_home(SoloStrategy, home.__name__)):  # type: ignore[misc]
+    class OfHome(for_home(Seams, home.__name__)):  # type: ignore[misc]
         """Derived from the strategy of a home."""
 
     for strategy in (for_home(Labelled, home.__name__)("one"), OfHome("cpu")):
@@ -467,5 +466,5 @@ def test_copies_and_pickles_are_of_the_users_own_class(home: ModuleType) -> None
 
 def test_the_home_of_things(home: ModuleType, make_trainer: Make) -> None:
     assert home_of(make_trainer(home)) == home_of(regression(home)) == home.__name__
-    assert home_of(solo_strategy(home.__name__)) == home.__name__
+    assert home_of(for_home(Seams, home.__name__)()) == home.__name__
     assert home_of(object()) == "lightning.pytorch"  # both are imported here

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 
 import lightning_solo as solo
@@ -27,7 +28,6 @@ from lightning_solo.seams.homes import for_home
 from lightning_solo.seams.run import Run
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states import states
 from tests.conftest import long
 from tests.messages import lines_with, mentions

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import nn
 
 from lightning_solo.errors import ConflictError, PresetError
@@ -19,7 +20,6 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.seams.homes import for_home
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 
 import lightning_solo as solo
@@ -16,7 +17,6 @@ from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long
 from tests.messages import lines_with, mentions

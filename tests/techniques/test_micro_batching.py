@@ -14,6 +14,7 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -25,7 +26,6 @@ from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.micro_batching.technique import MicroBatching

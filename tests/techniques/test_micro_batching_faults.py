@@ -14,6 +14,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.plugins import MixedPrecision
+from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.memory.limit import MemoryLimit
 from lightning_solo.seams.homes import for_home
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy

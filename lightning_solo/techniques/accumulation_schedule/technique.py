@@ -175,7 +175,7 @@ class AccumulationSchedule(Technique):
             choice = "by='noise_scale'" if self.weight_by == "batches" else f"weight_by={self.weight_by!r}"
             raise ConflictError(
                 f"AccumulationSchedule({choice}) needs the gradients when a window ends, and they are released in"
-                " backward; write release_gradients=False, or weight_by='batches' and another by"
+                " backward; write ~callback.gradient_release, or weight_by='batches' and another by"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

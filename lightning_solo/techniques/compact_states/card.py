@@ -2,20 +2,144 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
-from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.card import Card, Requirement, Rung
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
-from lightning_solo.optim.state_settings import StateSettings, cuda_remedy, refuse_precision
+from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import ConflictError, PlanError
+from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.units import parse_bytes
+
+OPTION = "callback.compact_states"
+"""The path of the settings, as messages name it."""
+SCALE_BYTES = 4 / 128  # per element of a moment in 8 bits: an fp32 scale for each block of 128
+
+
+def _not_a_budget(value: int | str | None) -> str | None:
+    try:
+        in_bytes = parse_bytes(value) if isinstance(value, str) and value != "auto" else value
+    except ValueError as error:
+        return f"{str(error).partition(': ')[2]}; 0 for none, auto for what fits, null for all"
+    if isinstance(in_bytes, int) and in_bytes < 0:
+        return "write bytes that stay on the device, 'auto' or None"
+    return None
 
 
 @dataclass(frozen=True)
-class Settings(StateSettings):
+class Settings:
     """Arguments of CompactStates."""
 
-    choice: ClassVar[str] = "compact_states"
-    option: ClassVar[str] = "compact_states"
+    master_bits: int | str = setting(
+        24, "of the weights that are stepped; 16-stochastic: bf16, rounded at random", allowed=(32, 24, "16-stochastic")
+    )
+    moment_bits: int = setting(8, "of each of Adam's moments; 4 needs torchao", allowed=(32, 8, 4))
+    state_budget: int | str | None = setting(
+        None, "bytes of optimizer states that stay on the device; auto: what fits; null: all", check=_not_a_budget
+    )
+    checkpoint_weights: str = setting(
+        "bf16", "weights in a checkpoint: as they are, with corrections beside the states; or masters in fp32",
+        allowed=("bf16", "fp32"),
+    )  # fmt: skip
+    back_end: str = setting("own", "whose optimizer steps", allowed=("own", *BACK_ENDS))
+
+    def __post_init__(self) -> None:
+        bits = (self.master_bits, self.moment_bits, self.state_budget, self.checkpoint_weights)
+        if self.back_end != "own" and bits != (24, 8, None, "bf16"):
+            raise ConflictError(
+                f"{OPTION}.back_end={self.back_end} has its own bits, on the device, and no masters to join: drop"
+                f" master_bits, moment_bits, state_budget and checkpoint_weights, or write {OPTION}.back_end=own"
+            )
+
+    @property
+    def budget(self) -> int | str | None:
+        """Bytes of states that stay on the device, "auto", or None for all."""
+        budget = self.state_budget
+        return parse_bytes(budget) if isinstance(budget, str) and budget != "auto" else budget
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether the optimizer runs on CUDA devices alone."""
+        return self.back_end in BACK_ENDS and BACK_ENDS[self.back_end].needs_cuda
+
+    def precision_refusal(self, precision: str) -> str | None:
+        """Return why these settings can't have a precision and what to write; None where they can."""
+        if self.back_end in BACK_ENDS:
+            library = BACK_ENDS[self.back_end]
+            why = "" if library.bf16_weights else ", whose bf16 weights it would round to the nearest"
+            refusal = f"{OPTION}.back_end={self.back_end} and precision={precision}{why}"
+            remedy = f"write precision={' or precision='.join(library.precisions)}"
+            return None if precision in library.precisions else f"{refusal}: {remedy}"
+        if precision in ("bf16-true", "bf16-mixed") or (precision == "32-true" and self.master_bits == 32):
+            return None
+        remedy = "write precision=bf16-true"
+        if precision == "32-true":
+            remedy += f", or {OPTION}.master_bits=32, which keeps fp32 weights"
+        return f"{OPTION}, master_bits={self.master_bits!r}, and precision={precision}: {remedy}"
+
+    def bytes_per_parameter(self, precision: str = "bf16-true") -> tuple[int, float]:
+        """Return bytes of weight and of optimizer states per trained parameter.
+
+        >>> Settings().bytes_per_parameter()  # bf16; correction 1 + moments 2 x (1 + 1 / 32)
+        (2, 3.0625)
+        """
+        if self.back_end in BACK_ENDS:
+            library = BACK_ENDS[self.back_end]
+            return 2 if precision != "32-true" and library.bf16_weights else 4, library.state_bytes
+        weight = 4 if precision == "32-true" else 2
+        correction = 4 - weight if self.master_bits == 32 else int(self.master_bits == 24)
+        moment = {32: 4.0, 8: 1 + SCALE_BYTES, 4: 0.5}[self.moment_bits]
+        return weight, correction + 2 * moment
+
+
+def _refuse_precision(settings: Settings, configuration: Configuration) -> str | None:
+    """Return why a configuration's precision can't be had, and what to write; a card's rule."""
+    return None if configuration.precision is None else settings.precision_refusal(configuration.precision)
+
+
+def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint:
+    """Return the bytes of weights, gradients and states, and of the states that the budget sends to the host."""
+    precision, trained = request.precision or "bf16-true", sum(request.sizes.trainable)
+    weight, each = settings.bytes_per_parameter(precision)
+    frozen = (2 if precision == "bf16-true" else 4) * sum(request.sizes.frozen)
+    states, budget = round(each * trained), settings.budget
+    on_host = 0 if budget is None else states if isinstance(budget, str) else max(0, states - budget)
+    return replace(
+        plain,
+        weights=weight * trained + frozen + request.sizes.buffer_bytes,
+        gradients=weight * trained,
+        optimizer_states=states - on_host,
+        host=on_host,
+    )
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan the step as a kernel, and with the budget ``auto`` all states on the host.
+
+    Raises:
+        PlanError: another library steps, whose kernels can't be traced.
+    """
+    if settings.back_end != "own":
+        library = BACK_ENDS[settings.back_end]
+        bits = "24" if library.correction_bytes else "16-stochastic"
+        bits = bits if library.bf16_weights else "32 precision=32-true"
+        raise PlanError(
+            f"{OPTION}.back_end={settings.back_end}: a library's own kernels can't be traced; plan"
+            f" {OPTION}.back_end=own with {OPTION}.master_bits={bits} {OPTION}.moment_bits={library.moment_bits},"
+            f" whose states take about as much as its {library.state_bytes:.2f} bytes per parameter"
+        )
+    assumptions = ["the step of compact states is planned as a Triton kernel that reads and writes each tensor once"]
+    attached = settings
+    if settings.state_budget == "auto":
+        attached = replace(settings, state_budget=0)
+        assumptions.append("all compact states are planned on the host: in a run, what fits stays on the device")
+    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, *assumptions))
+
+
+_WITHOUT_CUDA = " or ".join(name for name, known in BACK_ENDS.items() if not known.needs_cuda)
 
 
 CARD = Card(
@@ -32,8 +156,16 @@ CARD = Card(
     conflicts="optimizers that are not torch's, LBFGS, SparseAdam, Muon; fp16; strategies with an engine of their own",
     reference="FlashOptim 2026, arXiv 2602.23349; Dettmers et al. 2021, arXiv 2110.02861",
     owns=frozenset({"optimizer_states", "weights"}),
-    rules=(refuse_precision,),
-    requires=(Requirement("cuda", cuda_remedy("callback.compact_states"), when=lambda settings: settings.needs_cuda),),
-    planned="lightning_solo.optim.state_settings:planned",
-    footprint="lightning_solo.optim.state_settings:footprint",
+    rules=(_refuse_precision,),
+    requires=(
+        Requirement(
+            "cuda",
+            f"{OPTION}.back_end={{back_end}} needs a CUDA device; without one use {OPTION}.back_end=own, or"
+            f" {_WITHOUT_CUDA}",
+            when=lambda settings: settings.needs_cuda,
+        ),
+    ),
+    rung=Rung("compact", order=40, overrides=("solo.precision=bf16-mixed", "+solo/callback=gradient_release")),
+    planned="lightning_solo.techniques.compact_states.card:planned",
+    footprint="lightning_solo.techniques.compact_states.card:footprint",
 )

@@ -19,6 +19,7 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.torch_optimizers import SERVED, state_bytes
+from lightning_solo.techniques.compact_states.card import OPTION
 from lightning_solo.units import format_bytes
 
 
@@ -116,7 +117,6 @@ def require_room(
     corrections: Mapping[Tensor, Tensor],
     module: nn.Module,
     device: torch.device,
-    names: Sequence[str],
 ) -> None:
     """Refuse states for which there is no room beside the module, before they are allocated.
 
@@ -135,12 +135,11 @@ def require_room(
     free = free_device_bytes(module) if on_device else host_memory()[1]
     if needed <= free:
         return
-    technique, option = names
-    less = f"{option}.moment_bits=4 {option}.master_bits=16-stochastic"
+    less = f"{OPTION}.moment_bits=4 {OPTION}.master_bits=16-stochastic"
     raise BudgetError(
-        f"{technique}: optimizer states of {format_bytes(needed)} in {format_bytes(free)} that are free"
+        f"{OPTION}: optimizer states of {format_bytes(needed)} in {format_bytes(free)} that are free"
         f" on {'the device' if on_device else 'the host'}; write"
-        f" {less if layout.back_end == 'own' else f'{option}.back_end=own {less}'}, or take a smaller model",
+        f" {less if layout.back_end == 'own' else f'{OPTION}.back_end=own {less}'}, or take a smaller model",
         needed,
         free,
     )

@@ -16,11 +16,10 @@ from lightning_solo.optim import back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.split_weights import STOCHASTIC
-from lightning_solo.optim.state_settings import StateSettings
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.compact_states.card import CARD
+from lightning_solo.techniques.compact_states.card import CARD, Settings
 from lightning_solo.techniques.compact_states.checkpoints import (
     WITH_MASTERS,
     load_states,
@@ -55,8 +54,6 @@ class CompactStates(Technique):
     """
 
     phase = CARD.phase
-    label = "compact_states"
-    """What the log calls it; a strategy that brings it has names of its own."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class CompactStates(Technique):
         checkpoint_weights: str = "bf16",
         back_end: str = "own",
     ) -> None:
-        self.settings: StateSettings = CARD.check_call(locals())
+        self.settings: Settings = CARD.check_call(locals())
         self.master_bits = master_bits
         self.moment_bits = moment_bits
         self.state_budget = state_budget
@@ -102,9 +99,9 @@ class CompactStates(Technique):
 
         def splits(p: Tensor) -> bool:
             # bf16-true leaves nothing in fp32; what is frozen, often later, has no use for its correction
-            return precision == "bf16-true" or (ctx.training and self._is_split(p, precision))
+            return precision == "bf16-true" or self._is_split(p, precision)
 
-        bits = self.master_bits if ctx.training and not isinstance(self.master_bits, str) else 24
+        bits = 24 if isinstance(self.master_bits, str) else self.master_bits
         keep = None if self._layout.budget is None else torch.device("cpu")  # from where the optimizer takes them
         ctx.undo.callback(self._join, ctx)
         with (
@@ -123,9 +120,6 @@ class CompactStates(Technique):
         Raises:
             ConflictError: a precision that these bits or this back end can't have.
         """
-        if not ctx.training:
-            self._weights.forget_building()
-            return
         precision = ctx.precision
         if message := self.settings.precision_refusal(precision):
             raise ConflictError(message)
@@ -150,9 +144,7 @@ class CompactStates(Technique):
             ConflictError: an optimizer that can't be served; names what to write.
         """
         corrections = self._weights.corrections
-        require_room(
-            optimizers, self._layout, corrections, ctx.module, ctx.device, (self.settings.choice, self.settings.option)
-        )
+        require_room(optimizers, self._layout, corrections, ctx.module, ctx.device)
 
         def put(converted: list[Optimizer]) -> None:
             ctx.strategy.optimizers = list(converted)
@@ -165,7 +157,7 @@ class CompactStates(Technique):
         parameters = list(ctx.module.parameters())
         weights, count = sum(p.nbytes for p in parameters), max(1, sum(p.numel() for p in parameters))
         ctx.info(
-            f"{self.label}: weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device"
+            f"compact_states: weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device"
         )
         self._say_states(ctx, compact)
         return compact
@@ -176,9 +168,9 @@ class CompactStates(Technique):
     def _say_states(self, ctx: Run, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             if isinstance(optimizer, WITH_MASTERS):
-                ctx.info(f"{self.label}: optimizer states, {optimizer.summary()}")
+                ctx.info(f"compact_states: optimizer states, {optimizer.summary()}")
             elif self.back_end != "own":
-                ctx.info(f"{self.label}: optimizer states, {back_ends.summary(optimizer)}")
+                ctx.info(f"compact_states: optimizer states, {back_ends.summary(optimizer)}")
 
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any

@@ -37,10 +37,6 @@ class WeightSplit:
         """Return a context in which weights are loaded, one by one, in fp32, into what was split while it was built."""
         return self._building or nullcontext()
 
-    def forget_building(self) -> None:
-        """Leave what was built as it is: for a run in which nothing is trained."""
-        self._building = None
-
     def split(self, module: nn.Module, bits: int | str, splits: Callable[[Tensor], bool], *, to_bf16: bool) -> None:
         """Split, one by one, the weights that building has left; join those of it that nothing will step.
 

@@ -10,6 +10,14 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 
+REMOVAL = "~callback.gradient_release"
+"""The override that removes it, as messages name it."""
+SCALED = (
+    "callback.gradient_release and precision=16-mixed, whose gradients are scaled until the step; write"
+    f" precision=bf16-mixed, or {REMOVAL}"
+)
+"""Why 16-mixed is refused, and what to write."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,12 +31,7 @@ class Settings:
 
 
 def _scaled_gradients(settings: Settings, configuration: Configuration) -> str | None:
-    if configuration.precision == "16-mixed":
-        return (
-            "callback.gradient_release and precision=16-mixed, whose gradients are scaled until the step; write"
-            " precision=bf16-mixed, or ~callback.gradient_release"
-        )
-    return None
+    return SCALED if configuration.precision == "16-mixed" else None
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
@@ -46,8 +49,8 @@ CARD = Card(
     ' parameter, with clipping by norm alone the gradients as they came; on the host with ``buffer="host"``',
     numerics="exact: with accumulation and clipping by norm or value the bits of a plain run in fp32. Under an"
     " accumulation schedule the losses of a short window are weighted, not its gradients: equal within rounding",
-    conflicts="manual optimization, several optimizers, 16-mixed, optimizers whose step needs all gradients at once"
-    " (LBFGS, SparseAdam, Muon), hooks that read ``.grad`` behind backward, strategies with an engine of their own",
+    conflicts="16-mixed, optimizers whose step needs all gradients at once (LBFGS, SparseAdam, Muon), hooks that read"
+    " ``.grad`` after backward, strategies with an engine of their own. Under manual optimization gradients are kept",
     reference="Lv et al. 2023, LOMO, arXiv 2306.09782; torch's tutorial on optimizer steps in backward",
     exact=True,
     owns=frozenset({"gradients"}),

@@ -16,7 +16,7 @@ from lightning_solo.optim.gradient_release import GradientRelease as Release
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.gradient_release.card import CARD
+from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALED
 from lightning_solo.units import format_bytes
 
 VARYING = sys.maxsize
@@ -26,6 +26,8 @@ VARYING = sys.maxsize
 class GradientRelease(Technique):
     """Steps the optimizer from backward, gradient by gradient; with any strategy for one device.
 
+    Under manual optimization, as of GANs, gradients are kept until the step, and the log says so.
+
     Args:
         buffer: where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
 
@@ -34,11 +36,6 @@ class GradientRelease(Technique):
     """
 
     phase = CARD.phase
-    label = "gradient_release"
-    """What the log calls it; a strategy that brings it has names of its own."""
-    option = "gradient_release"
-    """What messages call it."""
-    remedy = "drop gradient_release"
 
     def __init__(self, buffer: str = "device") -> None:
         CARD.check_call(locals())
@@ -52,36 +49,29 @@ class GradientRelease(Technique):
 
     @property
     def release(self) -> Release | None:
-        """The mechanism that acts in this run; None outside a fit."""
+        """The mechanism that acts in this run; None outside a fit, and under manual optimization."""
         return self._release
 
     def transform(self, ctx: Run) -> None:
-        """Refuse loops in which a gradient may come twice before a step, or scaled.
+        """Refuse gradients that are scaled until the step.
 
         Raises:
-            ConflictError: manual optimization or 16-mixed; names what to write.
+            ConflictError: the precision is 16-mixed; names what to write.
         """
-        if not ctx.training:
-            return
-        if not ctx.module.automatic_optimization:
-            raise ConflictError(
-                f"{self.option} with manual optimization: two backward calls may come before a step; {self.remedy}"
-            )
         if ctx.precision == "16-mixed":
-            raise ConflictError(
-                f"{self.option} with precision=16-mixed, whose gradients are scaled until the step; write"
-                f" precision=bf16-mixed, or {self.remedy}"
-            )
+            raise ConflictError(SCALED)
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
-        """Have the optimizer's gradients released.
+        """Release the optimizer's gradients; under manual optimization keep them, and log their bytes.
 
         Raises:
-            ConflictError: several optimizers, or one whose step needs all gradients at once.
+            ConflictError: an optimizer whose step needs all gradients at once.
         """
-        if len(optimizers) != 1:
-            raise ConflictError(f"{self.option} with {len(optimizers)} optimizers: write one, or {self.remedy}")
-        (optimizer,) = optimizers
+        if not ctx.module.automatic_optimization:  # two backward calls may come before a step
+            kept = format_bytes(sum(p.nbytes for p in ctx.module.parameters() if p.requires_grad))
+            ctx.info(f"gradient_release: gradients, kept on the device until the step (manual optimization): {kept}")
+            return optimizers
+        (optimizer,) = optimizers  # automatic optimization has one
         self._clips_by_hand = self._look_at_hooks(ctx)
         if "parameter_names" not in vars(optimizer):  # for messages
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
@@ -101,7 +91,7 @@ class GradientRelease(Technique):
         if self.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.window.gradients_stay = False
-        ctx.info(f"{self.label}: gradients, {self._words(ctx, release)}")
+        ctx.info(f"gradient_release: gradients, {self._words(ctx, release)}")
         return optimizers
 
     def _look_at_hooks(self, ctx: Run) -> bool:
@@ -111,7 +101,7 @@ class GradientRelease(Technique):
             if overridden(hook, ctx.module):
                 self._warn_once(
                     f"{type(ctx.module).__name__}.{hook} finds no .grad: gradients are released in backward; where it"
-                    f" reads or changes them, {self.remedy}"
+                    f" reads or changes them, write {REMOVAL}"
                 )
         return bool(overridden("configure_gradient_clipping", ctx.module))
 
@@ -130,7 +120,9 @@ class GradientRelease(Technique):
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Run backward, in which gradients are used or kept."""
-        release = self._active
+        release = self._release
+        if release is None:  # manual optimization
+            return proceed(loss)
         release.watch()  # what has been unfrozen meanwhile, too
         if not release.has_kept:  # a window begins: others' callbacks change its length
             release.accumulation = _micro_batches(ctx)
@@ -142,7 +134,10 @@ class GradientRelease(Technique):
         Raises:
             ConflictError: gradients have been used already.
         """
-        release = self._active
+        release = self._release
+        if release is None:
+            proceed(optimizer, bound, by)
+            return
         if not bound or bound <= 0:
             return
         name = "max_value" if by == "value" else "max_norm"
@@ -158,7 +153,9 @@ class GradientRelease(Technique):
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
     ) -> Any:
         """Run the window's last micro-batch, whose backward has stepped, or step what was kept behind it."""
-        release = self._active
+        release = self._release
+        if release is None:
+            return proceed(optimizer, closure, **options)
         result = closure()
         if self._clips_by_hand and not self._clipped:
             self._warn_once(
@@ -171,11 +168,6 @@ class GradientRelease(Technique):
             release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
         optimizer.step(**options)  # no parameter has a gradient: for its hooks, and for schedulers
         return result
-
-    @property
-    def _active(self) -> Release:
-        assert self._release is not None  # made with the optimizers, before anything steps
-        return self._release
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
