@@ -120,7 +120,7 @@ WORDS_IN_COMMON = {
     "cli/train.py": {"throughput"},  # the application's own choice of an observer
     "data/prefetch.py": {"prefetch"},  # the thread's name
     "nn": {"chunked_cross_entropy", "attention"},  # the mechanism's function; torch's module
-    "optim": {"gradient_release", "GradientRelease", "compact"},  # the mechanism's class; objects of CompactAdamW
+    "optim": {"gradient_release", "GradientRelease"},  # the mechanism's class
     "planner": {"attention"},  # the operator, which is traced by its fused kernel or by products
     "reference/byte_gpt.py": {"attention", "Attention"},  # a layer
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart

@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
-from lightning_solo.techniques.compact.card import Settings, footprint
 from torch import nn
 
 import lightning_solo as solo
@@ -26,6 +25,7 @@ from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.compact_states.card import Settings, footprint
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.units import MiB
 from lightning_solo.zero.budget import layout_of
@@ -110,15 +110,13 @@ def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
 def test_what_other_libraries_keep_is_counted_by_their_own_sizes(back_end: str, precision: str, each: float) -> None:
     gradient = 2 if precision == "bf16-true" else 4
     request = Request(Sizes((256_000,), (), 0), precision, 1, cuda=True)
-    for release, kept in ((True, 0), (False, gradient)):
-        settings = Settings(back_end=back_end, release_gradients=release)
-        assert footprint(settings, request, plain_footprint(request)).device == 256_000 * (each + kept)
+    device = footprint(Settings(back_end=back_end), request, plain_footprint(request)).device
+    assert device == 256_000 * (each + gradient)
 
 
 @pytest.mark.parametrize("name", ["compact", "gradient_release"])
 def test_released_gradients_that_accumulate_need_their_sum(name: str) -> None:
     """4 bytes per parameter, by a factor or by a schedule, on the device or on the host."""
-    buffer = "strategy.gradient_buffer" if name == "compact" else "callback.gradient_release.buffer"
     sizes, mib = Sizes((2**20,), (), 0), 4 * 2**20 * MARGIN
 
     def room(*overrides: str) -> Room:
@@ -128,7 +126,7 @@ def test_released_gradients_that_accumulate_need_their_sum(name: str) -> None:
 
     for accumulates in ("accumulate_grad_batches=4", "+callback=accumulation_schedule"):
         assert room(accumulates).device - room().device == pytest.approx(mib, abs=1)
-        on_host = room(accumulates, f"{buffer}=host")
+        on_host = room(accumulates, "callback.gradient_release.buffer=host")
         assert (on_host.device, on_host.host) == (room().device, pytest.approx(mib, abs=1))
 
 

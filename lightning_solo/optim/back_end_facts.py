@@ -93,6 +93,6 @@ BACK_ENDS = {
         needs_cuda=True,
     ),
 }
-"""Name of each back end of `CompactStates` but ``own`` -> what is known of it."""
+"""Name of each back end but ``own`` -> what is known of it."""
 OPTION = "callback.compact_states.back_end"
 """The setting that chooses one, as messages name it."""

@@ -150,9 +150,9 @@ def test_split_masters_of_other_optimizers_hold_what_real_ones_hold(name: str, e
 
 
 def test_another_librarys_kernels_are_not_planned_as_ours() -> None:
-    said = r"back_end=torchao_8bit: .* can't be traced; plan strategy\.back_end=own with strategy\.master_bits=16-stoch"
+    said = r"back_end=torchao_8bit: .* can't be traced; plan callback\.compact_states\.back_end=own with .*bits=16-st"
     with pytest.raises(PlanError, match=said):
-        arrange(compose("compact", ["strategy.back_end=torchao_8bit"]), {})
+        arrange(compose("compact", ["callback.compact_states.back_end=torchao_8bit"]), {})
 
 
 # --- activation checkpointing, as the preset attaches it ---

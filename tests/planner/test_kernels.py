@@ -81,8 +81,8 @@ def traces_on_a_cpu(
     ("preset", "optimizer"),
     [
         ([], "AdamW"),
-        (["strategy.moment_bits=32"], "AdamW"),
-        (["strategy.master_bits=16-stochastic"], "AdamW"),
+        (["callback.compact_states.moment_bits=32"], "AdamW"),
+        (["callback.compact_states.master_bits=16-stochastic"], "AdamW"),
         ([], "SGD"),
     ],
     ids=["default", "fp32_moments", "stochastic", "other_optimizer"],

@@ -145,7 +145,7 @@ def plan_of(budget: str = "0", accumulation: int = 1) -> Any:
 
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
     batch = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
-    given = [f"strategy.state_budget={budget}", f"accumulate_grad_batches={accumulation}"]
+    given = [f"callback.compact_states.state_budget={budget}", f"accumulate_grad_batches={accumulation}"]
     module = regression(home, nn.Sequential(*layers))
     return solo.plan(module, batch, preset="compact", overrides=given, device="h200")
 

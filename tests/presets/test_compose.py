@@ -363,11 +363,8 @@ class TestLists:
     def test_fields_of_all_are_joined_and_the_later_one_counts(self) -> None:
         with pytest.warns(UserWarning, match=mentions("precision='bf16-true' of preset compact", "'bf16-mixed'")):
             config = compose(["checkpointing", "compact"])
-        assert (config.precision, config.strategy, list(callbacks(config))) == (
-            "bf16-true",
-            compose("compact").strategy,
-            ["activation_checkpointing", "memory_logger"],
-        )
+        listed = ["activation_checkpointing", "memory_logger", "compact_states", "gradient_release"]
+        assert (config.precision, config.strategy, list(callbacks(config))) == ("bf16-true", None, listed)
         assert config == compose("compact_checkpointing")
 
     def test_an_override_settles_what_two_set(self) -> None:
@@ -376,12 +373,14 @@ class TestLists:
         assert config.precision == "bf16-true"
         assert callbacks(config)["memory_logger"].table is False
 
+    def test_two_owners_of_the_states_are_refused(self) -> None:
+        with pytest.warns(UserWarning, match="precision"):
+            assert "drop compact or zero_offload" in refused(["compact", "zero_offload"], error=ConflictError)
+
     @pytest.mark.parametrize(
         ("names", "error", "words"),
         [
-            (["compact", "zero_offload"], ConflictError, "drop compact or zero_offload"),
             (["bf16", "fp16"], ConflictError, "drop bf16 or fp16"),
-            (["compact", "split_weights"], ConflictError, "drop compact or split_weights"),
             (["bf16", "bf16"], PresetError, "'bf16'"),
             (["auto", "bf16"], PresetError, "write it alone"),
             (["checkpointing", "bf61"], PresetError, nearest("bf16")),

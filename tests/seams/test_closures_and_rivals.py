@@ -67,11 +67,12 @@ class OwnsGradients(solo.GradientRelease):
 def test_an_owner_that_comes_as_a_callback_is_refused_beside_another(
     home: ModuleType, make_trainer: Callable[..., Any], rival: type[Any]
 ) -> None:
-    kwargs = solo.trainer_kwargs("compact", callbacks=[rival()], lightning=home.__name__)
     module = regression(home)
     before = [p.detach().clone() for p in module.parameters()]
+    kwargs = solo.trainer_kwargs("compact", lightning=home.__name__)
+    trainer = make_trainer(home, **{**kwargs, "callbacks": [*kwargs["callbacks"], rival()]})
     with pytest.raises(ConflictError, match=r"gradients|GradientRelease"):
-        make_trainer(home, **{**kwargs, "callbacks": [*kwargs["callbacks"]]}).fit(module, loader(1))
+        trainer.fit(module, loader(1))
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
 
 

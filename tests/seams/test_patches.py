@@ -51,7 +51,7 @@ def test_a_strategy_gets_seams_and_loses_them(home: ModuleType, make_trainer: Ma
 
 
 SEAMED = (
-    *("setup_environment", "teardown", "model_sharded_context", "load_model_state_dict", "setup"),
+    *("teardown", "model_sharded_context", "load_model_state_dict", "setup"),
     *(
         "process_dataloader",
         "on_train_start",

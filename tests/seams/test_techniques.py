@@ -234,7 +234,7 @@ def test_one_strategy_for_two_trainers_and_several_fits(home: ModuleType, make_t
             notes.clear()
             trainer.fit_loop.max_epochs = fits
             trainer.fit(regression(home), loader(1))
-            assert notes[:2] == ["transform", "optimizers"]
+            assert notes.count("transform") == notes.count("optimizers") == 1
             assert notes.count("loader") == 1
             assert notes.count("step") == 1
             assert notes[-1] == "undone"

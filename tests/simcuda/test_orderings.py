@@ -406,7 +406,7 @@ def test_a_backward_fails_while_tensors_come_back() -> None:
 def test_states_are_read_behind_a_fit(tmp_path: Path) -> None:
     torch.manual_seed(1)
     arguments = {
-        **solo.trainer_kwargs("compact_host", ["strategy.state_budget=0"]),
+        **solo.trainer_kwargs("compact_host", ["callback.compact_states.state_budget=0"]),
         **QUIET,
         "accelerator": "cuda",
         "max_epochs": 1,

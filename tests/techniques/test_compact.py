@@ -1,4 +1,4 @@
-"""CompactStrategy acts, trains as AdamW does, holds the bytes it claims, and its files need nothing of ours."""
+"""The preset compact acts, trains as AdamW does, holds the bytes it claims, and its files need nothing of ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 
 import lightning_solo as solo
@@ -24,11 +23,12 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import LEAST
 from lightning_solo.optim.master_weights import MasterWeights
-from lightning_solo.seams.homes import for_home
 from lightning_solo.seams.run import Run
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.compact_states import states
+from lightning_solo.techniques.compact_states.technique import CompactStates
+from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Resumable, Stack, loader, regression
@@ -70,8 +70,12 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def of_back_end(home: ModuleType, back_end: str, **kwargs: Any) -> Any:
-    return for_home(CompactStrategy, home.__name__)(back_end=back_end, **kwargs)
+def compact(
+    master_bits: Any = 24, moment_bits: int = 8, *, release: bool = True, buffer: str = "device", **arguments: Any
+) -> list[Any]:
+    """Return the callbacks of the preset compact, with other settings; without the second one gradients are kept."""
+    states = CompactStates(master_bits, moment_bits, **arguments)
+    return [states, GradientRelease(buffer)] if release else [states]
 
 
 def stable(home: ModuleType) -> Any:
@@ -98,10 +102,16 @@ def batches(count: int = 10, batch_size: int = 8) -> Any:
 
 
 def fit(
-    home: ModuleType, make_trainer: Make, strategy: Any, module: Any = None, data: Any = None, **kwargs: Any
+    home: ModuleType,
+    make_trainer: Make,
+    techniques: Any = (),
+    module: Any = None,
+    data: Any = None,
+    callbacks: Any = (),
+    **kwargs: Any,
 ) -> Any:
     """Return the Trainer after the fit of a regression."""
-    trainer = make_trainer(home, **({"strategy": strategy} if strategy is not None else {}), **kwargs)
+    trainer = make_trainer(home, callbacks=[*techniques, *callbacks], **kwargs)
     trainer.fit(module or regression(home, net()), data or batches())
     return trainer
 
@@ -128,9 +138,7 @@ def test_acted_on_weights_states_and_gradients(home: ModuleType, make_trainer: M
             seen.append(sum(p.grad is not None for p in pl_module.parameters()))
 
     before = net().state_dict()
-    trainer = fit(
-        home, make_trainer, for_home(CompactStrategy, home.__name__)(), precision="bf16-true", callbacks=[Watch()]
-    )
+    trainer = fit(home, make_trainer, compact(), precision="bf16-true", callbacks=[Watch()])
     (optimizer,) = trainer.optimizers
     assert type(optimizer) is CompactAdamW
     assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.bfloat16}
@@ -144,14 +152,13 @@ def test_acted_on_weights_states_and_gradients(home: ModuleType, make_trainer: M
 
 @pytest.mark.every_change
 def test_acted_where_accumulation_and_clipping_keep_gradients(home: ModuleType, make_trainer: Make) -> None:
-    strategy = for_home(CompactStrategy, home.__name__)()
-    kept = []
+    techniques, kept = compact(), []
 
     class Watch(home.Callback):  # type: ignore[name-defined,misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            kept.append({value.dtype for value in trainer.strategy.brought[1].release._sums._kept.values()})
+            kept.append({value.dtype for value in techniques[1].release._sums._kept.values()})
 
-    fit(home, make_trainer, strategy, precision="bf16-true", accumulate_grad_batches=4, callbacks=[Watch()])
+    fit(home, make_trainer, techniques, precision="bf16-true", accumulate_grad_batches=4, callbacks=[Watch()])
     assert kept[:4] == [{torch.float32}] * 3 + [set()]  # in a precision that doesn't saturate; none behind the step
 
 
@@ -161,16 +168,14 @@ def test_acted_on_torchs_other_optimizers(
     home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     with caplog.at_level("INFO"):
-        trainer = fit(
-            home, make_trainer, for_home(CompactStrategy, home.__name__)(), other(home, name), precision="bf16-true"
-        )
+        trainer = fit(home, make_trainer, compact(), other(home, name), precision="bf16-true")
     (optimizer,) = trainer.optimizers
     assert type(optimizer) is MasterWeights
     weight = trainer.lightning_module.net.blocks[0].up.weight
     assert weight.dtype == torch.bfloat16
     assert optimizer.state[weight]["correction"].dtype == torch.int8
     assert not torch.equal(weight.float(), net().blocks[0].up.weight.bfloat16().float())
-    assert lines_with(caplog.text, "compact: optimizer states", f"{optimizer.bytes_per_parameter - 2:.2f} bytes")
+    assert lines_with(caplog.text, "compact_states: optimizer states", f"{optimizer.bytes_per_parameter - 2:.2f} bytes")
     assert f"; {name}" in caplog.text
 
 
@@ -178,9 +183,9 @@ def test_says_what_it_keeps(make_trainer: Make, caplog: pytest.LogCaptureFixture
     import lightning.pytorch as home
 
     with caplog.at_level("INFO"):
-        fit(home, make_trainer, CompactStrategy(), precision="bf16-true", gradient_clip_val=1.0)
-    assert lines_with(caplog.text, "compact: weights", "2.00 bytes")
-    assert lines_with(caplog.text, "compact: optimizer states", " 3.")
+        fit(home, make_trainer, compact(), precision="bf16-true", gradient_clip_val=1.0)
+    assert lines_with(caplog.text, "compact_states: weights", "2.00 bytes")
+    assert lines_with(caplog.text, "compact_states: optimizer states", " 3.")
     assert "net.blocks.0.norm.weight" in caplog.text  # small: its moments are in fp32
     assert lines_with(caplog.text, "gradients", "on the device", "2 bytes")
 
@@ -189,14 +194,14 @@ def test_says_where_states_lie(make_trainer: Make, caplog: pytest.LogCaptureFixt
     import lightning.pytorch as home
 
     with caplog.at_level("INFO"):
-        fit(home, make_trainer, CompactStrategy(state_budget=0), precision="bf16-true")
-    assert lines_with(caplog.text, "compact: optimizer states", "KiB on the device, 1", "KiB on the host")
-    assert not lines_with(caplog.text, "compact: optimizer states", "first step")
+        fit(home, make_trainer, compact(state_budget=0), precision="bf16-true")
+    assert lines_with(caplog.text, "compact_states: optimizer states", "KiB on the device, 1", "KiB on the host")
+    assert not lines_with(caplog.text, "compact_states: optimizer states", "first step")
     caplog.clear()
     with caplog.at_level("INFO"):
-        fit(home, make_trainer, CompactStrategy(state_budget="auto"), precision="bf16-true")
-    assert len(lines_with(caplog.text, "compact: optimizer states", "on the host", "first step")) == 1
-    assert len(lines_with(caplog.text, "compact: optimizer states")) == 2  # the second time it is known
+        fit(home, make_trainer, compact(state_budget="auto"), precision="bf16-true")
+    assert len(lines_with(caplog.text, "compact_states: optimizer states", "on the host", "first step")) == 1
+    assert len(lines_with(caplog.text, "compact_states: optimizer states")) == 2  # the second time it is known
 
 
 @pytest.mark.usefixtures("eager")
@@ -206,7 +211,7 @@ def test_acted_with_another_librarys_optimizer(
 ) -> None:
     precision = back_end_facts.BACK_ENDS[back_end].precisions[0]
     with caplog.at_level("INFO"):
-        trainer = fit(home, make_trainer, of_back_end(home, back_end), stable(home), precision=precision)
+        trainer = fit(home, make_trainer, compact(back_end=back_end), stable(home), precision=precision)
     (optimizer,) = trainer.optimizers
     weight = trainer.lightning_module.net.blocks[0].up.weight
     assert vars(optimizer)["back_end"] == back_end
@@ -214,7 +219,7 @@ def test_acted_with_another_librarys_optimizer(
     assert not torch.equal(weight.float(), net().blocks[0].up.weight.to(weight.dtype).float())
     assert all(p.grad is None for p in trainer.lightning_module.parameters())
     each = {"torchao_8bit": "2.1", "torchao_4bit": "1.1", "bitsandbytes_8bit": "2.1"}[back_end]
-    assert lines_with(caplog.text, "compact: optimizer states", f"{back_end}: {each}")
+    assert lines_with(caplog.text, "compact_states: optimizer states", f"{back_end}: {each}")
     assert "net.blocks.0.norm.weight" in caplog.text
 
 
@@ -237,13 +242,13 @@ def test_acted_with_another_librarys_optimizer(
 def test_parity_with_plain_lightning_in_fp32(make_trainer: Make, arguments: dict[str, Any], buffer: str) -> None:
     import lightning.pytorch as home
 
-    plain = fit(home, make_trainer, None, max_epochs=2, **arguments)
-    strategy = CompactStrategy(master_bits=32, moment_bits=32, gradient_buffer=buffer)
-    ours = fit(home, make_trainer, strategy, max_epochs=2, **arguments)
+    plain = fit(home, make_trainer, (), max_epochs=2, **arguments)
+    techniques = compact(master_bits=32, moment_bits=32, buffer=buffer)
+    ours = fit(home, make_trainer, techniques, max_epochs=2, **arguments)
     assert_same(weights(ours), weights(plain))
     assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
     if "gradient_clip_val" in arguments:  # it did clip
-        unclipped = fit(home, make_trainer, None, max_epochs=2)
+        unclipped = fit(home, make_trainer, (), max_epochs=2)
         assert not torch.equal(weights(ours)["net.head.weight"], weights(unclipped)["net.head.weight"])
 
 
@@ -252,7 +257,7 @@ def test_parity_of_split_weights_with_an_fp32_master_by_hand(make_trainer: Make)
     """fp32 masters, rounded to bf16 for each forward, stepped by torch's AdamW: the same bits after 20 steps."""
     import lightning.pytorch as home
 
-    ours = fit(home, make_trainer, CompactStrategy(32, 32), precision="bf16-true", max_epochs=2)
+    ours = fit(home, make_trainer, compact(32, 32), precision="bf16-true", max_epochs=2)
     module = net()
     masters = {name: p.detach().clone() for name, p in module.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, foreach=False)
@@ -278,8 +283,8 @@ def test_parity_of_split_weights_with_an_fp32_master_by_hand(make_trainer: Make)
 def test_parity_of_torchs_other_optimizers_in_fp32(make_trainer: Make, name: str, arguments: dict[str, Any]) -> None:
     import lightning.pytorch as home
 
-    plain = fit(home, make_trainer, None, other(home, name), **arguments)
-    ours = fit(home, make_trainer, CompactStrategy(master_bits=32), other(home, name), **arguments)
+    plain = fit(home, make_trainer, (), other(home, name), **arguments)
+    ours = fit(home, make_trainer, compact(master_bits=32), other(home, name), **arguments)
     assert type(ours.optimizers[0]) is MasterWeights
     assert_same(weights(ours), weights(plain))
     assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
@@ -291,9 +296,7 @@ def test_parity_of_torchs_other_optimizers_split(make_trainer: Make, name: str) 
     import lightning.pytorch as home
 
     runs = [
-        fit(
-            home, make_trainer, CompactStrategy(32, release_gradients=release), other(home, name), precision="bf16-true"
-        )
+        fit(home, make_trainer, compact(32, release=release), other(home, name), precision="bf16-true")
         for release in (True, False)
     ]
     device = runs[
@@ -326,14 +329,14 @@ def test_parity_of_compressed_states_in_the_loss(make_trainer: Make, release: bo
 
     data = batches(40)
 
-    def last_loss(strategy: Any, precision: str) -> float:
+    def last_loss(techniques: Any, precision: str) -> float:
         module = regression(home, net(), lr=1e-3)
-        trainer = fit(home, make_trainer, strategy, module, data, precision=precision, max_epochs=3)
+        trainer = fit(home, make_trainer, techniques, module, data, precision=precision, max_epochs=3)
         trainer.validate(module, data, verbose=False)
         return float(trainer.callback_metrics["validation/loss"])
 
-    plain = last_loss(None, "32-true")
-    ours = last_loss(CompactStrategy(release_gradients=release), "bf16-true")
+    plain = last_loss((), "32-true")
+    ours = last_loss(compact(release=release), "bf16-true")
     assert ours == pytest.approx(plain, rel=0.05)  # bf16's forward is most of it
     assert plain < 0.6 * WIDTH  # from WIDTH, the variance of a sum of so many normal numbers
 
@@ -352,8 +355,8 @@ def test_parity_of_another_librarys_optimizer_released(
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
-        strategy = of_back_end(home, back_end, release_gradients=release)
-        return fit(home, make_trainer, strategy, module, precision="32-true", **arguments)
+        techniques = compact(back_end=back_end, release=release)
+        return fit(home, make_trainer, techniques, module, precision="32-true", **arguments)
 
     released = run(True)
     assert_same(weights(released), weights(run(False)))
@@ -372,7 +375,7 @@ def test_schedulers_act_on_the_converted_optimizer(make_trainer: Make) -> None:
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
-    trainer = fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true")
+    trainer = fit(home, make_trainer, compact(), module, precision="bf16-true")
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 11)
     assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.01]
 
@@ -399,8 +402,8 @@ def test_two_optimizers_by_hand_keep_their_gradients(
     monkeypatch.setattr(Run, "info", property(lambda run: said.append))
     for release in (True, False):
         torch.manual_seed(0)
-        strategy = for_home(CompactStrategy, home.__name__)(release_gradients=release)
-        trainer = fit(home, make_trainer, strategy, made := TwoByHand(), precision="bf16-true")
+        techniques = compact(release=release)
+        trainer = fit(home, make_trainer, techniques, made := TwoByHand(), precision="bf16-true")
         assert [type(optimizer) for optimizer in trainer.optimizers] == [CompactAdamW, CompactAdamW]
         trained.append(made)
     assert len([line for line in said if "gradients" in line and "manual" in line]) == 1  # where release was asked for
@@ -414,7 +417,7 @@ def test_a_compact_optimizer_of_the_users_gets_the_corrections(make_trainer: Mak
 
     module = regression(home, net())
     module.configure_optimizers = lambda: CompactAdamW(module.parameters(), lr=0.0, weight_decay=0.0)
-    trainer = fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true", max_steps=1)
+    trainer = fit(home, make_trainer, compact(), module, precision="bf16-true", max_steps=1)
     own, weight = trainer.optimizers[0], module.net.blocks[0].up.weight
     start = net().blocks[0].up.weight
     assert not torch.equal(weight.float(), start)  # the correction is not nothing
@@ -428,8 +431,8 @@ def test_parity_of_states_on_the_host(make_trainer: Make, budget: Any, accumulat
     import lightning.pytorch as home
 
     more: dict[str, Any] = {"precision": "bf16-true", "accumulate_grad_batches": accumulate}
-    resident = fit(home, make_trainer, CompactStrategy(), **more)
-    ours = fit(home, make_trainer, CompactStrategy(state_budget=budget, gradient_buffer="host"), **more)
+    resident = fit(home, make_trainer, compact(), **more)
+    ours = fit(home, make_trainer, compact(state_budget=budget, buffer="host"), **more)
     (left,), (right,) = ours.optimizers, resident.optimizers
     assert right.host_bytes == 0
     fits = budget == "auto" and ours.strategy.root_device.type == "cuda"
@@ -452,7 +455,7 @@ def test_memory_of_weights_and_states(make_trainer: Make, master_bits: Any, mome
 
     if moment_bits == 4:
         pytest.importorskip("torchao", reason="4-bit codes are torchao's")
-    trainer = fit(home, make_trainer, CompactStrategy(master_bits, moment_bits), precision="bf16-true")
+    trainer = fit(home, make_trainer, compact(master_bits, moment_bits), precision="bf16-true")
     parameters = list(trainer.lightning_module.parameters())
     live = Ledger(trainer.lightning_module, trainer.optimizers).live()
     assert live["weights"] == sum(2 * p.numel() for p in parameters)
@@ -465,7 +468,7 @@ def test_memory_in_backward_is_one_gradient_not_all(make_trainer: Make, device: 
     """Four blocks of 2 x 16,384 elements: of 132,801 gradients plain training has all, release one."""
     import lightning.pytorch as home
 
-    def gradients_at_peak(strategy: Any) -> int:
+    def gradients_at_peak(techniques: Any) -> int:
         peaks = []
 
         class Watch(home.Callback):
@@ -477,13 +480,13 @@ def test_memory_in_backward_is_one_gradient_not_all(make_trainer: Make, device: 
                 self.ledger.__exit__(None, None, None)
                 peaks.append(self.ledger.peak().breakdown["gradients"])
 
-        fit(home, make_trainer, strategy, regression(home, net(4)), max_steps=2, callbacks=[Watch()])
+        fit(home, make_trainer, techniques, regression(home, net(4)), max_steps=2, callbacks=[Watch()])
         return max(peaks)
 
-    assert gradients_at_peak(CompactStrategy(32, 32, release_gradients=False)) == 4 * 132801
+    assert gradients_at_peak(compact(32, 32, release=False)) == 4 * 132801
     # a gradient of 16,384 elements, it times its factor, the root of its second moment; on a CPU its update, too
     expected = 16384 * (4 + 4 + 4 + (4 if device.type == "cpu" else 0))
-    assert expected <= gradients_at_peak(CompactStrategy(32, 32)) <= expected + 4 * 256
+    assert expected <= gradients_at_peak(compact(32, 32)) <= expected + 4 * 256
 
 
 # --- trace ---
@@ -498,9 +501,7 @@ def test_trace_no_hooks_are_left(home: ModuleType, make_trainer: Make) -> None:
     for callbacks in ([], [Broken()]):
         module = regression(home, net())
         keys = list(module.state_dict())
-        trainer = make_trainer(
-            home, strategy=for_home(CompactStrategy, home.__name__)(), precision="bf16-true", callbacks=callbacks
-        )
+        trainer = make_trainer(home, callbacks=[*compact(), *callbacks], precision="bf16-true")
         try:
             trainer.fit(module, batches())
         except KeyError:
@@ -522,10 +523,10 @@ def test_trace_a_run_resumed_amid_a_window_is_the_undisturbed_one(
                 trainer.save_checkpoint(tmp_path / "amid.ckpt")
 
     def run(*callbacks: Any, **options: Any) -> Any:
-        strategy = for_home(CompactStrategy, home.__name__)(gradient_buffer=buffer)
+        techniques = compact(buffer=buffer)
         trainer = make_trainer(
-            home, strategy=strategy, precision="bf16-true", accumulate_grad_batches=3, gradient_clip_val=0.1,
-            callbacks=[*callbacks],
+            home, precision="bf16-true", accumulate_grad_batches=3, gradient_clip_val=0.1,
+            callbacks=[*techniques, *callbacks],
         )  # fmt: skip
         trainer.fit(regression(home, net()), Resumable(list(batches())[:8]), **options)
         return trainer
@@ -542,12 +543,10 @@ def test_trace_a_run_resumed_amid_a_window_is_the_undisturbed_one(
 def test_trace_a_resumed_run_is_the_undisturbed_one(
     home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: Any, budget: Any
 ) -> None:
-    make = for_home(CompactStrategy, home.__name__)
-
     def run(**kwargs: Any) -> Any:
         path = kwargs.pop("ckpt_path", None)
-        strategy = make(master_bits, checkpoint_weights=kind, state_budget=budget)
-        trainer = make_trainer(home, strategy=strategy, precision="bf16-true", **kwargs)
+        techniques = compact(master_bits, checkpoint_weights=kind, state_budget=budget)
+        trainer = make_trainer(home, callbacks=techniques, precision="bf16-true", **kwargs)
         trainer.fit(regression(home, net()), batches(), **({"ckpt_path": path} if path else {}))
         return trainer
 
@@ -570,7 +569,7 @@ def test_trace_torchs_other_optimizers_resume(make_trainer: Make, tmp_path: Path
 
     def run(**kwargs: Any) -> Any:
         path = kwargs.pop("ckpt_path", None)
-        trainer = make_trainer(home, strategy=CompactStrategy(checkpoint_weights=kind), precision="bf16-true", **kwargs)
+        trainer = make_trainer(home, callbacks=compact(checkpoint_weights=kind), precision="bf16-true", **kwargs)
         trainer.fit(other(home, name), batches(), **({"ckpt_path": path} if path else {}))
         return trainer
 
@@ -595,7 +594,7 @@ def test_trace_another_librarys_optimizer_resumes(make_trainer: Make, tmp_path: 
 
     def run(**kwargs: Any) -> Any:
         path = kwargs.pop("ckpt_path", None)
-        trainer = make_trainer(home, strategy=of_back_end(home, back_end), precision="32-true", **kwargs)
+        trainer = make_trainer(home, callbacks=compact(back_end=back_end), precision="32-true", **kwargs)
         trainer.fit(stable(home), batches(), **({"ckpt_path": path} if path else {}))
         return trainer
 
@@ -624,15 +623,14 @@ def test_trace_what_lightning_moves_to_the_device_is_not_what_lies_on_the_host(
     if device.type == "cpu":
         monkeypatch.setattr(moving, "move_data_to_device", lambda tensor, device: tensor.clone())
     for budget in (0, "auto"):
-        strategy = CompactStrategy(state_budget=budget)
-        first = fit(home, make_trainer, strategy, precision="bf16-true", callbacks=[Watch()])
+        techniques = compact(state_budget=budget)
+        first = fit(home, make_trainer, techniques, precision="bf16-true", callbacks=[Watch()])
         first.save_checkpoint(tmp_path / "first.ckpt", weights_only=False)
         again = make_trainer(
             home,
-            strategy=CompactStrategy(state_budget=budget),
             precision="bf16-true",
             max_epochs=2,
-            callbacks=[Watch()],
+            callbacks=[*compact(state_budget=budget), Watch()],
         )
         again.fit(regression(home, net()), batches(), ckpt_path=tmp_path / "first.ckpt")
     auto = [4] * 10 if device.type == "cpu" else [4] + [0] * 9  # a GPU takes what it has room for behind the first step
@@ -654,8 +652,8 @@ def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
             optimizer.zero_grad()
 
     module.training_step = step
-    strategy = CompactStrategy(state_budget="60KiB", release_gradients=False)
-    trainer = fit(home, make_trainer, strategy, module, precision="bf16-true", max_steps=2)
+    techniques = compact(state_budget="60KiB", release=False)
+    trainer = fit(home, make_trainer, techniques, module, precision="bf16-true", max_steps=2)
     assert sum(optimizer.state_bytes - optimizer.host_bytes for optimizer in trainer.optimizers) <= 60 * 1024
     assert [len(optimizer.host_states) for optimizer in trainer.optimizers] == [1, 2]
 
@@ -664,7 +662,7 @@ def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
 def test_trace_a_file_loads_where_the_library_is_not(make_trainer: Make, tmp_path: Path) -> None:
     import lightning.pytorch as home
 
-    trainer = fit(home, make_trainer, CompactStrategy(checkpoint_weights="fp32"), precision="bf16-true")
+    trainer = fit(home, make_trainer, compact(checkpoint_weights="fp32"), precision="bf16-true")
     trainer.save_checkpoint(tmp_path / "ours.ckpt", weights_only=False)
     program = f"""
 import sys
@@ -688,9 +686,9 @@ def test_trace_a_plain_file_is_gone_on_with(make_trainer: Make, tmp_path: Path) 
     """fp32 weights and AdamW's moments of a plain run are split and compressed."""
     import lightning.pytorch as home
 
-    plain = fit(home, make_trainer, None)
+    plain = fit(home, make_trainer, ())
     plain.save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
-    trainer = make_trainer(home, strategy=CompactStrategy(), precision="bf16-true", max_steps=10)  # none to come
+    trainer = make_trainer(home, callbacks=compact(), precision="bf16-true", max_steps=10)  # none to come
     trainer.fit(regression(home, net()), batches(), ckpt_path=tmp_path / "plain.ckpt")
     own = trainer.optimizers[0]
     for p, q in zip(trainer.lightning_module.parameters(), plain.lightning_module.parameters(), strict=True):
@@ -702,13 +700,13 @@ def test_trace_sizes_of_files(make_trainer: Make, tmp_path: Path) -> None:
     import lightning.pytorch as home
 
     sizes = {}
-    for name, strategy, precision in (
-        ("plain", None, "32-true"),
-        ("bf16", CompactStrategy(), "bf16-true"),
-        ("fp32", CompactStrategy(checkpoint_weights="fp32"), "bf16-true"),
+    for name, techniques, precision in (
+        ("plain", (), "32-true"),
+        ("bf16", compact(), "bf16-true"),
+        ("fp32", compact(checkpoint_weights="fp32"), "bf16-true"),
     ):
         module = regression(home, Stack(blocks=2, width=256))  # 4 x 262,144 elements; 0.4 % are not compressed
-        trainer = fit(home, make_trainer, strategy, module, loader(2, width=256), precision=precision)
+        trainer = fit(home, make_trainer, techniques, module, loader(2, width=256), precision=precision)
         trainer.save_checkpoint(tmp_path / name, weights_only=False)
         sizes[name] = (tmp_path / name).stat().st_size
     assert sizes["bf16"] <= 0.45 * sizes["plain"]  # (2 + 3.06) / 12
@@ -762,11 +760,10 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_built_while_fitting_as_in_the_constructor(
     home: ModuleType, make_trainer: Make, meta: bool, precision: str, master_bits: Any
 ) -> None:
-    make = for_home(CompactStrategy, home.__name__)
     for model in (net, frozen_net):
-        plain = fit(home, make_trainer, make(master_bits), regression(home, model()), precision=precision)
+        plain = fit(home, make_trainer, compact(master_bits), regression(home, model()), precision=precision)
         module = in_configure_model(home, model, meta)
-        ours = fit(home, make_trainer, make(master_bits), module, precision=precision)
+        ours = fit(home, make_trainer, compact(master_bits), module, precision=precision)
         if precision == "bf16-mixed" and model is frozen_net and master_bits != 32:  # frozen after it was rounded
             for p, q in zip(
                 module.net.blocks[1].parameters(), plain.lightning_module.net.blocks[1].parameters(), strict=True
@@ -784,13 +781,14 @@ def test_built_in_fp32_by_the_module_and_split_as_it_comes(home: ModuleType, mak
 
     def watched() -> nn.Module:
         made = net()
-        if trainer.strategy.brought[0]._weights._building is None:  # under the context, which is kept from its end on
+        if techniques[0]._weights._building is None:  # under the context, which is kept from its end on
             with torch._C.DisableTorchFunction():
                 seen.append({str(p.dtype) for p in made.parameters()})
             seen.append({p.dtype for p in made.parameters()})
         return made
 
-    trainer = make_trainer(home, strategy=for_home(CompactStrategy, home.__name__)(), precision="bf16-true")
+    techniques = compact()
+    trainer = make_trainer(home, callbacks=techniques, precision="bf16-true")
     trainer.fit(in_configure_model(home, watched), batches())
     assert seen == [{"torch.float32", "torch.bfloat16"}, {torch.float32}]  # what lies there; what user code sees
     assert "module_init_context" not in vars(trainer.precision_plugin)
@@ -812,11 +810,10 @@ def test_built_and_resumed(
     home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: int, plain_file: bool
 ) -> None:
     """Weights of the file, never with what the initial ones were off by."""
-    make = for_home(CompactStrategy, home.__name__)
 
     def run(module: Any, path: Path | None = None, **kwargs: Any) -> Any:
         trainer = make_trainer(
-            home, strategy=make(master_bits, checkpoint_weights=kind), precision="bf16-true", **kwargs
+            home, callbacks=compact(master_bits, checkpoint_weights=kind), precision="bf16-true", **kwargs
         )
         trainer.fit(module, batches(), **({"ckpt_path": path} if path else {}))
         return trainer
@@ -828,7 +825,7 @@ def test_built_and_resumed(
     by_hand = regression(home, net_and_spare())
     with torch.no_grad():
         by_hand.net.spare.weight.normal_()  # other than the initial one
-    half = fit(home, make_trainer, None, by_hand, max_epochs=2) if plain_file else run(by_hand, max_epochs=2)
+    half = fit(home, make_trainer, (), by_hand, max_epochs=2) if plain_file else run(by_hand, max_epochs=2)
     half.save_checkpoint(file, weights_only=False)
     whole = run(regression(home, net_and_spare()), file, max_epochs=3)
     assert_same_run(run(built(), file, max_epochs=3), whole)
@@ -847,9 +844,9 @@ def test_built_and_loaded_in_fp32_where_it_stays_so(make_trainer: Make, tmp_path
 
     by_hand = regression(home, frozen_net())
     by_hand.net.blocks[1].up.weight.normal_()
-    fit(home, make_trainer, None, by_hand).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    fit(home, make_trainer, (), by_hand).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
     module = in_configure_model(home, frozen_net)
-    trainer = make_trainer(home, strategy=CompactStrategy(), precision="bf16-mixed", max_steps=10)
+    trainer = make_trainer(home, callbacks=compact(), precision="bf16-mixed", max_steps=10)
     trainer.fit(module, batches(), ckpt_path=tmp_path / "plain.ckpt")
     ours, theirs = (each.net.blocks[1].up.weight for each in (module, by_hand))
     assert ours.dtype == torch.float32
@@ -859,8 +856,7 @@ def test_built_and_loaded_in_fp32_where_it_stays_so(make_trainer: Make, tmp_path
 @pytest.mark.every_change
 @pytest.mark.usefixtures("narrow")
 def test_built_and_failed_is_fp32_again(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
-    make = for_home(CompactStrategy, home.__name__)
-    fit(home, make_trainer, None).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    fit(home, make_trainer, ()).save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
     first = net()
 
     def half_built(module: Any) -> None:
@@ -880,7 +876,7 @@ def test_built_and_failed_is_fp32_again(home: ModuleType, make_trainer: Make, tm
         module = in_configure_model(home)
         whole = module.configure_model
         break_it(module)
-        trainer = make_trainer(home, strategy=make(32), precision="bf16-true")
+        trainer = make_trainer(home, callbacks=compact(32), precision="bf16-true")
         with pytest.raises(KeyError, match="mine"):
             trainer.fit(module, batches(), ckpt_path=tmp_path / "plain.ckpt" if break_it is break_loading else None)
         assert_same({name: p.detach() for name, p in module.net.named_parameters()}, dict(first.named_parameters()))
@@ -891,8 +887,8 @@ def test_built_and_failed_is_fp32_again(home: ModuleType, make_trainer: Make, tm
         module.zero_grad()
         module.configure_model = whole  # which finds that there is a net
         module.configure_optimizers = lambda module=module: torch.optim.AdamW(module.parameters(), lr=1e-2)
-        again = fit(home, make_trainer, make(32), module, precision="bf16-true")
-        assert_same_run(again, fit(home, make_trainer, make(32), regression(home, net()), precision="bf16-true"))
+        again = fit(home, make_trainer, compact(32), module, precision="bf16-true")
+        assert_same_run(again, fit(home, make_trainer, compact(32), regression(home, net()), precision="bf16-true"))
 
 
 def registration_hooks() -> list[Any]:
@@ -905,33 +901,10 @@ def registration_hooks() -> list[Any]:
 @pytest.mark.usefixtures("narrow")
 def test_built_once_and_fitted_twice(home: ModuleType, make_trainer: Make) -> None:
     def twice(module: Any) -> Any:
-        make = for_home(CompactStrategy, home.__name__)
-        fit(home, make_trainer, make(), module, precision="bf16-true")
-        return fit(home, make_trainer, make(), module, precision="bf16-true")
+        fit(home, make_trainer, compact(), module, precision="bf16-true")
+        return fit(home, make_trainer, compact(), module, precision="bf16-true")
 
     assert_same_run(twice(in_configure_model(home)), twice(regression(home, net())))
-
-
-@pytest.mark.every_change
-@pytest.mark.parametrize(("bits", "precision"), [(24, "bf16-true"), (24, "bf16-mixed"), (32, "32-true")])
-def test_built_for_validation_too(make_trainer: Make, bits: int, precision: str) -> None:
-    import lightning.pytorch as home
-
-    def loss(module: Any) -> Any:
-        trainer = make_trainer(home, strategy=CompactStrategy(bits, bits if bits == 32 else 8), precision=precision)
-        metrics = trainer.validate(module, batches(), verbose=False)
-        assert {p.dtype for p in module.parameters()} == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
-        return metrics
-
-    assert loss(in_configure_model(home)) == loss(regression(home, net()))
-
-
-def test_init_module_is_lightnings(make_trainer: Make) -> None:
-    import lightning.pytorch as home
-
-    trainer = make_trainer(home, strategy=CompactStrategy(), precision="bf16-true")
-    with pytest.warns(UserWarning, match="configure_model"), trainer.init_module():
-        assert net().head.weight.dtype == torch.bfloat16
 
 
 # --- beside what others do ---
@@ -945,7 +918,7 @@ def test_weights_made_zero_by_somebody_stay_numbers(make_trainer: Make) -> None:
             with torch.no_grad():
                 pl_module.net.blocks[0].up.weight[:128] = 0
 
-    trainer = fit(home, make_trainer, CompactStrategy(), precision="bf16-true", callbacks=[Prune()])
+    trainer = fit(home, make_trainer, compact(), precision="bf16-true", callbacks=[Prune()])
     assert all(p.isfinite().all() for p in trainer.lightning_module.parameters())
 
 
@@ -954,18 +927,18 @@ def test_norms_and_autocast(make_trainer: Make, precision: str) -> None:
     import lightning.pytorch as home
 
     module = regression(home, nn.Sequential(nn.BatchNorm1d(WIDTH), net(1)))
-    trainer = fit(home, make_trainer, CompactStrategy(), module, precision=precision)
+    trainer = fit(home, make_trainer, compact(), module, precision=precision)
     kinds = {name: p.dtype for name, p in trainer.lightning_module.named_parameters()}
     assert kinds["net.1.blocks.0.up.weight"] == torch.bfloat16
     assert kinds["net.0.weight"] == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
 def test_lightnings_own_accumulation_scheduler(home: ModuleType, make_trainer: Make) -> None:
-    def run(strategy: Any) -> dict[str, Tensor]:
+    def run(techniques: Any) -> dict[str, Tensor]:
         schedule = home.callbacks.GradientAccumulationScheduler({0: 1, 1: 5})
-        return weights(fit(home, make_trainer, strategy, max_epochs=2, callbacks=[schedule]))
+        return weights(fit(home, make_trainer, techniques, max_epochs=2, callbacks=[schedule]))
 
-    assert_same(run(for_home(CompactStrategy, home.__name__)(32, 32)), run(None))
+    assert_same(run(compact(32, 32)), run(()))
 
 
 def by_hand(windows: list[list[int]], device: torch.device, clip: float | None) -> tuple[nn.Module, CompactAdamW]:
@@ -1000,8 +973,8 @@ def test_accumulation_by_a_schedule_is_that_of_a_loop_by_hand(
 ) -> None:
     import lightning.pytorch as home
 
-    strategy, schedule = CompactStrategy(32, 8, release_gradients=release), AccumulationSchedule(milestones, by)
-    trainer = fit(home, make_trainer, strategy, gradient_clip_val=clip, callbacks=[schedule])
+    techniques, schedule = compact(32, 8, release=release), AccumulationSchedule(milestones, by)
+    trainer = fit(home, make_trainer, techniques, gradient_clip_val=clip, callbacks=[schedule])
     assert trainer.global_step == len(sizes)
     numbers = iter(range(10))
     windows = [[next(numbers) for _ in range(size)] for size in sizes]
@@ -1019,11 +992,11 @@ def test_accumulation_by_a_schedule_is_that_of_a_loop_by_hand(
 
 
 def test_a_short_window_counts_as_a_whole_one_of_its_size(home: ModuleType, make_trainer: Make) -> None:
-    """In the strategy's own layout, bit for bit: the last two of ten batches, under a factor of 4 and of 2."""
+    """In the compact layout, bit for bit: the last two of ten batches, under a factor of 4 and of 2."""
 
     def run(milestones: Any) -> dict[str, Tensor]:
-        schedule, strategy = AccumulationSchedule(milestones, by="step"), for_home(CompactStrategy, home.__name__)()
-        return weights(fit(home, make_trainer, strategy, precision="bf16-true", callbacks=[schedule]))
+        schedule, techniques = AccumulationSchedule(milestones, by="step"), compact()
+        return weights(fit(home, make_trainer, techniques, precision="bf16-true", callbacks=[schedule]))
 
     short = run([[0, 4]])
     assert_same(short, run([[0, 4], [2, 2]]))
@@ -1041,11 +1014,11 @@ def test_activation_checkpointing_changes_no_bit(
         module = regression(home, Stack(blocks=2, width=WIDTH, dropout=0.1))
         module.load_state_dict({f"net.{name}": value for name, value in net().state_dict().items()})
         module.net.blocks[0].up.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
-        strategy = for_home(CompactStrategy, home.__name__)()
+        techniques = compact()
         callbacks = [ActivationCheckpointing()] if checkpointing else []
         torch.manual_seed(0)  # of the dropout
         trainer = fit(
-            *(home, make_trainer, strategy, module),
+            *(home, make_trainer, techniques, module),
             precision="bf16-true",
             accumulate_grad_batches=accumulate,
             callbacks=callbacks,
@@ -1059,12 +1032,12 @@ def test_activation_checkpointing_changes_no_bit(
 
 
 def test_a_window_that_is_left_in_the_middle_is_dropped(home: ModuleType, make_trainer: Make) -> None:
-    def run(strategy: Any) -> dict[str, Tensor]:
+    def run(techniques: Any) -> dict[str, Tensor]:
         module = regression(home, net())
         module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 6 else None
-        return weights(fit(home, make_trainer, strategy, module, max_epochs=2, accumulate_grad_batches=4))
+        return weights(fit(home, make_trainer, techniques, module, max_epochs=2, accumulate_grad_batches=4))
 
-    assert_same(run(for_home(CompactStrategy, home.__name__)(32, 32)), run(None))
+    assert_same(run(compact(32, 32)), run(()))
 
 
 def test_layers_that_are_unfrozen_later(home: ModuleType, make_trainer: Make) -> None:
@@ -1081,13 +1054,13 @@ def test_layers_that_are_unfrozen_later(home: ModuleType, make_trainer: Make) ->
         made.configure_optimizers = lambda: torch.optim.AdamW(made.net.head.parameters(), lr=1e-2)
         return made
 
-    plain = fit(home, make_trainer, None, module(), max_epochs=3, callbacks=[Unfreeze()])
-    ours = for_home(CompactStrategy, home.__name__)(32, 32)
+    plain = fit(home, make_trainer, (), module(), max_epochs=3, callbacks=[Unfreeze()])
+    ours = compact(32, 32)
     assert_same(weights(fit(home, make_trainer, ours, module(), max_epochs=3, callbacks=[Unfreeze()])), weights(plain))
     split = fit(
         home,
         make_trainer,
-        for_home(CompactStrategy, home.__name__)(),
+        compact(),
         module(),
         max_epochs=3,
         precision="bf16-true",
@@ -1103,11 +1076,11 @@ def test_clipping_that_bypasses_the_strategy_is_said(make_trainer: Make) -> None
     cls = type(module)
     cls.configure_gradient_clipping = lambda self, *args, **kwargs: torch.nn.utils.clip_grad_norm_(self.parameters(), 1)
     with pytest.warns(UserWarning, match=mentions("self.clip_gradients")):
-        fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true")
+        fit(home, make_trainer, compact(), module, precision="bf16-true")
     other = regression(home, net())
     type(other).on_after_backward = lambda self: None
     with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad")):
-        fit(home, make_trainer, CompactStrategy(), other, precision="bf16-true")
+        fit(home, make_trainer, compact(), other, precision="bf16-true")
 
 
 def test_hooks_of_the_step_run_once_and_behind_it(make_trainer: Make) -> None:
@@ -1123,14 +1096,14 @@ def test_hooks_of_the_step_run_once_and_behind_it(make_trainer: Make) -> None:
         return optimizer
 
     module.configure_optimizers = configure
-    fit(home, make_trainer, CompactStrategy(32, 32), module, gradient_clip_val=1.0, max_steps=3)
+    fit(home, make_trainer, compact(32, 32), module, gradient_clip_val=1.0, max_steps=3)
     assert seen == [False] * 3
 
 
 def test_validate_needs_no_optimizer(make_trainer: Make) -> None:
     import lightning.pytorch as home
 
-    trainer = make_trainer(home, strategy=CompactStrategy())  # a precision that is refused in a fit
+    trainer = make_trainer(home, callbacks=compact())  # a precision that is refused in a fit
     assert trainer.validate(regression(home, net()), batches(), verbose=False)[0]["validation/loss"] > 0
 
 
@@ -1147,7 +1120,7 @@ def test_a_detached_use_of_a_weight_is_an_error_as_in_torch(make_trainer: Make) 
             return self.last(x).sum(1, keepdim=True)
 
     with pytest.raises(RuntimeError, match="inplace"):
-        fit(home, make_trainer, CompactStrategy(32, 32), regression(home, Twice()))
+        fit(home, make_trainer, compact(32, 32), regression(home, Twice()))
 
 
 # --- refusals ---
@@ -1162,11 +1135,12 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
     import lightning.pytorch as home
 
     with pytest.raises(PresetError, match="master_bits=16: write 32, 24, '16-stochastic'"):
-        CompactStrategy(master_bits=16)
+        compact(master_bits=16)
     with pytest.raises(
-        ConflictError, match=mentions("precision=32-true: write precision=bf16-true, or strategy.master_bits")
+        ConflictError,
+        match=mentions("precision=32-true: write precision=bf16-true", "compact_states.master_bits=32"),
     ):
-        fit(home, make_trainer, CompactStrategy())
+        fit(home, make_trainer, compact())
     sgd = regression(home, net())
 
     class Mine(torch.optim.SGD):
@@ -1175,46 +1149,46 @@ def test_refusals_name_what_to_write(make_trainer: Make, monkeypatch: pytest.Mon
     for kind in (Mine, torch.optim.LBFGS, torch.optim.SparseAdam):
         sgd.configure_optimizers = lambda kind=kind: kind(list(sgd.parameters()), lr=1e-4)
         with pytest.raises(ConflictError, match=mentions("torch's SGD", f".{kind.__name__}")):
-            fit(home, make_trainer, CompactStrategy(), sgd, precision="bf16-true")
+            fit(home, make_trainer, compact(), sgd, precision="bf16-true")
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
-    released = fit(home, make_trainer, CompactStrategy(32, 32), sgd)  # nothing is compressed: any that can be released
+    released = fit(home, make_trainer, compact(32, 32), sgd)  # nothing is compressed: any that can be released
     assert type(released.optimizers[0]) is torch.optim.SGD
     odd = regression(home, net())
     odd.configure_optimizers = lambda: torch.optim.AdamW(odd.parameters(), amsgrad=True)
     with pytest.raises(ConflictError, match="drop amsgrad"):
-        fit(home, make_trainer, CompactStrategy(), odd, precision="bf16-true")
+        fit(home, make_trainer, compact(), odd, precision="bf16-true")
     sgd = regression(home, net())
     sgd.configure_optimizers = lambda: torch.optim.SGD(sgd.parameters(), lr=1e-4)
     with pytest.raises(ConflictError, match=mentions("AdamW", "host")):
-        fit(home, make_trainer, CompactStrategy(state_budget=0), sgd, precision="bf16-true")
-    with pytest.raises(PresetError, match=mentions("strategy.state_budget='much'", "B, KiB")):
-        CompactStrategy(state_budget="much")
+        fit(home, make_trainer, compact(state_budget=0), sgd, precision="bf16-true")
+    with pytest.raises(PresetError, match=mentions("compact_states.state_budget='much'", "B, KiB")):
+        compact(state_budget="much")
     leave_no_room(monkeypatch)
     with pytest.raises(BudgetError, match="optimizer states"):
-        fit(home, make_trainer, CompactStrategy(), precision="bf16-true")
+        fit(home, make_trainer, compact(), precision="bf16-true")
 
 
 def test_refusals_of_back_ends_name_what_to_write(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning.pytorch as home
 
     with pytest.raises(PresetError, match="back_end='bnb': write 'own', 'torchao_8bit'"):
-        CompactStrategy(back_end="bnb")
+        compact(back_end="bnb")
     with pytest.raises(ConflictError, match=mentions("back_end=torchao_8bit", "drop")):
-        CompactStrategy(master_bits=32, back_end="torchao_8bit")
+        compact(master_bits=32, back_end="torchao_8bit")
     refused = "back_end=bitsandbytes_8bit and precision=bf16-true, whose bf16 weights .*write precision=bf16-mixed or"
     with pytest.raises(ConflictError, match=refused):
-        fit(home, make_trainer, CompactStrategy(back_end="bitsandbytes_8bit"), precision="bf16-true")
+        fit(home, make_trainer, compact(back_end="bitsandbytes_8bit"), precision="bf16-true")
     with pytest.raises(ConflictError, match=refused):
-        solo.trainer_kwargs("compact", overrides=["strategy.back_end=bitsandbytes_8bit"])
+        solo.trainer_kwargs("compact", overrides=["callback.compact_states.back_end=bitsandbytes_8bit"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CapabilityError, match=mentions("back_end=flashoptim", "CUDA")):
-        solo.trainer_kwargs("compact", overrides=["strategy.back_end=flashoptim"])
+        solo.trainer_kwargs("compact", overrides=["callback.compact_states.back_end=flashoptim"])
     monkeypatch.setattr(back_ends, "is_installed", lambda package: False)
     with pytest.raises(CapabilityError, match=mentions("torchao", "pip install lightning-solo[compact]")):
-        fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
+        fit(home, make_trainer, compact(back_end="torchao_8bit"), precision="bf16-true")
     leave_no_room(monkeypatch)
-    with pytest.raises(BudgetError, match=mentions("write strategy.back_end=own strategy.moment_bits=4")):
-        fit(home, make_trainer, CompactStrategy(back_end="torchao_8bit"), precision="bf16-true")
+    with pytest.raises(BudgetError, match=mentions("write callback.compact_states.back_end=own", "moment_bits=4")):
+        fit(home, make_trainer, compact(back_end="torchao_8bit"), precision="bf16-true")
 
 
 def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
@@ -1223,7 +1197,7 @@ def test_nan_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
     module = regression(home, net())
     module.step = lambda batch: (module.net(batch[0]) * float("nan")).float().mean()
     with pytest.raises(GradientError, match=mentions("net.", "not finite")):
-        fit(home, make_trainer, CompactStrategy(), module, precision="bf16-true", gradient_clip_val=1.0)
+        fit(home, make_trainer, compact(), module, precision="bf16-true", gradient_clip_val=1.0)
     before = {name: p.bfloat16() for name, p in regression(home, net()).named_parameters()}
     assert_same(dict(module.named_parameters()), before)
 
@@ -1245,8 +1219,8 @@ def test_gpu_states_on_the_host(make_trainer: Make, budget: Any, arguments: dict
     import lightning.pytorch as home
 
     more = {"precision": "bf16-true", "accelerator": "gpu", "max_epochs": 2, **arguments}
-    resident = fit(home, make_trainer, CompactStrategy(gradient_buffer="host"), **more)
-    ours = fit(home, make_trainer, CompactStrategy(state_budget=budget, gradient_buffer="host"), **more)
+    resident = fit(home, make_trainer, compact(buffer="host"), **more)
+    ours = fit(home, make_trainer, compact(state_budget=budget, buffer="host"), **more)
     assert_same(weights(ours), weights(resident))
     (optimizer,) = ours.optimizers
     assert (optimizer.host_bytes > 0) == (budget != "auto")  # all of it fits

@@ -1,7 +1,4 @@
-"""CompactStates alone, beside a user's own strategy: acts, trains as `CompactStrategy` does, leaves no trace.
-
-What it computes, holds and refuses is tested through the strategy that brings it, in `test_compact.py`.
-"""
+"""CompactStates alone, beside a user's own strategy: it acts, trains as a plain run does, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -12,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import nn
 
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.compact_adamw import CompactAdamW
-from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
-from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 
@@ -87,18 +81,14 @@ def test_acted_on_weights_and_states(
 # --- parity ---
 
 
-@pytest.mark.parametrize("order", [1, long(-1)])
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("release", [True, False])
-def test_parity_with_the_strategy_that_brings_it(
-    home: ModuleType, make_trainer: Make, release: bool, accumulate: int, order: int
-) -> None:
-    strategy = for_home(CompactStrategy, home.__name__)(release_gradients=release)
-    brought = fit(home, make_trainer, strategy=strategy, accumulate_grad_batches=accumulate)
-    callbacks = [CompactStates(), *([GradientRelease()] if release else [])][::order]
-    alone = fit(home, make_trainer, callbacks=callbacks, accumulate_grad_batches=accumulate)
-    assert_same_run(alone, brought)
-    assert not torch.equal(alone.lightning_module.net.head.weight.cpu().float(), net().head.weight.bfloat16().float())
+def test_parity_in_either_order_with_released_gradients(home: ModuleType, make_trainer: Make, accumulate: int) -> None:
+    def run(*callbacks: Any) -> Any:
+        return fit(home, make_trainer, callbacks=[*callbacks], accumulate_grad_batches=accumulate)
+
+    one = run(CompactStates(), GradientRelease())
+    assert_same_run(run(GradientRelease(), CompactStates()), one)
+    assert not torch.equal(one.lightning_module.net.head.weight.cpu().float(), net().head.weight.bfloat16().float())
 
 
 def test_parity_with_a_plain_run_in_fp32(home: ModuleType, make_trainer: Make) -> None:
@@ -212,9 +202,8 @@ def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> No
         ConflictError, match=mentions("compact_states, ", "precision=32-true", "compact_states.master_bits=32")
     ):
         fit(home, make_trainer, precision="32-true", callbacks=[CompactStates()])
-    strategy = for_home(CompactStrategy, home.__name__)()
     with pytest.raises(ConflictError, match="two CompactStates"):
-        fit(home, make_trainer, strategy=strategy, callbacks=[CompactStates()])
+        fit(home, make_trainer, callbacks=[CompactStates(), CompactStates(32)])
 
 
 def test_a_copy_is_built_from_its_words() -> None:

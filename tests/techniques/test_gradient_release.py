@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long
@@ -256,19 +254,15 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(home: ModuleType, make_train
 def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
     with pytest.raises(PresetError, match=mentions("gradient_release.buffer='disk': write 'device', 'host'")):
         GradientRelease("disk")
-    by_hand = regression(home, net(), automatic_optimization=False)
-    with pytest.raises(ConflictError, match=mentions("manual optimization", "drop gradient_release")):
-        fit(home, make_trainer, [GradientRelease()], by_hand)
     many = regression(home, net())
     many.configure_optimizers = lambda: torch.optim.LBFGS(many.parameters())
-    with pytest.raises(ConflictError, match="release_gradients with LBFGS"):
+    with pytest.raises(ConflictError, match="gradient_release with LBFGS"):
         fit(home, make_trainer, [GradientRelease()], many)
-    strategy = for_home(CompactStrategy, home.__name__)(32, 32)
     with pytest.raises(ConflictError, match="two GradientRelease"):
-        fit(home, make_trainer, [GradientRelease()], strategy=strategy)
+        fit(home, make_trainer, [GradientRelease(), GradientRelease("host")])
     reads = regression(home, net())
     type(reads).on_after_backward = lambda self: None
-    with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad: ", "drop gradient_release")):
+    with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad: ", "~callback.gradient_release")):
         fit(home, make_trainer, [GradientRelease()], reads)
 
 

@@ -14,7 +14,6 @@ import torch
 import torchmetrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -26,6 +25,7 @@ from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
@@ -199,10 +199,11 @@ def test_after_ten_failures_the_weights_are_those_of_an_undisturbed_run(
 
 def test_gradients_released_in_backward_step_nothing_before_it_has_ended(make_trainer: Make) -> None:
     def fit(net: Limited, size: Any) -> Any:
-        strategy = CompactStrategy(master_bits=32, moment_bits=32)
         module = regression(L, net)
         seed()
-        make_trainer(L, callbacks=[MicroBatching(size)], strategy=strategy).fit(module, loader(4, 8))
+        make_trainer(L, callbacks=[MicroBatching(size), CompactStates(32, 32), GradientRelease()]).fit(
+            module, loader(4, 8)
+        )
         return module
 
     calm, disturbed = fit(limited(), 2), fit(limited(2, "backward"), "auto")

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_solo.techniques.compact.technique import CompactStrategy
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.memory.limit import MemoryLimit
 from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
@@ -210,17 +210,15 @@ def run(make: Make, seed: int, way: str, size: Any, operators: dict[int, int], f
     short = Short(technique, operators, fits, draw)
     if size != "auto":
         short.watch.on_train_batch_start = lambda *_: None  # type: ignore[method-assign]
-    extra: dict[str, Any] = {}
-    if way == "compact":
-        module.float()
-        extra["strategy"] = CompactStrategy(master_bits=32, moment_bits=32)
-    others = [GradientRelease()] if way == "released" else []
+    others = [] if way == "plain" else [GradientRelease()]
     batches = batches_of(seed)
     if way == "compact":
+        module.float()
+        others.append(CompactStates(32, 32))
         batches = [{**batch, "x": batch["x"].float()} for batch in batches]
     random.seed(seed)
     numpy.random.seed(seed)
-    trainer = make(L, callbacks=[technique, short.watch, *others], **extra)
+    trainer = make(L, callbacks=[technique, short.watch, *others])
     with short:
         trainer.fit(module, DataLoader(batches, batch_size=None))
     return SimpleNamespace(
