@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, Sequence[str], Sequence[str], int]] = {  # shape, pr
     "8b, long_context, compact, tiled_mlp, states on the host": (
         "8b",
         LONG,
-        (*TILED, "strategy.state_budget=0"),
+        (*TILED, "callback.compact_states.state_budget=0"),
         256 * KiB,
     ),
 }

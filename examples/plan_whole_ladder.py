@@ -44,7 +44,10 @@ RUNGS: dict[str, tuple[list[str], list[str]]] = {  # name -> presets, overrides
     "+ offloading": (["bf16", *LONG], [CHUNKS]),
     "+ tiled_mlp": (["bf16", *LONG], [CHUNKS, "+callback=tiled_mlp"]),
     "+ compact": ([*LONG, "compact"], [CHUNKS, "+callback=tiled_mlp"]),
-    "+ states on the host": ([*LONG, "compact_host"], [CHUNKS, "+callback=tiled_mlp", "strategy.state_budget=0"]),
+    "+ states on the host": (
+        [*LONG, "compact_host"],
+        [CHUNKS, "+callback=tiled_mlp", "callback.compact_states.state_budget=0"],
+    ),
 }
 SEEDS, STEPS, BATCH = (1, 2, 3), 60, 4
 TRAINED = ["long_context", "compact_host"]

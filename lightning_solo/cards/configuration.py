@@ -29,7 +29,7 @@ class Chosen:
 
     @property
     def choice(self) -> str:
-        """How messages name it: ``strategy=compact``, or ``callback.memory_logger``."""
+        """How messages name it: ``strategy=zero_offload``, or ``callback.memory_logger``."""
         return f"strategy={self.card.name}" if self.card.group == "strategy" else self.option
 
     @property

@@ -229,7 +229,9 @@ def picture(trainer: Any) -> list[Any]:
 def test_one_strategy_for_two_trainers_and_several_fits(home: ModuleType, make_trainer: Make) -> None:
     strategy, notes = for_home(Seams, home.__name__)(), []
     for _ in range(2):
-        trainer = make_trainer(home, strategy=strategy, callbacks=[Everywhere(notes)], gradient_clip_val=0.5)
+        trainer = make_trainer(
+            home, strategy=strategy, callbacks=[Everywhere(notes)], accelerator="auto", gradient_clip_val=0.5
+        )
         for fits in (1, 2):
             notes.clear()
             trainer.fit_loop.max_epochs = fits
