@@ -73,7 +73,7 @@ ELSEWHERE = {
     "techniques/test_throughput.py": "data/batch_size",
     "techniques/test_tiled_mlp.py": "nn/tiling",
     "test_attach.py": "callbacks",
-    "test_fitting.py": "cards/footprint memory/sizes optim/state_settings",
+    "test_fitting.py": "cards/footprint memory/sizes",
     "test_docs.py": "errors units",
     "test_guard.py": "optim/window_gradients",
     "zero/test_engine.py": "zero/deepspeed_patches zero/refusals zero/run",
