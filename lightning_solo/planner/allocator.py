@@ -1,7 +1,7 @@
-"""A simulation of PyTorch's caching allocator: reserved bytes, and the smallest memory in which a run survives.
+"""A simulation of PyTorch's caching allocator: reserved bytes, and the smallest memory in which a run fits.
 
-The default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), without expandable segments, of one stream
-beside what others hold all along.
+It follows the default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), without expandable segments, for
+one stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DoesNotFitError(Exception):
 
 
 def rounded(size: int) -> int:
-    """Return the bytes of the block that a request takes.
+    """Return the bytes of the block for a request.
 
     >>> rounded(1), rounded(512), rounded(513)
     (512, 512, 1024)
@@ -33,7 +33,7 @@ def rounded(size: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Return the bytes requested from the driver for a block that fits into no cached segment.
+    """Return the bytes requested from the driver for a block that fits in no cached segment.
 
     >>> [segment_size(mib * MiB) // MiB for mib in (1, 2, 9, 10, 11)]
     [2, 20, 20, 10, 12]
@@ -54,7 +54,7 @@ class _Block:
 
 
 class CachingAllocator:
-    """Segments split into blocks: best fit, free neighbours are merged, unused segments are released before an OOM."""
+    """Segments split into blocks: best fit, merged free neighbours; unused segments are released before an OOM."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
@@ -199,7 +199,7 @@ def survives(log: EventLog, capacity: int, workspace: int = 0) -> bool:
 
 
 def smallest_capacity(log: EventLog, workspace: int = 0, step: int = LARGE_ROUND) -> int:
-    """Return the least capacity, a multiple of ``step``, that a log fits into: between peak allocated and reserved."""
+    """Return the smallest capacity, a multiple of ``step``, for a log: between peak allocated and reserved bytes."""
     low, high = peak_allocated(log, workspace) // step, -(-replay(log, None, workspace).peak_reserved // step)
     while low < high:
         middle = (low + high) // 2

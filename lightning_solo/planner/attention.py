@@ -1,4 +1,4 @@
-"""The attention kernels that CUDA would choose; after ``transformers/cuda/sdp_utils.cpp`` of torch 2.13."""
+"""The attention kernels that CUDA would choose, following ``transformers/cuda/sdp_utils.cpp`` of torch 2.13."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fused_attention(
     with torch._C._ExcludeDispatchKeyGuard(WITHOUT_AUTOCAST):
         has_heads = query.dim() == key.dim() == value.dim() == 4
         if has_heads and query.dtype in HALF and attn_mask is None and width <= 256 and value.size(-1) == width:
-            pad = -width % 8  # the kernel wants multiples of 8
+            pad = -width % 8  # the kernel needs multiples of 8
             padded = [F.pad(t, (0, pad)) if pad else t for t in (query, key, value)]
             out: Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
             return out[..., :width] if pad else out
@@ -56,7 +56,7 @@ def math_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return a mask in the form of the memory-efficient kernel: numbers, full shape, rows of whole 16 bytes."""
+    """Return a mask as the memory-efficient kernel takes it: numbers, full shape, rows of a multiple of 16 bytes."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

@@ -1,4 +1,4 @@
-"""The preset `auto`: by plans, of the fastest presets that fit the one that changes least; with a table, and why."""
+"""The preset `auto`: among the fastest presets whose plans fit, it takes the one that changes least."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
 
-DIFFERENCE = 0.10  # between plan and reading, from which on it is said
-STEPS = 2  # that are compared: the states of an optimizer are there from the second on
+DIFFERENCE = 0.10  # from this relative difference of reading and plan on there is a message
+STEPS = 2  # that are compared; an optimizer has its states from the second step on
 
 
 def choose(
@@ -48,10 +48,10 @@ def choose(
         check: raises a SoloError for a preset that this machine can't run.
         trainer: the user's own arguments of the Trainer.
         allow: prefixes of ``_target_`` that the user trusts.
-        console: where the table goes.
+        console: for the table.
 
     Raises:
-        BudgetError: none fits; names the nearest, and what is missing.
+        BudgetError: none fits; names the nearest, and the missing memory.
         PlanError: the module can't be planned.
     """
     settings = config.auto or AutoSettings()
@@ -80,7 +80,7 @@ def choose(
 
 
 def none_fits(plans: Sequence[Plan]) -> BudgetError:
-    """Return the error that names the nearest of plans of which none is accepted, and what to write instead."""
+    """Return the error for plans none of which is accepted; it names the nearest, and what to write instead."""
     nearest = min(plans, key=lambda plan: (plan.missing_bytes, plan.needed_bytes))
     most = max(plan.largest_micro_batch or 0 for plan in plans)
     tight = next((plan for plan in plans if plan.verdict == "tight"), None)
@@ -137,7 +137,7 @@ def candidates(
             continue
         if same is None:
             configs[name] = candidate
-        elif preset.precision == config.precision:  # of two that are the same now, the one that is so by itself
+        elif preset.precision == config.precision:  # of two equal presets, take the one that needs no override
             configs[name] = configs.pop(same)
     if not configs:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
@@ -146,9 +146,9 @@ def candidates(
 
 
 def why(chosen: Plan, plans: Sequence[Plan]) -> str:
-    """Return why this one was chosen, in a sentence.
+    """Return the reason for the choice, in a sentence.
 
-    Plans are in the order in which to try them; the next one is the alternative.
+    Plans are in the order in which to try them; the alternative is the next one.
     """
     others = [plan for plan in plans if plan is not chosen and plan.verdict == chosen.verdict]
     leaves = f"it needs {format_bytes(chosen.needed_bytes)} of {format_bytes(chosen.budget_bytes)}"
@@ -156,25 +156,25 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
         only = "the only one that fits" + (", if only just" if chosen.verdict == "tight" else "")
         return f"auto: {chosen.preset}, {only}; {leaves}"
     if as_fast(others[0], chosen):
-        return f"auto: {chosen.preset}, of the fastest that fit the one that changes least; {leaves}"
+        return f"auto: {chosen.preset}, which changes least among the fastest that fit; {leaves}"
     less = 1 - chosen.seconds_per_example / others[0].seconds_per_example
     before = f"in an estimated {less:.0%} less time than {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"
 
 
 class PlanCheck(Callback):
-    """Compares the plan with what the first two optimizer steps of a fit took on the GPU, by its peak counter.
+    """Compares the plan with the peak that the GPU's counter shows for the first two optimizer steps of a fit.
 
-    The counter is reset when training starts. Nothing is compared where there is none (a CPU), nor beside a
-    callback that resets it too, several times a step (``resets_peak_counters``).
+    The counter is reset when training starts. Nothing is compared on a CPU, which has no counter, or beside a callback
+    that resets it several times a step (``resets_peak_counters``).
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._first: int | None = None  # global_step at the start, which is not 0 in a run that goes on
+        self._first: int | None = None  # global_step at the start; above 0 in a resumed run
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count the peak and the steps from here."""
+        """Start the comparison here."""
         self._first = None
         device = trainer.strategy.root_device
         resets = (getattr(callback, "resets_peak_counters", False) for callback in trainer.callbacks)
@@ -193,17 +193,17 @@ class PlanCheck(Callback):
             warnings.warn(message, stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Count no longer."""
+        """Stop the comparison."""
         self._first = None
 
 
 def checks(plan: Plan) -> list[Callback]:
-    """Return the callbacks that check a plan: none for a plan of a CPU, where there is no counter to compare with."""
+    """Return the callbacks that check a plan; none for a plan of a CPU, which has no counter."""
     return [] if plan.device == CPU else [PlanCheck(plan)]
 
 
 def difference(plan: Plan, peak: int, states: Mapping[str, int]) -> str | None:
-    """Return what to say about a peak that is more than 10 % off the plan, with both breakdowns; else None."""
+    """Return a message about a peak more than 10 % off the plan, with both breakdowns; else None."""
     if abs(peak - plan.peak_bytes) <= DIFFERENCE * plan.peak_bytes:
         return None
     held = {name: states[name] for name in ("weights", "gradients", "optimizer_states")}

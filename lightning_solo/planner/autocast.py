@@ -1,4 +1,4 @@
-"""CUDA's autocast for tensors of the CPU; lists after ``ATen/autocast_mode.h`` of torch 2.13."""
+"""CUDA's autocast for CPU tensors, with the lists of ``ATen/autocast_mode.h`` of torch 2.13."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_solo.attributes import replaced
 HALF = (torch.float16, torch.bfloat16)
 WITHOUT_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
-# AT_FORALL_FP32: run in fp32, whatever the type of the inputs.
+# AT_FORALL_FP32: run in fp32, for inputs of any type.
 IN_FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm"),
@@ -25,21 +25,21 @@ IN_FP32 = (
     *("binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d"),
     *("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"),
 )
-# AT_FORALL_FP32_SET_OPT_DTYPE: their result is in fp32, unless the call sets another dtype.
+# AT_FORALL_FP32_SET_OPT_DTYPE: the result is in fp32 unless the call sets another dtype.
 FP32_BY_DTYPE = (
     *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum"),
 )
 
 
 def register_autocast(library: Any) -> None:
-    """Register CUDA's lists for the CPU in a library of ``aten`` kernels."""
+    """Register CUDA's lists for the CPU, in a library of ``aten`` kernels."""
     for names, by_dtype in ((IN_FP32, False), (FP32_BY_DTYPE, True)):
         for overload in _overloads(names):
             library.impl(overload.name(), _autocast(overload, by_dtype), "AutocastCPU", allow_override=True)
 
 
 def cuda_autocast_on_cpu() -> AbstractContextManager[None]:
-    """Make ``torch.autocast("cuda")`` in a module cast on the CPU: without CUDA torch would switch it off."""
+    """Make a module's ``torch.autocast("cuda")`` cast on the CPU; torch disables it without CUDA."""
     original = torch.autocast.__init__
 
     def init(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The trace of any micro-batch from traces of two: allocations and costs are linear in the number of examples."""
+"""The trace of any micro-batch from traces of two: bytes and costs are linear in the number of examples."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class AffineTrace:
         return replace(low, log=log, costs=costs, host_bytes=line(low.host_bytes, high.host_bytes))
 
     def predicts(self, size: int, trace: Trace) -> bool:
-        """Return whether the trace of a third micro-batch has exactly the events that are predicted for it."""
+        """Return whether the trace of a third micro-batch has exactly the predicted events."""
         return self.at(size).log == canonical(trace.log, trace.phases)
 
 
 def affine_trace(low: int, at_low: Trace, high: int, at_high: Trace) -> AffineTrace | None:
-    """Return the trace of every micro-batch, or ``None`` where the two sizes differ in what they do, or its order."""
+    """Return the trace of every micro-batch, or ``None`` if the two traces differ in their operations or order."""
     low_log, high_log = canonical(at_low.log, at_low.phases), canonical(at_high.log, at_high.phases)
     if _shape(low_log) != _shape(high_log) or len(at_low.costs) != len(at_high.costs):
         return None
@@ -61,7 +61,7 @@ def _shape(log: EventLog) -> tuple[list[tuple[int, bool]], list[str], list[int]]
 def canonical(log: EventLog, phases: list[tuple[int, int, str]]) -> EventLog:
     """Return a log with storages numbered in order of allocation, and consecutive frees sorted.
 
-    One operator frees storages in any order. Frees before and after the start of a phase are sorted apart.
+    One operator frees storages in any order. Frees before the start of a phase are sorted apart from those after it.
     """
     numbers = {storage: index for index, storage in enumerate(log.held)}
     events: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""One micro-batch: the first of a loader, its number of examples, and the same with another number."""
+"""One micro-batch: the first of a loader, its number of examples, and copies with other numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_solo.planner.fake_modules import empty_parameters
 
 
 def mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a batch with ``function`` applied to its tensors, which are found as Lightning does when it moves a batch.
+    """Return a batch with ``function`` applied to its tensors, found as Lightning finds them to move a batch.
 
-    It looks into sequences, mappings (a tokenizer's `BatchEncoding` among them), named tuples and dataclasses.
+    It descends into sequences, mappings (including a tokenizer's `BatchEncoding`), named tuples and dataclasses.
     """
     return apply_to_collection(batch, Tensor, function)
 
 
 def first_batch(make: Callable[[], Any]) -> Any:
-    """Return the first batch of a module's own ``train_dataloader``; from several loaders combined, as in a run.
+    """Return the first batch of a module's own ``train_dataloader``; several loaders are combined as in a run.
 
     Raises:
         PresetError: there is none.
@@ -41,7 +41,7 @@ def first_batch(make: Callable[[], Any]) -> Any:
     except Exception as error:
         raise PresetError(
             f"batch: none given, and {type(module).__name__}.train_dataloader() gives none"
-            f" ({type(error).__name__}: {error}); hand over one micro-batch, such as"
+            f" ({type(error).__name__}: {error}); give one micro-batch, such as"
             " batch=next(iter(datamodule.train_dataloader()))"
         ) from error
 
@@ -57,14 +57,14 @@ def examples(batch: Any) -> int:
     if not lengths:
         raise PresetError(
             f"batch={type(batch).__name__}: no tensor with a first dimension in it; give one micro-batch as"
-            " training_step takes it, such as next(iter(dataloader)); tensors are looked for in lists, mappings and"
+            " training_step takes it, such as next(iter(dataloader)); tensors are searched in lists, mappings and"
             " dataclasses"
         )
     return max(set(lengths), key=lengths.count)
 
 
 def storage_bytes(batch: Any, examples: int, size: int) -> list[int]:
-    """Return the bytes of each tensor in a batch, as they are with ``size`` examples."""
+    """Return the bytes of each tensor in a batch, scaled to ``size`` examples."""
     sizes: list[int] = []
 
     def note(tensor: Tensor) -> None:
@@ -76,7 +76,7 @@ def storage_bytes(batch: Any, examples: int, size: int) -> list[int]:
 
 
 def sized(batch: Any, examples: int, size: int) -> Any:
-    """Return the batch with ``size`` examples: its own, repeated."""
+    """Return the batch with ``size`` examples, by repetition."""
 
     def resize(tensor: Tensor) -> Tensor:
         if not tensor.dim() or tensor.shape[0] != examples:

@@ -1,4 +1,4 @@
-"""Readings of a device: applied in place of the table's shares and constants, and kept in a file for later plans."""
+"""Measured readings of a device, which replace the table's shares and constants; kept in a file for later plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_solo.machine import nvidia_driver, processor, user_cache
 from lightning_solo.presets.devices import CPU, KINDS, Device, file_name
 from lightning_solo.units import GiB, MiB, format_bytes
 
-CONTEXTS = (16 * MiB, 4 * GiB)  # bytes: the least and the most of a credible CUDA context
+CONTEXTS = (16 * MiB, 4 * GiB)  # smallest and largest credible CUDA context, in bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Readings:
 
 
 def calibrated(device: Device, readings: Readings) -> Device:
-    """Return the device with readings applied; its peaks stay those of the table.
+    """Return the device with readings applied; its peak speeds stay those of the table.
 
     A kind of arithmetic that was not measured keeps its share of the peak.
     """
@@ -74,25 +74,25 @@ def context_of(free_before: int, free_after: int, reserved: int) -> int:
     """Return the bytes of a process's CUDA context.
 
     Raises:
-        CapabilityError: the size isn't credible: other programs allocated or freed memory meanwhile.
+        CapabilityError: the size isn't credible, since other programs allocated or freed memory meanwhile.
     """
     context = free_before - free_after - reserved
     if not CONTEXTS[0] <= context <= CONTEXTS[1]:
         raise CapabilityError(
-            f"the CUDA context reads as {format_bytes(context)}, which can't be: another program took or gave memory"
-            " of the GPU meanwhile; end it, and write again: lightning-solo plan --calibrate"
+            f"the CUDA context reads as {format_bytes(context)}: another program allocated or freed"
+            " GPU memory meanwhile; end it, and write again: lightning-solo plan --calibrate"
         )
     return context
 
 
 def place(device: Device) -> Path | None:
-    """Return the file of a device's readings, by driver and torch version; None for a user without a home folder."""
+    """Return the file of a device's readings, by driver and torch version; None if the user has no home folder."""
     import torch
 
     cache = user_cache()
     if cache is None:
         return None
-    if device.name == CPU:  # a home folder may be shared among machines; threads change all speeds
+    if device.name == CPU:  # several machines may share a home folder; the number of threads changes all speeds
         threads = os.environ.get("OMP_NUM_THREADS") or os.cpu_count()
         name = f"{file_name(processor())}-{threads}_threads"
     else:
@@ -119,7 +119,7 @@ def keep(device: Device, readings: Readings) -> Path:
 
 
 def kept(device: Device) -> Readings | None:
-    """Return the readings of a device, or None without a file; warns of a file that can't be read."""
+    """Return the readings of a device, or None if there is no file; warns if the file can't be read."""
     path = place(device)
     if path is None or not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""The trace of some optimizer steps of the real `Trainer.fit`, on fake tensors or on real ones."""
+"""The trace of a few optimizer steps of the real `Trainer.fit`, on fake or real tensors."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Trace:
         phases: (index of the first event, index of the first cost, name), in order.
         costs: of each operator.
         steps: the number of costs at the end of each optimizer step.
-        assumptions: where the trace may differ from a run, in words.
-        host_bytes: the peak of what a technique kept on the host.
+        assumptions: ways in which a run may differ from the trace, in words.
+        host_bytes: the peak of a technique's host memory.
         sizes: of the module's parameters.
     """
 
@@ -74,16 +74,16 @@ def capture(
     steps: int = 2,
     moves_batches: bool = True,
 ) -> Trace:
-    """Train for some optimizer steps, and return their trace.
+    """Train for a few optimizer steps and return their trace.
 
     Args:
         make: returns the module.
         batch: one micro-batch, of tensors on the CPU.
         arguments: of a Trainer on the CPU: precision, callbacks, accumulation, clipping.
-        fake: whether tensors are without data, and no operator computes.
+        fake: whether tensors have no data and operators don't compute.
         cuda: whether kernels and temporaries are those of a CUDA device.
         attention: as `cuda_rules`.
-        steps: how many; an optimizer has its states from the second on.
+        steps: number of optimizer steps; an optimizer has its states from the second on.
         moves_batches: whether a batch is copied to a CUDA device when it is due, and counted from then on.
 
     Raises:
@@ -113,7 +113,7 @@ def capture(
         if cuda:
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))
-            if moves_batches:  # here both are the CPU
+            if moves_batches:  # in a trace both devices are the CPU
                 stack.enter_context(batches_through(trainer.strategy, _cloned))
         elif fake:
             stack.enter_context(cpu_rules())
@@ -126,10 +126,10 @@ def capture(
         stack.enter_context(tracer)
         trainer.fit(module, loader)
         if by_hand.used:
-            tracer.assume("what the module puts on a CUDA device by hand is put on the one that is planned for")
+            tracer.assume("tensors that the module puts on a CUDA device by hand are on the planned device")
         if len(tracer.steps) < steps:
             raise PlanError(f"{type(module).__name__} made no optimizer step in {watch.batches} batches")
-        if "gradients" not in tracer.log.labels:  # a step without any would be planned as one that needs nothing
+        if "gradients" not in tracer.log.labels:  # the plan of such a step would be 0 bytes of gradients
             raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
         assumptions, sizes = list(tracer.assumptions), sizes_of(module)
         return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, tracer.host_peak_bytes, sizes)
@@ -140,16 +140,16 @@ def _cloned(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
-    """Record that recurrent layers are planned without fused kernels.
+    """Record the assumption that recurrent layers run without fused kernels.
 
     Raises:
-        PlanError: an LSTM on a CPU, where the size of oneDNN's buffers is known from a run only.
+        PlanError: an LSTM on a CPU: the size of oneDNN's buffers is known only from a run.
     """
     layers = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
     if layers and tracer.cuda:
         tracer.assume("recurrent layers are planned step by step: cuDNN's fused kernels keep other buffers")
     elif any(isinstance(layer, torch.nn.LSTM) and not layer.proj_size for layer in layers):
-        raise PlanError("what an LSTM's kernel keeps on a CPU is known from real steps only")
+        raise PlanError("the memory that an LSTM's kernel keeps on a CPU is known only from real steps")
 
 
 class Loader:
@@ -167,7 +167,7 @@ class Loader:
 
 
 class _Watch(Callback):
-    """Reports phases and steps to the tracer, and ends training after some optimizer steps."""
+    """Reports phases and steps to the tracer, and ends training after ``steps`` optimizer steps."""
 
     def __init__(self, tracer: Tracer, steps: int) -> None:
         self.tracer = tracer
@@ -179,7 +179,7 @@ class _Watch(Callback):
             if self.tracer.cuda:
                 choose_foreach(optimizer)
             if fill_history(optimizer):
-                self.tracer.assume("LBFGS remembers as many directions as it ever will")
+                self.tracer.assume("LBFGS keeps its full history of directions from the first step on")
         gc.collect(1)
         self.tracer.start(trainer.optimizers)
 
@@ -191,7 +191,7 @@ class _Watch(Callback):
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         self.tracer.see_owned()
-        self.tracer.enter("forward")  # manual optimization may run several; the optimizer's phase has a hook of its own
+        self.tracer.enter("forward")  # manual optimization may run several forwards; the optimizer has its own hook
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.tracer.enter("optimizer_step")
@@ -204,7 +204,7 @@ class _Watch(Callback):
         self.tracer.enter("between")
         gc.collect(1)
         self.batches += 1
-        if trainer.global_step > self.stepped:  # several optimizers take one each
+        if trainer.global_step > self.stepped:  # several optimizers count a step each
             self.stepped = trainer.global_step
             self.tracer.steps.append(len(self.tracer.costs))
         if len(self.tracer.steps) >= self.steps or self.batches >= 64:
@@ -236,7 +236,7 @@ def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[st
 
 @contextmanager
 def _collected_at_steps() -> Iterator[None]:
-    """Collect cycles at the end of each micro-batch only: when Python does so would vary from run to run."""
+    """Collect cycles only at the end of each micro-batch: Python's own collections vary from run to run."""
     enabled = gc.isenabled()
     gc.collect()  # survivors move to the oldest generation, which isn't collected from here on
     gc.disable()
@@ -249,7 +249,7 @@ def _collected_at_steps() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's messages about a Trainer that the user never made."""
+    """Silence Lightning's messages about a Trainer that the user didn't create."""
     names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
     loggers = [logging.getLogger(name) for name in (*names, *(f"{name}.utilities.rank_zero" for name in names))]
     levels = [logger.level for logger in loggers]

@@ -1,7 +1,7 @@
-"""Bytes that convolutions take and free within an operator on a CPU, as oneDNN 3.x and torch 2.13 do.
+"""Bytes that convolutions allocate and free within an operator on a CPU, as oneDNN 3.x and torch 2.13 do.
 
 oneDNN computes in blocks of 16 channels (8 without AVX-512): input, weight and output are copied to that layout unless
-they are channels-last (oneDNN's developer guide, "Understanding Memory Formats"). Where oneDNN doesn't serve, torch
+they are channels-last (oneDNN's developer guide, "Understanding Memory Formats"). Where oneDNN isn't used, torch
 unfolds the input into columns (``ATen/native/ConvolutionMM2d.cpp``). Scratchpads of some kernels, which depend on the
 number of threads, are not counted.
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-FEW_NUMBERS = 20480  # of one example, up to which torch's own kernels take small filters (Convolution.cpp, use_mkldnn)
+FEW_NUMBERS = 20480  # elements of an example up to which torch's kernels take small filters (use_mkldnn)
 
 
 def workspaces(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
-    """Return the bytes that one of ``CONVOLUTIONS`` holds, results included, at each moment that may be its peak."""
+    """Return the bytes that one of ``CONVOLUTIONS`` holds, results included, at each possible moment of its peak."""
     if func is aten.convolution.default:
         x, weight, y, groups = *args[:2], result, args[8]
         if not _is_served(x, weight, groups):
@@ -51,7 +51,7 @@ def _copies(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> tuple[int, int
     channels = [-(-size // _block()) * _block() for size in weight.shape[:2]]
     if _is_channels_last(x, weight):
         return 0, weight.nbytes, 0
-    # a filter of a picture with few channels reads them as they are
+    # the first layers of images have few channels; their filters read the input without a copy
     plain = groups == 1 and x.shape[1] < _block() and max(weight.shape[2:]) > 1
     inputs = weight.shape[1] if plain or groups > 1 else channels[1]
     weight_copy = weight.nbytes // max(weight.shape[0] * weight.shape[1], 1) * channels[0] * inputs
@@ -59,20 +59,20 @@ def _copies(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> tuple[int, int
 
 
 def _blocked(tensor: Tensor) -> int:
-    """Return the bytes of a tensor (batch, channels, ...) whose channels are filled up to whole blocks."""
+    """Return the bytes of a tensor (batch, channels, ...) with channels padded to whole blocks."""
     channels = tensor.shape[1]
     return tensor.nbytes // max(channels, 1) * (-(-channels // _block()) * _block())
 
 
 def _columns(x: Tensor, weight: Tensor, y: Tensor) -> int:
-    """Return the bytes of the unfolded input: what each number of an output's channel is computed from."""
+    """Return the bytes of the unfolded input: for each output position, the inputs under the filter."""
     if max(weight.shape[2:]) == 1:  # one by one: the input itself
         return 0
     return math.prod(y.shape[2:]) * len(x) * math.prod(weight.shape[1:]) * x.element_size()
 
 
 def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return whether oneDNN computes, with several threads."""
+    """Return whether oneDNN computes the convolution, with several threads."""
     if x.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if x.dtype == torch.float16:

@@ -1,4 +1,4 @@
-"""CUDA's rules for tensors of the CPU: its autocast, attention, dropout, optimizers and device names."""
+"""CUDA's rules for CPU tensors: its autocast, attention, dropout, optimizers and device names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_solo.planner.optimizer_rules import capturable_on_cpu, register_f
 
 @contextmanager
 def cuda_rules(attention: str = "fused") -> Iterator[None]:
-    """Run CPU tensors by CUDA's rules. Kernels are registered for the whole process, and removed at the end.
+    """Run CPU tensors by CUDA's rules; its kernels are registered for the whole process until the end.
 
     Args:
         attention: ``"fused"``, or ``"math"`` for the kernel that keeps all scores: the pessimistic choice.
@@ -35,7 +35,7 @@ def cuda_rules(attention: str = "fused") -> Iterator[None]:
 
 @contextmanager
 def cpu_rules() -> Iterator[None]:
-    """Run fake tensors by the CPU's rules, with those that torch lacks."""
+    """Run fake tensors by the CPU's rules, including those that torch lacks."""
     with _aten_kernels() as library:
         register_fused_steps(library)
         yield
@@ -59,16 +59,16 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 
 
 class CudaByHand(TorchFunctionMode):
-    """Places on the CPU what a module places on a CUDA device by hand.
+    """Places on the CPU the tensors that a module places on a CUDA device by hand.
 
     Args:
         allowed: whether the plan is for a CUDA device.
 
     Attributes:
-        used: whether a tensor was placed so.
+        used: whether a tensor was placed this way.
 
     Raises:
-        RuntimeError: the plan is for the CPU; not an error of ours, so that the module's line is named.
+        RuntimeError: the plan is for the CPU; not one of our errors, so that the module's line is named.
     """
 
     def __init__(self, *, allowed: bool) -> None:

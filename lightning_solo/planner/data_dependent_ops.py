@@ -1,6 +1,6 @@
-"""Results of operators that depend on data, for fake tensors; each is an assumption that the plan names.
+"""Results of data-dependent operators for fake tensors; each is an assumption that the plan names.
 
-A batch has data, and so has what is computed from it alone: those operators run as usual.
+Operators on a batch, or on values computed only from it, have data and run as usual.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Assume = Callable[[str], None]
 
 
 def is_mask(index: Any) -> bool:
-    """Return whether an index is a mask, which may stand for several dimensions."""
+    """Return whether an index is a mask, which may cover several dimensions."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def item(assume: Assume, tensor: Tensor) -> Any:
-    """Read the number in a tensor: 1, or False."""
+    """Read the number in a tensor as 1, or False."""
     assume("a number read from a tensor (.item(), if, int()) is 1, a condition is False")
     if tensor.dtype is torch.bool:
         return False
@@ -47,7 +47,7 @@ def masked_select(assume: Assume, tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 def index(assume: Assume, tensor: Tensor, indices: Any) -> Any:
-    """Index with masks that take every element; ``NotImplemented`` without a mask."""
+    """Index with masks that take every element; return ``NotImplemented`` without a mask."""
     if not any(map(is_mask, indices)):
         return NotImplemented
     expanded: list[Any] = []
@@ -57,7 +57,7 @@ def index(assume: Assume, tensor: Tensor, indices: Any) -> Any:
 
 
 def index_put(assume: Assume, tensor: Tensor, indices: Any, values: Tensor, *rest: Any) -> Any:
-    """Write in place, by masks as in `index`."""
+    """Write in place, with masks as in `index`."""
     if not any(map(is_mask, indices)):
         return NotImplemented
     assume("a mask or nonzero takes every element")
@@ -69,7 +69,7 @@ def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minl
     if not minlength:
         assume("bincount has as many bins as there are elements")
     dtype = torch.int64
-    if weights is not None:  # summed up in fp32 or fp64
+    if weights is not None:  # sums are in fp32 or fp64
         dtype = torch.float32 if weights.dtype is torch.float32 else torch.float64
     return tensor.new_zeros(minlength or tensor.numel(), dtype=dtype)
 
@@ -77,7 +77,7 @@ def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minl
 def unique(
     assume: Assume, tensor: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all elements: none is a duplicate."""
+    """Return all elements, as if none were a duplicate."""
     assume("unique finds no element twice")
     inverse = tensor.new_zeros(tensor.shape if return_inverse else 0, dtype=torch.int64)
     counts = tensor.new_zeros(tensor.numel() if return_counts else 0, dtype=torch.int64)
@@ -87,14 +87,14 @@ def unique(
 def unique_consecutive(
     assume: Assume, tensor: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """Return all elements: no neighbours are equal."""
+    """Return all elements, as if no neighbours were equal."""
     if dim is not None:
         return unique_dim(assume, tensor, dim)
     return unique(assume, tensor, True, return_inverse, return_counts)
 
 
 def unique_dim(assume: Assume, tensor: Tensor, dim: int, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all slices: none is a duplicate."""
+    """Return all slices, as if none were a duplicate."""
     assume("unique finds no element twice")
     counts = tensor.new_zeros(tensor.shape[dim], dtype=torch.int64)
     return torch.empty_like(tensor), counts, counts.clone()
@@ -107,14 +107,14 @@ def equal(assume: Assume, first: Tensor, second: Tensor) -> bool:
 
 
 def repeat_interleave(assume: Assume, repeats: Tensor, output_size: int | None = None) -> Tensor:
-    """Repeat each element once, where no size is given."""
+    """Repeat each element once if no size is given."""
     if output_size is None:
         assume("repeat_interleave repeats each element once")
     return repeats.new_zeros(repeats.numel() if output_size is None else output_size, dtype=torch.int64)
 
 
 def grouped_mm(assume: Assume, first: Tensor, second: Tensor, offs: Tensor | None = None, *rest: Any, **kw: Any) -> Any:
-    """Multiply groups in fp32, which torch's rule for fake tensors refuses; ``NotImplemented`` in bf16."""
+    """Multiply groups in fp32, which torch refuses for fake tensors; return ``NotImplemented`` in bf16."""
     if first.dtype is torch.bfloat16 and second.dtype is torch.bfloat16:
         return NotImplemented
     if first.dim() == 2 and second.dim() == 2 and offs is not None:
@@ -126,12 +126,12 @@ def grouped_mm(assume: Assume, first: Tensor, second: Tensor, offs: Tensor | Non
 def ctc_loss(
     assume: Assume, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, *rest: Any, **kw: Any
 ) -> Any:
-    """Return the loss of each example, and for backward 2 x the longest target + 1 numbers per time step."""
+    """Return the loss of each example, and 2 x the longest target + 1 numbers per time step for backward."""
     longest = targets.shape[-1]
     if (numbers := getattr(lengths, "constant", None)) is not None:
         longest = int(numbers.max())
     elif isinstance(lengths, Tensor):
-        assume("targets of a CTC loss are as long as there is room for")
+        assume("targets of a CTC loss have the largest possible length")
     else:
         longest = max(lengths)
     steps, examples = log_probs.shape[:2]
@@ -139,7 +139,7 @@ def ctc_loss(
 
 
 def ctc_loss_backward(assume: Assume, grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
-    """Return a gradient of the size of ``log_probs``."""
+    """Return a gradient with the shape of ``log_probs``."""
     return torch.empty_like(log_probs)
 
 
@@ -165,7 +165,7 @@ DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def arrays_of_zeros(assume: Assume) -> Iterator[None]:
-    """Make ``.numpy()`` and ``.tolist()`` of a fake tensor return its numbers where they are known, else zeros."""
+    """Make ``.numpy()`` and ``.tolist()`` of a fake tensor return its numbers if known, else zeros."""
     numpy = torch.Tensor.numpy
 
     def zeros(tensor: Tensor, *, force: bool = False) -> Any:
@@ -174,7 +174,7 @@ def arrays_of_zeros(assume: Assume) -> Iterator[None]:
         if tensor.constant is not None:
             with no_dispatch():
                 return numpy(tensor.constant, force=force).copy()
-        assume(".numpy() and .tolist() give zeros")
+        assume(".numpy() and .tolist() return zeros")
         return np.zeros(tuple(tensor.shape), dtype=_NUMPY.get(tensor.dtype, np.float32))
 
     # torch's own tolist for fake tensors reads number by number

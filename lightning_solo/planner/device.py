@@ -1,4 +1,4 @@
-"""The device of this machine, by torch and by calibration; and the assumptions of a plan about a device."""
+"""The device of this machine, from torch and calibration; and a plan's assumptions about a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_solo.presets.devices import devices as devices
 from lightning_solo.presets.devices import file_name, find
 from lightning_solo.units import format_bytes
 
-CAPABILITIES = {  # of the devices in the table, to find the nearest one to a device that isn't there
+CAPABILITIES = {  # of the table's devices, to find the nearest one to a device that isn't in the table
     "t4": (7, 5),
     "a100_40gb": (8, 0),
     "a100_80gb": (8, 0),
@@ -28,10 +28,10 @@ CAPABILITIES = {  # of the devices in the table, to find the nearest one to a de
 
 
 def this_device() -> Device:
-    """Return this machine's CUDA device with its memory by the driver, or ``cpu``; as calibrated.
+    """Return this machine's CUDA device with the driver's memory, or ``cpu``; with its calibration.
 
-    A device that is not in the table has the speeds of the nearest there: the closest in memory among those of the
-    highest compute capability that isn't above its own; ``source`` says so.
+    A device that is not in the table gets the speeds of the nearest one: the closest in memory among those of the
+    highest compute capability up to its own; ``source`` says so.
 
     Raises:
         PresetError: a device's file can't be read, or lacks a field.
@@ -70,9 +70,9 @@ def _nearest_by_capability(capability: tuple[int, int], memory_bytes: int) -> De
 
 
 def assumed(device: Device, precision: str) -> list[str]:
-    """Return the assumptions of a plan about a device and a precision (by Lightning's name), in words."""
+    """Return a plan's assumptions about a device and a precision (Lightning's name), in words."""
     assumptions = [
-        "on a CPU kernels' own buffers, but for those of convolutions, and the allocator's gaps are not counted"
+        "on a CPU kernels' own buffers, except those of convolutions, and the allocator's gaps are not counted"
     ]
     if device.name != CPU:
         assumptions = [f"{format_bytes(device.context_bytes)} of CUDA context"]
@@ -81,7 +81,7 @@ def assumed(device: Device, precision: str) -> list[str]:
         assumptions.append(f"{constants} of this {device.label}, calibrated on {device.calibrated}")
     if precision.startswith("bf16") and device.flops["bf16"] is None:
         assumptions.append(
-            f"{device.label} has no bf16 arithmetic: emulated, slow, and a run is refused there; fp16 it has (preset"
-            " fp16)"
+            f"{device.label} has no bf16 arithmetic: it is emulated and slow, and a run is refused there; fp16 works"
+            " (preset fp16)"
         )
     return assumptions

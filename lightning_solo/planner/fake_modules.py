@@ -1,4 +1,4 @@
-"""Modules whose parameters are fake tensors, without data: how to build them, and what lets them train."""
+"""Modules whose parameters are fake tensors, without data: how they are built and trained."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_solo.attributes import replaced
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which no operator computes; one without a rule for fake tensors fails instead of running."""
+    """Return a mode in which no operator computes; an operator without a fake rule fails instead of running."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     mode.fake_tensor_converter = _Converter(copy_data=False, export=False)
-    mode.cache_enabled = False  # `OperatorCache` answers before it, and looking here takes as long as an operator
+    mode.cache_enabled = False  # `OperatorCache` comes first, and a look-up here takes as long as an operator
     return mode
 
 
 class _Converter(FakeTensorConverter):
-    """Lets real tensors that meet fake ones keep their numbers, such as a table in a module's attribute."""
+    """Keeps the numbers of real tensors that meet fake ones, such as a table in a module's attribute."""
 
     def from_real_tensor(
         self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, *args: Any, **kwargs: Any
@@ -37,16 +37,16 @@ class _Converter(FakeTensorConverter):
 
 
 KNOWN = 2**23
-"""Elements up to which a fake tensor keeps the numbers of a batch, and of what is computed from it alone."""
+"""Largest number of elements for which a fake tensor keeps the numbers of a batch, and of values computed from it."""
 
 
 def known_numbers() -> AbstractContextManager[None]:
-    """Let fake tensors of up to `KNOWN` elements keep their numbers: torch's limit is one element."""
+    """Raise torch's limit of one element to `KNOWN`: fake tensors up to it keep their numbers."""
     return replaced(fake_tensor, "CONSTANT_NUMEL_LIMIT", KNOWN)
 
 
 def inspected_masks() -> AbstractContextManager[None]:
-    """Make transformers inspect attention masks as in a run: it skips that for fake tensors."""
+    """Make transformers inspect attention masks as in a run, which it skips for fake tensors."""
     module: Any = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()
@@ -54,7 +54,7 @@ def inspected_masks() -> AbstractContextManager[None]:
 
 
 def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """Return a fake tensor that keeps its numbers, unless there are more than `KNOWN`."""
+    """Return a fake tensor that keeps its numbers if there are at most `KNOWN`."""
     few = tensor.numel() <= KNOWN
     fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, tensor.detach(), make_constant=few)
     return fake
@@ -62,9 +62,9 @@ def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Build modules with parameters on the meta device; everything else in a constructor runs on real tensors.
+    """Build modules with parameters on the meta device; all else in a constructor runs on real tensors.
 
-    Fake tensors would not do: widths and drop rates that a constructor reads by ``.item()`` would be invented.
+    With fake tensors the widths and drop rates that a constructor reads by ``.item()`` would be invented.
     """
     register = nn.Module.register_parameter
     replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # keeps shared parameters shared
@@ -94,14 +94,14 @@ def empty_parameters() -> Iterator[None]:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of the same shape, strides and attributes without data."""
+    """Return a parameter with the same shape, strides and attributes, without data."""
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     empty.__dict__.update(parameter.__dict__)
     return empty
 
 
 def stripped(module: nn.Module) -> nn.Module:
-    """Return a deep copy without the data of parameters and buffers, which keeps ties; the module isn't changed."""
+    """Return a deep copy without the data of parameters and buffers; ties are kept, the module isn't changed."""
     memo: dict[int, Any] = {id(p): on_meta(p) for p in module.parameters()}
     memo |= {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
     return copy.deepcopy(module, memo)
@@ -111,7 +111,7 @@ def built_without_data(make: Callable[[], Any], mode: FakeTensorMode) -> Any:
     """Return a module with fake parameters.
 
     A constructor that computes with its weights, such as one that learns a width from a forward, fails on the meta
-    device, and is run on fake tensors; one that reads numbers of its weights fails on both.
+    device and runs on fake tensors instead; one that reads numbers of its weights fails on both.
     """
     try:
         with empty_parameters():
@@ -137,7 +137,7 @@ def to_fake(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def to_random(module: nn.Module) -> None:
-    """Fill parameters and buffers that have no data, in place: normal numbers of a standard deviation of 0.02."""
+    """Fill parameters and buffers without data, in place: normal numbers with a standard deviation of 0.02."""
 
     def random(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -149,7 +149,7 @@ def to_random(module: nn.Module) -> None:
 
 
 def refill(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer by what ``make`` returns for it; shared tensors stay shared."""
+    """Replace each parameter and buffer by ``make(tensor)``; shared tensors stay shared."""
     replacements: dict[int, Tensor] = {}
 
     def replacement(tensor: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def refill(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
 
 
 def replaced_by_apply() -> AbstractContextManager[None]:
-    """Make ``module.to(...)`` replace parameters: torch refuses to swap fake ones in place."""
+    """Make ``module.to(...)`` replace parameters, since torch refuses to swap fake ones in place."""
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True, seen: Any = None) -> nn.Module:
         seen = {} if seen is None else seen
@@ -191,11 +191,11 @@ def replaced_by_apply() -> AbstractContextManager[None]:
 
 
 def copied_by_clone() -> AbstractContextManager[None]:
-    """Make ``deepcopy`` of a fake tensor clone it: torch would copy the mode too."""
+    """Make ``deepcopy`` of a fake tensor clone it, since torch would copy the mode too."""
 
     def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            with torch.no_grad():  # as torch's own
+            with torch.no_grad():  # as in torch's own
                 new: Tensor = tensor.detach().clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new

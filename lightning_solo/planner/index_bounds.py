@@ -1,4 +1,4 @@
-"""Bounds-check index tensors, which fake tensors skip and a real run fails on."""
+"""Bounds checks of index tensors, which fake tensors skip and on which a real run fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def check_indices(func: Any, args: tuple[Any, ...]) -> None:
-    """Check one operator's indices where their numbers are known: in a batch, and in what is computed from it alone.
+    """Check one operator's indices if their numbers are known: in a batch, and in values computed only from it.
 
     Raises:
         PlanError: an index is out of range.
@@ -31,13 +31,13 @@ def check_indices(func: Any, args: tuple[Any, ...]) -> None:
             wrong = numbers[((numbers < least) | (numbers >= count)) & (numbers != ignored)].tolist()[:1]
         if wrong:
             raise PlanError(
-                f"{func.name()}: an index of {wrong[0]} in the batch, of which there are {count}"
-                f" ({least} to {count - 1}); a real run ends there"
+                f"{func.name()}: an index of {wrong[0]} in the batch, and {least} to {count - 1} are allowed"
+                f" (size {count}); a real run fails there"
             )
 
 
 Bounds = tuple[Tensor, int, int, int]
-"""Indices, the least allowed, the number of what they choose from, and an index that is ignored."""
+"""Indices, the smallest allowed one, the size that they index, and an ignored index."""
 
 NONE = -(2**63)
 

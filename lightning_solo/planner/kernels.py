@@ -1,4 +1,4 @@
-"""Optimizers on compact and host states in a plan: their kernels and copies record the bytes that they move.
+"""Optimizers on compact and host states in a plan: their kernels and copies record the bytes they move.
 
 A step is not traced chunk by chunk, which would take minutes for a module of some billion parameters.
 """
@@ -25,7 +25,7 @@ from lightning_solo.planner.tracer import Tracer
 
 
 class PlannedGpuKernels(TritonKernels):
-    """Triton's: they compute nothing, and record the bytes of each launch."""
+    """Triton's kernels, which compute nothing and record the bytes of each launch."""
 
     def __init__(self, tracer: Tracer, *, fused: bool = True) -> None:
         self._tracer, self._fused = tracer, fused
@@ -49,7 +49,7 @@ class PlannedGpuKernels(TritonKernels):
 
 
 class PlannedCpuKernels(CpuKernels):
-    """A CPU's: the step in C++ records the bytes that it moves, and computes where there are numbers."""
+    """A CPU's kernels: the C++ step records the bytes it moves, and computes if there are numbers."""
 
     def __init__(self, tracer: Tracer, device: torch.device) -> None:
         super().__init__(device, fused=False)
@@ -69,7 +69,7 @@ class PlannedCpuKernels(CpuKernels):
 
 
 def _moved(piece: Piece) -> int:
-    """Return the bytes of a step that reads each tensor once, and writes all but the gradient."""
+    """Return the bytes of a step that reads each tensor once and writes all but the gradient."""
     return sum(tensor.nbytes * (1 if name == "grad" else 2) for name, tensor in piece.tensors.items())
 
 
@@ -77,8 +77,8 @@ def _moved(piece: Piece) -> int:
 def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     """Make optimizers and sums of gradients use a plan's kernels: Triton's on a GPU, C++ or operators on a CPU.
 
-    Of the chunks that operators go through one after the other, on tensors without data two are traced, as the results
-    of one may live until the next has its own; the cost of the second is counted for all others.
+    Where operators process a tensor in chunks, two chunks are traced if there is no data, since results of one chunk
+    may live until those of the next exist; the cost of the second is multiplied for the others.
     """
 
     def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
@@ -86,7 +86,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
     def two_chunks(count: int, size: int) -> Iterator[slice]:
         yield from chunks(min(size, count), size)
-        if count > size and tracer.phases:  # not in a conversion, which nothing records
+        if count > size and tracer.phases:  # a conversion before the first phase isn't recorded
             begin = len(tracer.costs)
             yield slice(size, min(2 * size, count))
             tracer.multiply(begin, max(count / size - 1, 1))
@@ -101,7 +101,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def cuda_chunk_sizes() -> Iterator[None]:
-    """Unpack compact states in chunks, and stage them in buffers, of the sizes and numbers that a GPU has."""
+    """Use a GPU's sizes and numbers of chunks and staging buffers for compact states."""
     tables = (adamw_update.CHUNK, split_weights.CHUNK, staging.SLOTS)
     originals = [table["cpu"] for table in tables]
     for table in tables:
@@ -119,11 +119,11 @@ def planned_host_memory(
 ) -> Iterator[None]:
     """Mark allocations of host memory, which on a CPU look like those of the device.
 
-    Tensors that pass through a staging buffer allocate it on the device, and aren't copied.
+    Tensors that pass through a staging buffer allocate it on the device and aren't copied.
 
     Args:
-        on_host: returns the context in which host memory is allocated.
-        copied: is called with stream, bytes and staging buffer of each copy that a GPU would make.
+        on_host: returns the context for allocations of host memory.
+        copied: called with stream, bytes and staging buffer of each copy that a GPU would make.
     """
     allocate = host_slabs.host_tensors
 
@@ -152,7 +152,7 @@ def planned_host_memory(
 
 @contextmanager
 def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
-    """Mark the buffers of offloaded tensors as host memory, and record the copies that a GPU makes beside kernels."""
+    """Mark the buffers of offloaded tensors as host memory, and record the copies that a GPU overlaps with kernels."""
     allocate, copy = Offloader._new_buffer, Offloader._copy
 
     def new_buffer(self: Offloader, size: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Results of operators on fake tensors, rebuilt from the sizes, strides and types of an equal call before.
+"""A cache of operators on fake tensors, by the sizes, strides and types of their arguments.
 
-Equal blocks call the same operators on the same sizes again and again. torch has such a cache too, but its keys and
-results take most of a trace's time.
+Equal blocks call the same operators on the same sizes again and again. torch has such a cache too, but computing its
+keys and results takes most of a trace's time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OperatorCache:
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """Return the metadata of a call and its tensors; None where its result may depend on more."""
+    """Return the metadata of a call and its tensors; None if its result may depend on more than metadata."""
     if not _is_by_metadata(func):
         return None
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
@@ -61,11 +61,11 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return None
     if not tensors:
         if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is None:
-            return None  # torch has set it aside, and the result has data
+            return None  # disabled by torch; the result has data
         key.append(mode)
     known = [tensor.constant is not None for tensor in tensors]  # type: ignore[attr-defined]
     if any(known) and (all(known) or func._schema.is_mutable):
-        return None  # it is computed, or changed
+        return None  # the constant is used or changed
     positions = {id(tensor): position for position, tensor in enumerate(tensors)}
     if len(positions) < len(tensors):  # x * x reads one tensor
         key += [positions[id(tensor)] for tensor in tensors]
@@ -78,12 +78,12 @@ def _is_by_metadata(func: Any) -> bool:
 
 
 def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
-    """Add values to a key, and their tensors to a list; return whether all could be described."""
+    """Add values to a key and their tensors to a list; return whether all could be described."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None and not value.is_floating_point():
-                return False  # an index, or a mask: its numbers count
+                return False  # an index or a mask, whose numbers matter
             tensors.append(value)
             key += _metadata(value)
         elif kind is list or kind is tuple:
@@ -106,9 +106,9 @@ class _Output(NamedTuple):
     """How to rebuild one value of a result.
 
     Attributes:
-        argument: position of the tensor that it is, or is a view of, among those of the call; -1 for none.
-        layout: sizes, strides, offset and type; None for the argument itself, or for no tensor.
-        attributes: of the fake tensor; of another value, the value.
+        argument: position, among the call's tensors, of the one it is or is a view of; -1 for none.
+        layout: sizes, strides, offset and type; None for the argument itself or a value that is no tensor.
+        attributes: of the fake tensor; the value itself if it is no tensor.
     """
 
     argument: int
@@ -117,7 +117,7 @@ class _Output(NamedTuple):
 
 
 def _outputs(results: Sequence[Any], tensors: Sequence[Tensor]) -> list[_Output]:
-    """Return how to rebuild the values of a result; nothing where one can't be."""
+    """Return how to rebuild each value of a result, or an empty list if one can't be rebuilt."""
     positions = {id(tensor): position for position, tensor in reversed(list(enumerate(tensors)))}
     owners: dict[int, set[int]] = {}  # storage -> positions of its tensors
     for position in positions.values():
@@ -143,7 +143,7 @@ def _outputs(results: Sequence[Any], tensors: Sequence[Tensor]) -> list[_Output]
 
 
 def _output(result: FakeTensor, tensors: Sequence[Tensor], owners: set[int]) -> _Output | None:
-    """Return how to rebuild a tensor that is none of the ``tensors``, ``owners`` of which have its storage."""
+    """Return how to rebuild a new tensor; the ``tensors`` at positions ``owners`` share its storage."""
     if len(owners) > 1:
         return None
     layout = (result.shape, result.stride(), result.storage_offset(), result.dtype)
@@ -170,7 +170,7 @@ def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
             data = torch.as_strided(owner, sizes, strides, offset)
         else:
             data = torch.empty(0, dtype=dtype, device="meta").set_(owner.untyped_storage(), offset, sizes, strides)
-    # as in FakeTensor.__new__, which takes five times as long to set the same attributes
+    # as FakeTensor.__new__, which takes five times as long to set the same attributes
     result = Tensor._make_subclass(
         FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=attributes["_fake_device"]
     )

@@ -15,14 +15,14 @@ from lightning_solo.attributes import replaced
 
 
 def register_fused_steps(library: Any) -> None:
-    """Register fused steps that torch lacks for fake tensors: they change parameters in place, and allocate nothing."""
+    """Register the fused steps that torch lacks for fake tensors; they work in place and allocate nothing."""
     for name in ("_fused_sgd_", "_fused_adagrad_"):
         library.impl(name, lambda *args, **kwargs: None, "Meta", allow_override=True)
 
 
 @contextmanager
 def capturable_on_cpu() -> Iterator[None]:
-    """Let optimizers be ``capturable`` on the CPU, which they refuse because it can't replay a graph."""
+    """Allow ``capturable`` optimizers on the CPU, which refuses them since it can't replay a graph."""
     name = "_get_capturable_supported_devices"
     with ExitStack() as stack:
         for key, module in list(sys.modules.items()):
@@ -36,7 +36,7 @@ def _with_cpu(original: Callable[..., list[str]], *args: Any, **kwargs: Any) -> 
 
 
 def choose_foreach(optimizer: Optimizer) -> None:
-    """Set ``foreach`` where it is left open, as it would be on CUDA."""
+    """Set ``foreach`` to CUDA's default if it is left open."""
     for group in optimizer.param_groups:
         other = group.get("fused") or group.get("differentiable")
         if "foreach" in group and group["foreach"] is None and not other:
@@ -44,9 +44,9 @@ def choose_foreach(optimizer: Optimizer) -> None:
 
 
 def fill_history(optimizer: Optimizer) -> bool:
-    """Give LBFGS the full history that it has after some steps; return whether it is that optimizer.
+    """Give LBFGS the full history that it has after some steps; return whether the optimizer is LBFGS.
 
-    How many directions it has after a step depends on the loss; on tensors without data it would never have one.
+    The number of directions after a step depends on the loss; on tensors without data there would never be one.
     """
     if not isinstance(optimizer, torch.optim.LBFGS):
         return False

@@ -1,4 +1,4 @@
-"""The plan of one preset, its verdict, and the order in which to try several; needs no torch."""
+"""The plan of one preset, its verdict, and the order in which to try presets; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.planner.timeline import Span
 from lightning_solo.units import format_bytes
 
-TIGHT = 0.05  # of the need: workspaces of cuDNN and of sorting aren't known, and the CUDA context is an estimate
+TIGHT = 0.05  # of the need: the workspaces of cuDNN and sorting are unknown, and the CUDA context is an estimate
 HOST_NOT_JUDGED = (
     "the host has the memory that is kept there; --host-memory 64GiB (in Python host_memory=) would judge it"
 )
@@ -29,23 +29,23 @@ class Plan:
         device: name of the device.
         micro_batch: examples per forward.
         accumulation: micro-batches per optimizer step.
-        host_memory_bytes: available on the host; None where that isn't known, or nothing is kept there.
+        host_memory_bytes: available on the host; None if unknown or if nothing is kept there.
         peak_bytes: peak of allocated bytes, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
         breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
         phases: the peak of each phase: forward, backward, optimizer_step, between.
-        needed_bytes: of the device: the least in which the caching allocator survives, and the CUDA context.
-        reserved_bytes: what the device will show: the allocator reserves it for blocks of all sizes and frees it only
-            under pressure (``torch.cuda.max_memory_reserved``), and the CUDA context; on a CPU what is needed.
-        budget_bytes: memory of the device, or the part of it that is allowed.
-        verdict: ``fits``, ``tight`` (less than 5 % left, here or on the host), or ``does not fit``.
+        needed_bytes: of the device: the smallest memory in which the caching allocator works, and the CUDA context.
+        reserved_bytes: the amount that the device will show: blocks of all sizes that the allocator reserves and frees
+            only under pressure (``torch.cuda.max_memory_reserved``), and the CUDA context; on a CPU the needed bytes.
+        budget_bytes: memory of the device, or the allowed part of it.
+        verdict: ``fits``, ``tight`` (less than 5 % left, on the device or on the host), or ``does not fit``.
         host_bytes: kept on the host by the technique.
-        seconds_per_step: estimate for an optimizer step, made to rank presets.
+        seconds_per_step: estimate for an optimizer step, good enough to rank presets.
         flops: floating-point operations of an optimizer step.
         bytes_moved: read and written by operators in an optimizer step.
-        largest_micro_batch: the most examples per forward that fit; 0 if none does, None if that isn't known.
-        assumptions: where a run may differ, in words.
+        largest_micro_batch: the most examples per forward that fit; 0 if none fits, None if unknown.
+        assumptions: ways in which a run may differ, in words.
         traced: ``fake tensors``, or ``real steps on the CPU``.
-        timeline: when the device's streams are busy in an optimizer step of at most two micro-batches, condensed for a
+        timeline: busy times of the device's streams in an optimizer step of at most two micro-batches, condensed for a
             picture; empty for presets that don't copy while they compute.
     """
 
@@ -72,45 +72,45 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, if only just."""
+        """Whether it fits, including just barely."""
         return self.verdict != "does not fit"
 
     @property
     def seconds_per_example(self) -> float:
-        """An optimizer step's seconds, shared among its examples."""
+        """The seconds of an optimizer step divided by its examples."""
         return self.seconds_per_step / (self.micro_batch * self.accumulation)
 
     @property
     def margin_bytes(self) -> int:
-        """What is left of the budget; negative where it doesn't suffice."""
+        """The unused part of the budget; negative if the budget is too small."""
         return self.budget_bytes - self.needed_bytes
 
     @property
     def host_needed_bytes(self) -> int:
-        """The host memory needed; in a plan for the CPU that includes the device's."""
+        """The host memory needed; for a plan on the CPU this includes the device memory."""
         return self.host_bytes + (self.needed_bytes if self.device == "cpu" else 0)
 
     @property
     def host_shortage(self) -> str:
-        """Why host memory does not suffice, or only just; empty where it suffices, or isn't known."""
+        """Why host memory is too small or nearly so; empty if it suffices or is unknown."""
         if self.host_memory_bytes is None or verdict_of(self.host_needed_bytes, self.host_memory_bytes) == "fits":
             return ""
         return f"{format_bytes(self.host_needed_bytes)} on the host, which has {format_bytes(self.host_memory_bytes)}"
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes that are missing, on the device and on the host."""
+        """The missing bytes on the device and on the host."""
         on_host = 0 if self.host_memory_bytes is None else self.host_needed_bytes - self.host_memory_bytes
         return max(-self.margin_bytes, 0) + max(on_host, 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, and what follows from them, in plain containers."""
+        """Return all fields and derived figures in plain containers."""
         derived = {"fits": self.fits, "margin_bytes": self.margin_bytes, "host_shortage": self.host_shortage}
         return {**asdict(self), **derived}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Plan:
-        """Return the plan that `as_dict` wrote."""
+        """Return the plan from the result of `as_dict`."""
         known = {field.name: plain[field.name] for field in fields(cls) if field.name in plain}
         timeline = tuple(Span(*span) for span in known.get("timeline", ()))
         return cls(**{**known, "assumptions": tuple(known.get("assumptions", ())), "timeline": timeline})
@@ -128,7 +128,7 @@ def verdict_of(needed: int, available: int) -> str:
 
 
 def with_host_memory(plan: Plan, host_memory: int | None) -> Plan:
-    """Return the plan with host memory in its verdict; None for a host whose memory isn't known."""
+    """Return the plan with host memory in its verdict; None for a host with unknown memory."""
     if not plan.host_bytes:
         return plan
     if host_memory is None:
@@ -139,7 +139,7 @@ def with_host_memory(plan: Plan, host_memory: int | None) -> Plan:
 
 
 def as_fast(plan: Plan, other: Plan) -> bool:
-    """Return whether a plan takes as long as another per example, as far as estimates can tell."""
+    """Return whether a plan takes as long as another per example, within the accuracy of estimates."""
     slack = NEAR * other.seconds_per_step + NEAR_S
     return plan.seconds_per_example <= other.seconds_per_example + slack / (other.micro_batch * other.accumulation)
 
@@ -147,7 +147,7 @@ def as_fast(plan: Plan, other: Plan) -> bool:
 def ranked(plans: Sequence[Plan], presets: Mapping[str, Configuration], *, caveats_last: bool) -> list[Plan]:
     """Return plans in the order in which to try them: those that fit by time, the others by missing bytes.
 
-    Of those that are as fast as the fastest left, the first keeps least on the host and has the fewest techniques.
+    Plans as fast as the fastest remaining one are ordered by host memory, then by number of techniques.
 
     Args:
         plans: of several presets.

@@ -24,7 +24,7 @@ from lightning_solo.planner.tracer import PHASES, Cost
 from lightning_solo.planner.traces import ScalableTrace, scalable_trace
 
 STATES = ("weights", "gradients", "optimizer_states")
-MOST = 2**20  # the largest micro-batch that is tried
+MOST = 2**20  # largest micro-batch that is tried
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Planner:
         )
 
     def check_module(self, precisions: Iterable[str | None]) -> None:
-        """Trace the module without techniques, to see whether it fails by itself.
+        """Trace the module without techniques, to see whether the module itself fails.
 
         Raises:
             PlanError: it fails in each of these precisions; the error is that of the first.
@@ -117,7 +117,7 @@ class Planner:
         raise errors[0]
 
     def _at(self, size: int, arranged: Arrangement, scalable: ScalableTrace) -> Trace:
-        """Return the trace of a micro-batch of ``size`` examples, with what isn't traced."""
+        """Return the trace of a micro-batch of ``size`` examples, including parts that aren't traced."""
         return self._with_untraced(scalable.at(size), arranged, size)
 
     def _with_untraced(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
@@ -127,9 +127,9 @@ class Planner:
         return self._with_batches(trace, arranged, size)
 
     def _with_batches(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
-        """Return the trace with the batches of the loader that wait for their step, and on a GPU the one in training.
+        """Return the trace with the loader's batches that wait for their step, and on a GPU also the current batch.
 
-        Those on a GPU are copied from pinned memory, which is taken until the copies have arrived: at most by all that
+        Batches on a GPU are copied from pinned memory, which is in use until the copies arrive: at most for all that
         wait.
         """
         if not arranged.ahead:
@@ -162,7 +162,7 @@ class Planner:
         return smallest_capacity(trace.log, self.device.workspace_bytes) + self.device.context_bytes
 
     def _reserved(self, trace: Trace, needed: int) -> int:
-        """Return what the device shows at most; where it doesn't fit, what it would show with enough memory."""
+        """Return the most memory that the device shows; if the plan doesn't fit, as on a large enough device."""
         if not self._cuda:
             return needed
         workspace, context = self.device.workspace_bytes, self.device.context_bytes
@@ -218,14 +218,14 @@ class Planner:
 
     def _trace(self, arranged: Arrangement, micro_batch: int) -> ScalableTrace:
         arguments = arranged.arguments()
-        moves_batches = not (arranged.ahead and self._cuda)  # those that waited are on the device when they are due
+        moves_batches = not (arranged.ahead and self._cuda)  # prefetched batches are on the device when they are due
         key = repr((arguments, micro_batch, moves_batches))
 
         def fits(trace: Trace) -> bool:
             return self._fits_at(self._with_untraced(trace, arranged, micro_batch))
 
         known = self._traces.get(key)
-        if known is None or (known.alone and fits(known.trace)):  # with other states on the device
+        if known is None or (known.alone and fits(known.trace)):  # this preset's states leave more room
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
             def one(size: int, *, fake: bool, attention: str) -> Trace:

@@ -45,7 +45,7 @@ def plan(
     fake tensors, which have no data and take no memory. The module isn't changed.
 
     Args:
-        module: a LightningModule, or a function without arguments that returns one, whose weights are then never made.
+        module: a LightningModule, or a function without arguments that returns one; then no weights are allocated.
         batch: one micro-batch, as ``training_step`` receives it, or a function that returns one; by default the first
             of the module's own ``train_dataloader``.
         preset: the name of one preset, names to combine, or its fields; the result is then one `Plan`.
@@ -54,19 +54,18 @@ def plan(
         overrides: Hydra overrides of each preset: ``["precision=32-true"]``.
         device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
             this machine's GPU, else its CPU.
-        budget: the device memory that may be used: ``"16GiB"``, or bytes; by default all of it.
-        host_memory: memory of the host, likewise; by default what this machine has available, in plans for its own
-            device or for a CPU; in other plans host memory isn't judged.
+        budget: the allowed device memory: ``"16GiB"``, or bytes; by default all of it.
+        host_memory: memory of the host, likewise; by default the available memory of this machine, for plans on its
+            own device or a CPU; in other plans host memory isn't judged.
         micro_batch: examples per forward; by default as many as in ``batch``.
         trainer: your own arguments of the Trainer: ``{"gradient_clip_val": 1.0}``.
         allow: prefixes of ``_target_`` that you trust.
         timeout_s: seconds after which the process is ended.
         tell: called with the name and the plan, or the error, of each preset when it is done.
-
     Raises:
-        PresetError: an unknown preset or device, a budget that isn't one or exceeds the device's memory, a batch
-            without tensors, no module.
-        PlanError: the module can't be planned, under any of the presets.
+        PresetError: an unknown preset or device, an invalid budget or one above the device's memory, a batch without
+            tensors, no module.
+        PlanError: the module can't be planned, or not under any of the presets.
     """
     configs = _configs(preset, presets, overrides, allow)
     if batch is not None and not callable(batch):
@@ -97,7 +96,7 @@ def plan(
         else:
             errors[name] = result
     if not plans:
-        raise errors.get("") or next(iter(errors.values()))  # the module's own error is nameless
+        raise errors.get("") or next(iter(errors.values()))  # "" is an error of the module itself
     return ranked(plans, configs, caveats_last=presets == "all") if preset is None else plans[0]
 
 
@@ -122,7 +121,7 @@ def _configs(
         raise PresetError("presets=[]: none to plan; name some, or write presets='all'")
     for name, config in configs.items():
         if config.auto is not None:
-            raise PresetError(f"preset {name}: it chooses among the others, which are planned; leave it out")
+            raise PresetError(f"preset {name}: it chooses among the other presets by their plans; leave it out")
     return configs
 
 

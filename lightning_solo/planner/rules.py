@@ -1,4 +1,4 @@
-"""How a preset is traced: each technique as its card says, attached as it is, left out, or by its own function."""
+"""The tracing of a preset: by its card each technique is attached, left out, or traced by a function of its own."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lightning_solo.cards.configuration import Chosen, Configuration, Target
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PlanError
 
-# A window of two micro-batches holds what one of any length holds: the gradients, kept through a forward.
+# Two micro-batches hold as much as a window of any length: the gradients, kept through a forward.
 WINDOW = 2
 KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
-"""Arguments of a Trainer that change what a step holds."""
+"""Arguments of a Trainer that change the memory of a step."""
 
 
 @dataclass(frozen=True)
 class Arrangement(Tracing):
-    """How a preset is traced, all its techniques considered; ``precision`` is that of the real run.
+    """The tracing of a preset with all its techniques; ``precision`` is that of the real run.
 
     Attributes:
-        arguments: of a Trainer on the CPU; made anew for each trace.
+        arguments: of a Trainer on the CPU; created for each trace.
     """
 
     arguments: Callable[[], dict[str, Any]] = dict
 
     @property
     def window(self) -> int:
-        """Micro-batches in the traced window, which hold what those of a whole one do."""
+        """Micro-batches in the traced window, which needs as much memory as a whole one."""
         return WINDOW if self.splits else min(self.accumulation, WINDOW)
 
 

@@ -16,7 +16,7 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] = ()) -> list[Span]:
-    """Return when each operator and each copy of a step runs.
+    """Return the time at which each operator and copy of a step runs.
 
     Args:
         costs: in order.
@@ -37,12 +37,12 @@ def step_seconds(costs: Sequence[Cost], device: Device) -> float:
 
 
 def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()) -> list[Operation]:
-    """Return operators and copies with the operations that each waits for.
+    """Return operators and copies, each with the operations it waits for.
 
     An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth in one
     direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70 and 0.80. A copy to the device
-    waits until the last copy from its buffer is done, and a copy to the host for the operator before it; an operator
-    waits for the copies of the buffers that were awaited since the one before.
+    waits for the last copy from its buffer, and a copy to the host for the preceding operator. An operator waits for
+    the copies of buffers that were awaited since the preceding operator.
     """
     bandwidth = device.bandwidth_reached * device.memory_bandwidth
     result: list[Operation] = []
@@ -71,7 +71,7 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
 
 
 def _launch_seconds(device: Device) -> float:
-    """Return the seconds after which the host launches the next operator; a CPU computes in the meantime itself."""
+    """Return the seconds until the host launches the next operator; 0 for a CPU, which computes itself."""
     return 0.0 if device.name == CPU else LAUNCH_S
 
 
@@ -79,6 +79,6 @@ def _speed(device: Device, dtype: torch.dtype) -> float:
     kind = KINDS.get(dtype, "fp32")
     if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
         kind = "tf32"
-    # without arithmetic of its own, a type runs at the speed of fp32
+    # a type without arithmetic of its own runs at the speed of fp32
     kind = kind if device.flops.get(kind) else "fp32"
     return (device.flops[kind] or 1.0) * device.flops_reached[kind]

@@ -1,4 +1,4 @@
-"""Plans as a table for the terminal, the one to try first in front."""
+"""Plans as a table for the terminal, in the order in which to try them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HEADINGS = ("verdict", "peak", "needed", "host", "step", "batch", "peak in")
 
 
 def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
-    """Return a row per preset, with a star behind the chosen one; times are per example, against the fastest."""
+    """Return a row per preset, with a star after the chosen one; times are per example, relative to the fastest."""
     times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
     fastest = min(times)
-    # collapsed, and with cells of two lines, it fits into eighty columns
+    # collapsed, with cells of two lines, it fits into eighty columns
     rows = Table(box=None, pad_edge=False, collapse_padding=True)
     rows.add_column("preset", no_wrap=True)
     for name in HEADINGS:

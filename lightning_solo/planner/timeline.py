@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 COMPUTE, TO_DEVICE, TO_HOST = STREAMS = ("compute", "to device", "to host")
 AWAITED = "awaited"
-"""In the place of a stream: nothing runs, but the next operator waits for a copy."""
+"""Stands for a stream: nothing runs, but the next operator waits for a copy."""
 
 
 class Operation(NamedTuple):
@@ -22,7 +22,7 @@ class Operation(NamedTuple):
         stream: one of ``STREAMS``.
         seconds: its duration.
         after: positions of the operations that must have ended before it.
-        name: in a picture.
+        name: label in a picture.
     """
 
     stream: str
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A time in which a stream is busy, in seconds from the start of the schedule, and the share of it that is used."""
+    """A time in which a stream is busy, in seconds from the start of the schedule, and its used share."""
 
     stream: str
     start_s: float
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def schedule(operations: Iterable[Operation], launch_s: float = 0.0) -> list[Span]:
-    """Return when each operation runs.
+    """Return the time at which each operation runs.
 
     Args:
         operations: in the order in which the host launches them.
@@ -73,7 +73,7 @@ def busy(spans: Iterable[Span], stream: str) -> float:
 
 
 def condensed(spans: Sequence[Span], parts: int = 200) -> list[Span]:
-    """Return a schedule for a picture: at most ``parts`` spans of equal length, each with the share that is used."""
+    """Return a schedule for a picture: at most ``parts`` spans of equal length, each with its used share."""
     part = length(spans) / parts
     work: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:

@@ -1,4 +1,4 @@
-"""The ledger of a planned run: the cost of each operator, assumptions, and the start of each phase."""
+"""The ledger of a planned run: costs of operators, assumptions, and the start of each phase."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _DEVICE = torch.ops.prim.device.default
 class Cost(NamedTuple):
     """Cost of one operator: floating-point operations, bytes read and written, and the type it computes in.
 
-    A copy between host and device has its direction as ``stream``, and its staging buffer as ``slot``. So has
-    the moment at which the next operator waits for the last copy of a buffer.
+    A copy between host and device has its direction as ``stream`` and its staging buffer as ``slot``; so has a wait of
+    the next operator for the last copy of a buffer.
     """
 
     flops: int
@@ -57,8 +57,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
 
     Args:
         module: as `Ledger`.
-        fake: whether tensors are without data.
-        cuda: whether results are as CUDA's kernels give them, rather than the CPU's.
+        fake: whether tensors have no data.
+        cuda: whether results are those of CUDA's kernels rather than the CPU's.
     """
 
     def __init__(self, module: nn.Module, *, fake: bool = True, cuda: bool = True) -> None:
@@ -67,8 +67,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.cuda = cuda
         self.assumptions: dict[str, None] = {}  # in order, each once
         self.costs: list[Cost] = []
-        self.phases: list[tuple[int, int, str]] = []  # events before it, costs before it, name
-        self.steps: list[int] = []  # costs before the end of each optimizer step
+        self.phases: list[tuple[int, int, str]] = []  # (number of events before it, number of costs before it, name)
+        self.steps: list[int] = []  # number of costs before the end of each optimizer step
         self._cached = OperatorCache(self._computed)
 
     def assume(self, what: str) -> None:
@@ -76,7 +76,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.assumptions[what] = None
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Begin the record here, with the storages that are live."""
+        """Begin the record, with the live storages."""
         self._optimizers = tuple(optimizers)
         self.reset_peak()
         self.costs.clear()
@@ -88,22 +88,22 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.phases.append((len(self.log.events), len(self.costs), phase))
 
     def launch(self, size: int) -> None:
-        """Record a launch of one of our own kernels, by the bytes that it moves."""
+        """Record a launch of one of our kernels, by the bytes it moves."""
         self.costs.append(Cost(0, size, torch.float32))
 
     def multiply(self, first: int, times: float) -> None:
-        """Multiply the costs from the ``first`` on: what was traced once happens that often."""
+        """Multiply the costs from ``first`` on, for operations that are traced once and run many times."""
         for index in range(first, len(self.costs)):
             cost = self.costs[index]
             self.costs[index] = cost._replace(flops=round(cost.flops * times), bytes=round(cost.bytes * times))
 
     def copy(self, stream: str, size: int, slot: int) -> None:
-        """Record a copy to the device or the host, through a staging buffer, or that the last one is awaited."""
+        """Record a copy through a staging buffer to the device or host, or a wait for the buffer's last copy."""
         self.costs.append(Cost(0, size, torch.uint8, stream, slot))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # the ledger's `__torch_dispatch__` skips it; to do so once more takes longer than to name a device
+        # the ledger's `__torch_dispatch__` skips it; skipping here too takes longer than naming a device
         return False
 
     def __torch_dispatch__(
@@ -114,7 +114,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator, or its replacement where it needs data that fake tensors lack."""
+        """Run one operator, or its replacement if it needs data that fake tensors lack."""
         cached = self.fake and func not in DATA_DEPENDENT and func not in CONVOLUTIONS
         result, cost = self._cached(func, args, kwargs) if cached else self._computed(func, args, kwargs)
         if cost is not None:
@@ -130,17 +130,17 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         if replacement is not None and not all(map(has_numbers, tensors_of((args, kwargs)))):
             result = replacement(self.assume, *args, **kwargs)
         if self.fake and _updates_lists(func) and not any(map(has_numbers, tensors_of((args, kwargs)))):
-            result = None  # torch would find out of each tensor that it stays what it is
+            result = None  # torch would spend time on each tensor to find it unchanged
         if result is NotImplemented:
             with _numbers_of_few(func, args, kwargs) if self.fake else nullcontext():
                 result = func(*args, **kwargs)
         if self.fake and func in _RANGES:
             result = _range_with_numbers(func, args, kwargs, result)
         if self.fake and func in NORMS and result[1].dtype in HALF and (self.cuda or _mixed(args)):
-            # torch's rule for fake tensors has the statistics in 16 bits; the kernels keep them in fp32
+            # torch's rule for fake tensors returns statistics in 16 bits; the kernels keep them in fp32
             result = (result[0], result[1].float(), result[2].float(), *result[3:])
         if func in CONVOLUTIONS and self.cuda:
-            self.assume("convolutions: cuDNN's workspaces are not counted, which depend on the algorithms it chooses")
+            self.assume("convolutions: cuDNN's workspaces, which depend on the chosen algorithms, are not counted")
         elif func in CONVOLUTIONS:
             for size in workspaces(func, args, result):
                 self.see_workspace(size)
@@ -165,7 +165,7 @@ def _mixed(args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Have known numbers forgotten for an operator whose result has too many: torch computes it before it looks.
+    """Discard known numbers for an operator with a too large result, which torch would compute before it checks.
 
     A mask of all pairs of positions would be such a result.
     """
@@ -174,7 +174,7 @@ def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if any(number is None for number in numbers) or not any(tensor.numel() ** 2 > KNOWN for tensor in tensors):
         yield
         return
-    with no_dispatch(), suppress(RuntimeError):  # where its size depends on the numbers
+    with no_dispatch(), suppress(RuntimeError):  # raised if the size depends on the numbers
         empty = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs))
         if any(result.numel() > KNOWN for result in tensors_of(func(*empty[0], **empty[1]))):
             for tensor in tensors:
@@ -190,7 +190,7 @@ _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def _range_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return a range with its numbers, unless they are many: models compare positions before they build a mask."""
+    """Return a range with its numbers unless there are many: models compare positions before they build a mask."""
     if not isinstance(result, FakeTensor) or result.is_floating_point() or result.numel() > KNOWN:
         return result
     with no_dispatch():
@@ -211,7 +211,7 @@ _FREE = {
 
 
 def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Cost:
-    integers = func is aten._int_mm.default  # counted as a product in bf16, which torch has a rule for
+    integers = func is aten._int_mm.default  # counted as a product in bf16, for which torch has a rule
     count = flop_registry.get(aten.mm if integers else func._overloadpacket)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
     tensors = {id(t): t for t in tensors_of((args, kwargs, result))}.values()
@@ -220,7 +220,7 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the bytes that reading a tensor takes; expanded dimensions are read once."""
+    """Return the bytes read for a tensor; expanded dimensions are read once."""
     if tensor.layout is not torch.strided:
         return 0
     size = tensor.element_size()

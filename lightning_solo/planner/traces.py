@@ -1,4 +1,4 @@
-"""Traces of a module for every micro-batch: by fake tensors, or by real steps on the CPU."""
+"""Traces of a module for every micro-batch: on fake tensors, or by real steps on the CPU."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from lightning_solo.planner.fake_modules import empty_parameters
 from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.units import format_bytes
 
-SMALL = (2, 3, 4)  # micro-batches that are traced besides the given one; 1 may have special cases in torch
+SMALL = (2, 3, 4)  # micro-batches traced besides the given one; 1 may have special cases in torch
 FAKE, REAL = "fake tensors", "real steps on the CPU"
 ONE_SIZE = (
-    "so this plan is of its own micro-batch alone, and the largest that fits isn't known: micro_batch=8, say,"
-    " plans another"
+    "so this plan is for its own micro-batch only, and the largest that fits is unknown; write micro_batch=8, say, to"
+    " plan another"
 )
 
 
 @dataclass
 class ScalableTrace:
-    """A trace of one micro-batch, and of all others where they scale.
+    """A trace of one micro-batch, and of all others if they scale.
 
     Attributes:
-        size: examples of the micro-batch that was traced.
-        trace: of it.
-        affine: traces of other micro-batches, or None if none can be derived.
+        size: examples of the traced micro-batch.
+        trace: of this micro-batch.
+        affine: traces of other micro-batches, or None if they can't be derived.
         how: the kind of tensors, in words.
-        alone: whether others were left out, as this one, of a single example, doesn't fit.
-        pair: two micro-batches from which all others follow, this one excepted where it is 1; so under any preset.
+        alone: whether others weren't traced because a single example doesn't fit.
+        pair: two micro-batches from which all others follow, except this one if it is 1; the same under any preset.
     """
 
     size: int
@@ -68,13 +68,13 @@ def scalable_trace(
         make: returns the module.
         size: examples per micro-batch.
         weight_bytes: per element of a weight, for the error's estimate.
-        pair: that of the same module and size under another preset: no third micro-batch has to be predicted then.
-        fits: whether a trace fits; no other micro-batch is traced beside a single example that doesn't.
-        scales: whether micro-batches of any size do the same; otherwise that of ``size`` alone is traced.
+        pair: that of the same module and size under another preset; then no third micro-batch has to be predicted.
+        fits: whether a trace fits; if a single example doesn't, no other micro-batch is traced.
+        scales: whether micro-batches of all sizes do the same; otherwise only that of ``size`` is traced.
 
     Raises:
-        BudgetError: a technique can't keep to its budget.
-        PlanError: none works; says why, and what the model states alone take.
+        BudgetError: a technique can't keep its budget.
+        PlanError: neither way works; says why, and how much the model states alone take.
     """
     first: Exception | None = None
     for fake, attention in ((True, "fused"), (True, "math"), (False, "math")):
@@ -85,11 +85,11 @@ def scalable_trace(
             if not scales:
                 scalable = ScalableTrace(size, one(size), None, FAKE if fake else REAL)
                 scalable.trace.assumptions.append(
-                    f"what is kept is chosen by bytes, anew for each size of a micro-batch, {ONE_SIZE}"
+                    f"the choice of what is kept depends on bytes, and so on the micro-batch, {ONE_SIZE}"
                 )
             else:
                 scalable = _on_fake_tensors(one, size, pair, fits) if fake else _by_real_steps(one, size)
-        except BudgetError:  # a technique's own, whatever the way
+        except BudgetError:  # raised by a technique, for either kind of tensors
             raise
         except Exception as error:
             first = first or error
@@ -104,10 +104,10 @@ def scalable_trace(
 def _on_fake_tensors(
     capture: Callable[[int], Trace], size: int, known: tuple[int, int] | None, fits: Callable[[Trace], bool]
 ) -> ScalableTrace:
-    """Return the trace of a micro-batch, and of all others if two small ones predict it, or else a third."""
+    """Return the trace of a micro-batch, and of all others if two small ones predict it or a third."""
     low, high, third = [*(other for other in SMALL if other != size), max(SMALL)][:3]
     pair = known or (low, high)
-    # a single example rarely follows from others, so a third is traced beside it rather than after it
+    # a single example rarely follows from others, so a third is traced in parallel rather than afterwards
     check = (third,) if size == 1 and known is None else ()
     sizes = list(dict.fromkeys((size, *pair, *check)))
     results = run_in_forks(*(partial(capture, each) for each in sizes), needed=lambda trace: size > 1 or fits(trace))
@@ -122,14 +122,14 @@ def _on_fake_tensors(
     if known is None:
         if affine.predicts(size, trace):
             pair = min(size, low), max(size, low)
-        elif size > 1 or not affine.predicts(third, traces[third]):  # scores of each example against each, say
+        elif size > 1 or not affine.predicts(third, traces[third]):  # such as scores of all pairs of examples
             trace.assumptions.append(f"memory isn't linear in the micro-batch, {ONE_SIZE}")
             return ScalableTrace(size, trace, None, FAKE)
     return ScalableTrace(size, trace, affine, FAKE, pair=pair)
 
 
 def _by_real_steps(capture: Callable[[int], Trace], size: int) -> ScalableTrace:
-    """Return traces from two small micro-batches, as real steps take time and memory; else of the size alone."""
+    """Return traces from two small micro-batches, since real steps take time and memory; else for the size only."""
     low, high, _ = SMALL
     trace = capture(low)
     if (affine := affine_trace(low, trace, high, capture(high))) is not None:
@@ -170,7 +170,7 @@ def _least(make: Callable[[], Any], weight_bytes: int) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's first line, and the last line of the user's code that it came from."""
+    """Return an error's first line, and the last line of the user's code in its traceback."""
     if isinstance(error, SoloError):
         return str(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_libraries())]
@@ -179,7 +179,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _libraries() -> tuple[str, ...]:
-    """Return the folders of the libraries by path, since a folder of the user may have a library's name."""
+    """Return the paths of the libraries' folders; by path, since a folder of the user may have a library's name."""
     names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
     files = [sys.modules[name].__file__ for name in (*names, "lightning_solo.memory") if name in sys.modules]
     return tuple(f"{Path(file).parent}{os.sep}" for file in (*files, __file__) if file is not None)

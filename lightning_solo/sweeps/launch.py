@@ -1,4 +1,4 @@
-"""Between Hydra and a sweep: the sweep's folder, its jobs as Hydra composes them, and their returns to Hydra."""
+"""From Hydra to a sweep and back: the sweep's folder, its composed jobs, and their results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Launch:
 
     @contextmanager
     def kept(self, jobs: Collection[int]) -> Iterator[tuple[Sweep, Display]]:
-        """Keep sweep and display of these jobs open between calls, for a sweeper that runs some at a time."""
+        """Keep the sweep and its display open between calls, for a sweeper that runs some jobs at a time."""
         with without_trace():
             display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
             sweep = Sweep(self.folder, self.application, self.settings, tell=display.tell, look=display.look)
@@ -83,7 +83,7 @@ class Launch:
                 self._kept = None
 
     def __call__(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run jobs and return Hydra's `JobReturn` of each; where some failed, with one error that names all of them."""
+        """Run jobs and return Hydra's `JobReturn` of each; if some failed, with one error that names all of them."""
         setup_globals()
         with self._nothing_left():
             configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
@@ -100,7 +100,7 @@ class Launch:
 
     @contextmanager
     def _nothing_left(self) -> Iterator[None]:
-        """Remove the folder of a sweep that is refused while it holds nothing but Hydra's own file."""
+        """Remove the folder of a refused sweep if it holds only Hydra's own file."""
         try:
             with without_trace():
                 yield
@@ -129,11 +129,11 @@ class Launch:
 
 
 class JobsFailed(CompactHydraException):
-    """Some jobs did not finish; the message is the table of them."""
+    """Some jobs did not finish; the message is a table of them."""
 
 
 class FailedJob(JobReturn):
-    """A job that did not finish, whose error names all of them; Hydra's own return would print this one before."""
+    """A job that did not finish; its error names all such jobs, once, unlike Hydra's own `JobReturn`."""
 
     @property
     def return_value(self) -> Any:
@@ -147,7 +147,7 @@ class FailedJob(JobReturn):
 
 @contextmanager
 def without_trace() -> Iterator[None]:
-    """Turn our refusals into the kind that Hydra prints without a trace."""
+    """Raise our refusals as the kind that Hydra prints without a traceback."""
     try:
         yield
     except SoloError as error:
@@ -155,15 +155,15 @@ def without_trace() -> Iterator[None]:
 
 
 def check_product(config: DictConfig, most: int, loader: ConfigLoader) -> None:
-    """Count the jobs of Hydra's own sweeper before it makes them, and compose the first before it makes a folder.
+    """Count the jobs of Hydra's own sweeper and compose the first one, before any folder is created.
 
     Raises:
-        PresetError: there are none, or more than ``most``.
-        HydraException: Hydra's own, such as for an unknown key.
+        PresetError: there are no jobs, or more than ``most``.
+        HydraException: raised by Hydra, for example for an unknown key.
     """
     sweeper = config.hydra.sweeper
     if not str(sweeper.get("_target_", "")).endswith("BasicSweeper"):
-        return  # another one decides by itself which jobs there are
+        return  # another sweeper chooses its jobs itself
     texts = [*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *task_overrides(config)]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
     check_most(count_jobs(overrides), most)
@@ -179,7 +179,7 @@ def sweep_dir(config: DictConfig, application: Application) -> str:
     config_ = copy.deepcopy(config)
     OmegaConf.clear_cache(config_)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # OmegaConf 2.4 has it as register_resolver, which is another function in 2.3
+        warnings.simplefilter("ignore")  # OmegaConf 2.4 renames it to register_resolver, another function in 2.3
         OmegaConf.register_new_resolver("now", lambda _: TIME, replace=True, use_cache=False)
     try:
         folder = of_sweep(config_, "dir")
@@ -201,7 +201,7 @@ def task_overrides(config: DictConfig) -> list[str]:
 
 
 def of_sweep(config: DictConfig, key: str) -> str:
-    """Return a value of `hydra.sweep`, in which `${hydra:...}` refers to this configuration."""
+    """Return a value of `hydra.sweep`, with `${hydra:...}` resolved in this configuration."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
@@ -220,7 +220,7 @@ def config_hash(config: DictConfig) -> str:
 
 def quoted(text: str) -> str:
     """Return any text as the value of an override."""
-    return QuotedString(text, Quote.single).with_quotes()  # a backslash stands for itself but before a quote
+    return QuotedString(text, Quote.single).with_quotes()  # a backslash is literal except before a quote
 
 
 def job_return(config: DictConfig, row: Row, error: Exception) -> JobReturn:

@@ -261,7 +261,7 @@ def test_lbfgs_is_as_large_as_after_many_steps_and_one_vector_is_called_otherwis
     assert there["optimizer_states"] - really["optimizer_states"] == really["other"] - there["other"] == vector
     # 100 differences of weights and of gradients, direction, gradient and newest difference; their products, a scale
     assert there["optimizer_states"] == 203 * vector + 4 * 201
-    assert any("LBFGS remembers" in said for said in fake.assumptions)
+    assert any("LBFGS keeps" in said for said in fake.assumptions)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
