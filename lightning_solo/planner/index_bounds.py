@@ -31,8 +31,8 @@ def check_indices(func: Any, args: tuple[Any, ...]) -> None:
             wrong = numbers[((numbers < least) | (numbers >= count)) & (numbers != ignored)].tolist()[:1]
         if wrong:
             raise PlanError(
-                f"{func.name()}: an index of {wrong[0]} in the batch, and {least} to {count - 1} are allowed"
-                f" (size {count}); a real run fails there"
+                f"{func.name()}: an index of {wrong[0]} in the batch, where there are {count} ({least} to {count - 1});"
+                " a real run fails there"
             )
 
 

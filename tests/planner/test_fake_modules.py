@@ -240,7 +240,7 @@ def test_numbers_of_real_tensors_stay_theirs_among_fake_ones() -> None:
         assert not told
         assert fake.numpy().shape == (2, 3)
         assert fake.tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert told == [".numpy() and .tolist() give zeros"] * 2
+    assert told == [".numpy() and .tolist() return zeros"] * 2
 
 
 def test_numbers_that_are_known_are_not_made_up() -> None:

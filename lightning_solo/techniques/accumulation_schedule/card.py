@@ -48,7 +48,7 @@ class Settings:
 
 
 def first_factor(settings: Settings) -> int:
-    """Return how many batches make the first optimizer step."""
+    """Return the number of batches in the first optimizer step."""
     first, factor = settings.milestones[0]
     return factor if first == 0 else 1
 
@@ -74,13 +74,13 @@ CARD = Card(
     phase=Phase.STEP,
     settings=Settings,
     saves="activations: global batch = factor x micro-batch, at the activations of one micro-batch",
-    costs="none beyond the smaller kernels of a micro-batch; a step comes once in ``factor`` batches. Counting tokens"
-    " or a key waits for the device once in a batch, the noise scale twice in a step. A checkpoint amid a window has"
-    " its gradients",
-    numerics="gradients equal a hand-written loop's mean over the window; a short window counts by what it holds. With"
-    " ``weight_by`` they equal those of one batch that holds all samples or tokens of the window",
-    conflicts="manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate by themselves,"
-    " ZenFlow among them; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor);"
+    costs="only the smaller kernels of a micro-batch; one step per ``factor`` batches. Counting tokens or a key"
+    " synchronises with the device once per batch, the noise scale twice per step. A checkpoint within a window"
+    " contains its gradients",
+    numerics="gradients equal a hand-written loop's mean over the window; a short window is divided by its own batches."
+    " With ``weight_by`` they equal those of one batch with all samples or tokens of the window",
+    conflicts="manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate themselves,"
+    " including ZenFlow; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor);"
     " ``weight_by`` and the noise scale: gradients that are released in backward",
     reference="https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches; Smith et al.,"
     ' "Don\'t Decay the Learning Rate, Increase the Batch Size", https://arxiv.org/abs/1711.00489',

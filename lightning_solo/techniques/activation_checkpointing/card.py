@@ -62,11 +62,12 @@ CARD = Card(
     target="lightning_solo.techniques.activation_checkpointing.technique:ActivationCheckpointing",
     phase=Phase.SAVED_TENSORS,
     settings=Settings,
-    saves="all activations inside the wrapped blocks but one block's: blocks x inside becomes blocks x input + inside",
+    saves="all activations inside the wrapped blocks except one block's: blocks x inside becomes blocks x input +"
+    " inside",
     costs="one more forward of the wrapped blocks: at most a third more FLOPs (forward 1 + backward 2, again 1); with"
-    " ``keep=products`` next to none, for a smaller saving; with ``budget`` as little as fits",
-    numerics="bit-exact: random numbers, autocast, default dtype, numbers kept as attributes and BatchNorm statistics"
-    " are as in the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out",
+    " ``keep=products`` almost none, for a smaller saving; with ``budget`` as few as fit",
+    numerics="bit-exact: random numbers, autocast, default dtype, numbers in attributes and BatchNorm statistics are"
+    " those of the first forward; to 1e-5 for Hugging Face decoders with a key-value cache (T5), which is left out",
     conflicts="the model's own gradient checkpointing; blocks that keep tensors or can't be repeated (refused)",
     reference="Chen et al. 2016, https://arxiv.org/abs/1604.06174;"
     " https://docs.pytorch.org/docs/stable/checkpoint.html",

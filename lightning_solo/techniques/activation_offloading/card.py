@@ -68,7 +68,7 @@ def _two_budgets(settings: Settings, configuration: Configuration) -> str | None
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it on the CPU, whose copies stand for those to the host."""
+    """Plan it on the CPU; copies there stand for those to the host."""
     # of small micro-batches, more fits into so many bytes than of large ones
     keeps_bytes = settings.keep_on_device is not None and isinstance(parse_budget(settings.keep_on_device), int)
     attached = replace(settings, allow_cpu=True, folder=None)
@@ -81,15 +81,15 @@ CARD = Card(
     target="lightning_solo.techniques.activation_offloading.technique:ActivationOffloading",
     phase=Phase.SAVED_TENSORS,
     settings=Settings,
-    saves="with recomputed blocks their inputs: of each block 2 (bf16) or 4 bytes per token and unit of width, all but"
-    " those of one or two blocks; with ``mode=all`` nearly all that forward saves",
-    costs="as many bytes of page-locked host memory; with ``mode=disk`` of a local disk, and four block inputs on the"
-    " host. Each byte crosses the bus once in each direction, beside the"
-    " computation: block inputs are hidden from a few thousand tokens per micro-batch on, everything isn't; with"
-    " ``keep_on_device`` only what doesn't fit",
-    numerics="bit-exact: the same bytes come back",
-    conflicts="changes in place of a saved tensor (refused, as without it); with ``block_inputs`` and ``disk`` a"
-    " model in which no block is recomputed (refused)",
+    saves="with recomputed blocks, their inputs: per block 2 (bf16) or 4 bytes per token and unit of width, except for"
+    " one or two blocks; with ``mode=all`` nearly everything that forward saves",
+    costs="as many bytes of page-locked host memory; with ``mode=disk``, of a local disk, and four block inputs on the"
+    " host. Each byte crosses the bus once in each direction, in parallel with the computation: block inputs cost no"
+    " time from a few thousand tokens per micro-batch on, ``mode=all`` does; with ``keep_on_device`` only the bytes"
+    " that don't fit are copied",
+    numerics="bit-exact: the same bytes return",
+    conflicts="in-place changes of a saved tensor (refused, as without it); with ``block_inputs`` and ``disk`` a model"
+    " without recomputed blocks (refused)",
     reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840;"
     " https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks",
     exact=True,

@@ -35,11 +35,11 @@ CARD = Card(
     target="lightning_solo.techniques.attention.technique:Attention",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="the scores of all pairs of tokens, where they were kept: tokens^2 x heads, of Hugging Face models with"
-    ' ``attn_implementation="eager"``, and where a mask or dropout would silently take torch\'s ``math`` kernel',
-    costs="the first micro-batch runs uncompiled, while the kernels are looked at",
-    numerics="kernels add in different orders: the differences are those of the precision's rounding",
-    conflicts="a module that chooses kernels itself by `torch.nn.attention.sdpa_kernel`, other ones than are asked for",
+    saves="the scores of all pairs of tokens, tokens^2 x heads, where they were kept: in Hugging Face models with"
+    ' ``attn_implementation="eager"``, and where a mask or dropout would silently select torch\'s ``math`` kernel',
+    costs="the first micro-batch runs uncompiled, while the kernels are recorded",
+    numerics="kernels add in different orders: differences are within the precision's rounding",
+    conflicts="a module that itself selects other kernels by `torch.nn.attention.sdpa_kernel`",
     reference="Dao 2023 (FlashAttention-2), arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682",
     planned="lightning_solo.techniques.attention.card:planned",
 )

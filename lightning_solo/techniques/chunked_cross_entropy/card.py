@@ -45,13 +45,13 @@ CARD = Card(
     target="lightning_solo.techniques.chunked_cross_entropy.technique:ChunkedCrossEntropy",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="logits, their fp32 copy and their gradients, 10 to 16 bytes per token and word of the vocabulary: those of"
-    " ``chunk_tokens`` tokens remain",
-    costs="no more products with the weight; while the loss is computed 2 more bytes per weight of a head in 16 bits",
-    numerics="the loss and gradients of torch's cross-entropy in another order of addition: 1e-6 in fp32, and within"
-    " bf16's rounding in bf16",
-    conflicts="weights that are gathered for a forward only (ZeRO stage 3); heads that aren't linear layers; losses"
-    " other than `torch.nn.functional.cross_entropy`, for which logits are computed as ever",
+    saves="logits, their fp32 copy and their gradients, 10 to 16 bytes per token and word of the vocabulary, except for"
+    " ``chunk_tokens`` tokens",
+    costs="no more products with the weight; 2 more bytes per weight of a 16-bit head while the loss is computed",
+    numerics="loss and gradients of torch's cross-entropy, added in another order: to 1e-6 in fp32, and within bf16's"
+    " rounding in bf16",
+    conflicts="weights that are gathered only for a forward (ZeRO stage 3); heads that aren't linear layers; losses"
+    " other than `torch.nn.functional.cross_entropy`, which still get their logits",
     reference="Wijmans et al. 2024, arXiv 2411.09009; Hsu et al. 2024 (Liger), arXiv 2410.10989",
     owns=frozenset({"logits"}),
     reads=frozenset({"weights"}),

@@ -12,7 +12,7 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 
 SEQUENCES = "sequence_length"
-"""By which batches are cut; by all others items are chosen."""
+"""Positions by which sequences are cut; items are chosen by all others."""
 
 
 def _no_difficulty(by: object) -> str | None:
@@ -62,15 +62,15 @@ CARD = Card(
     target="lightning_solo.techniques.curriculum.technique:Curriculum",
     phase=Phase.BATCHES,
     settings=Settings,
-    saves="by ``sequence_length`` arithmetic and activations of the first steps, in proportion to the length, and for"
-    " attention to its square. By difficulty nothing: it is for stability, or for fewer steps, where it helps",
-    costs="each item is read before the fit, and again whenever Lightning reloads the loader; by ``loss`` it"
-    " goes through the module alone, forward, and a checkpoint has 4 bytes per item. By ``sequence_length`` what is cut"
-    " off is not trained on",
-    numerics="not what a plain run gives, until the share has come to 1; then every item comes once per epoch, whole",
-    conflicts="by difficulty: iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place"
-    " itself, several loaders, other techniques that make the batches, and by steps those that change how many batches"
-    " make one, Lightning's GradientAccumulationScheduler among them; by ``loss``: manual optimization. By"
+    saves="by ``sequence_length``, arithmetic and activations of the first steps, in proportion to the length, and of"
+    " attention to its square. By difficulty nothing; it may make training stable or shorter",
+    costs="each item is read before the fit, and again whenever Lightning reloads the loader; by ``loss`` it also runs"
+    " through the module alone, forward, and a checkpoint has 4 bytes per item. By ``sequence_length`` the tokens"
+    " that are cut off are not trained on",
+    numerics="differs from a plain run until the share is 1; then every item comes once per epoch, whole",
+    conflicts="by difficulty: iterable data sets, a batch sampler or sampler of your own, a loader that keeps its"
+    " position itself, several loaders, other techniques that make the batches; by steps also techniques that change"
+    " the batches per step, and Lightning's GradientAccumulationScheduler; by ``loss``: manual optimization. By"
     " ``sequence_length``: batches without sequences, or padded on the left (all refused)",
     reference="Bengio et al. 2009, https://doi.org/10.1145/1553374.1553380; Platanios et al. 2019, arXiv 1903.09848"
     " (the schedules); Li et al. 2022, arXiv 2108.06084 (sequence length)",

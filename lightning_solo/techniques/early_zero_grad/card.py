@@ -18,12 +18,12 @@ CARD = Card(
     target="lightning_solo.techniques.early_zero_grad.technique:EarlyZeroGrad",
     phase=Phase.STEP,
     settings=Settings,
-    saves="in the forward that begins a window of accumulation, the gradients of the window before: 4 bytes per"
-    " parameter in fp32, 2 in bf16, where forward sets the peak",
+    saves="the gradients of the previous window during the forward that begins a window, if forward sets the peak: 4"
+    " bytes per parameter in fp32, 2 in bf16",
     costs="none",
     numerics="bit-exact: the same calls, in another order",
-    conflicts="manual optimization (refused), where the module zeroes gradients itself; techniques that free gradients"
-    " in backward; a ``training_step`` that reads the ``.grad`` of the step before",
+    conflicts="manual optimization (refused), in which the module zeroes gradients itself; techniques that free"
+    " gradients in backward; a ``training_step`` that reads the previous step's ``.grad``",
     reference="Lightning's order is forward, zero_grad, backward:"
     " https://lightning.ai/docs/pytorch/stable/common/optimization.html",
     exact=True,

@@ -33,7 +33,7 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it with operators that keep for backward what the kernels keep."""
+    """Plan it with operators that save for backward the same tensors as the kernels."""
     assumption = (
         "fused_kernels: planned with torch's operators, which keep for backward what the kernels keep; the kernels"
         " take less time, and no memory for results between operators"
@@ -57,12 +57,12 @@ CARD = Card(
     target="lightning_solo.techniques.fused_kernels.technique:FusedKernels",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="what Hugging Face's RMSNorm keeps between its operators, in bf16 4 of 6 bytes per number, and the result of"
-    " a gated feed-forward part's activation; and time: one pass over memory for each of them, not one per operator",
-    costs="compiling each kernel in the first step, some seconds",
-    numerics="sums in another order and fewer roundings: the differences are those of the precision's rounding; each"
-    " kind of layer is compared with its kernel before the fit, outputs and gradients",
-    conflicts="compiled blocks, whose operators the compiler fuses itself; a second backward of one graph",
+    saves="tensors that Hugging Face's RMSNorm keeps between its operators, in bf16 4 of 6 bytes per number, and the"
+    " activated tensor of a gated feed-forward part; and time: one pass over memory instead of one per operator",
+    costs="compilation of each kernel in the first step, some seconds",
+    numerics="sums in another order and fewer roundings: differences are within the precision's rounding; each kind of"
+    " layer is compared with its kernel before the fit, outputs and gradients",
+    conflicts="compiled blocks, where the compiler fuses operators itself; a second backward of one graph",
     reference="Hsu et al. 2024 (Liger Kernel), arXiv 2410.10989",
     reads=frozenset({"weights"}),
     rules=(_fused_by_a_compiler,),

@@ -21,7 +21,7 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan all blocks as running: optimizer states of all come within a few steps, and two are traced."""
+    """Plan all blocks as running: two steps are traced, and all optimizer states exist after a few more."""
     assumption = (
         f"layer_drop is planned as without: a run keeps the activations of {settings.count} blocks less, and takes"
         " their time less"
@@ -34,12 +34,12 @@ CARD = Card(
     target="lightning_solo.techniques.layer_drop.technique:LayerDrop",
     phase=Phase.STATES,  # after COMPILE: what is compiled is called or not, and never depends on the draw
     settings=Settings,
-    saves="of ``count`` blocks activations, computation and gradients in each micro-batch: their share of the blocks",
-    costs="a regularisation that a short run may not need; in the first micro-batch a skipped block may run once,"
-    " without gradients, to learn the form of its output",
-    numerics="not what a plain run gives, in training; validation runs all blocks. A skipped block has no gradient: the"
-    " optimizer leaves its weights as they are, weight decay included. Nothing is scaled",
-    conflicts="a module that is compiled whole (refused): it would be compiled again for each draw",
+    saves="activations, computation and gradients of ``count`` blocks in each micro-batch",
+    costs="regularisation that a short run may not need; in the first micro-batch a skipped block may run once, without"
+    " gradients, to record the form of its output",
+    numerics="differs from a plain run in training; validation runs all blocks. A skipped block has no gradient: the"
+    " optimizer leaves its weights unchanged, without weight decay. Nothing is scaled",
+    conflicts="a module that is compiled as a whole (refused): each draw would compile it again",
     reference="Fan et al. 2019, LayerDrop, https://arxiv.org/abs/1909.11556; Huang et al. 2016, stochastic depth,"
     " https://arxiv.org/abs/1603.09382",
     caveat=lambda settings: "trains without some of the blocks at a time",

@@ -24,8 +24,8 @@ CARD = Card(
     phase=Phase.OBSERVE,
     settings=Settings,
     saves="nothing; it observes",
-    costs="every ``every_n_steps`` optimizer steps one look at all objects that Python's garbage collector knows; a"
-    " full garbage collection at the start of a fit and where something seems to grow",
+    costs="a walk over all objects of Python's garbage collector every ``every_n_steps`` optimizer steps; a full"
+    " collection at the start of a fit and whenever something seems to grow",
     numerics="bit-exact",
     conflicts="none",
     reference="https://docs.python.org/3/library/gc.html#gc.get_referrers",

@@ -25,7 +25,7 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the batch that is given, and say so."""
+    """Plan the given batch, and say so."""
     given = "length_bucketing: planned for the batch that is given; give that of the longest items"
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, given))
 
@@ -36,9 +36,9 @@ CARD = Card(
     phase=Phase.BATCHES,
     settings=Settings,
     saves="the arithmetic and activations of padding: items of similar length share a batch",
-    costs="each item of the data set is read once before the fit; with a column of lengths that column alone",
+    costs="each item of the data set is read once before the fit; with a column of lengths only that column",
     numerics="every item comes once per epoch, with other neighbours than in random batches",
-    conflicts="iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place itself (all"
+    conflicts="iterable data sets, a batch sampler or sampler of your own, a loader that keeps its position itself (all"
     " refused); other techniques that make the batches",
     reference="Khomenko et al. 2016, arXiv 1708.05604",
     owns=frozenset({"batches"}),

@@ -25,9 +25,9 @@ CARD = Card(
     target="lightning_solo.techniques.loader_advice.technique:LoaderAdvice",
     phase=Phase.OBSERVE,
     settings=Settings,
-    saves="nothing; it observes, and changes nothing of the loader",
-    costs="of each batch eight readings of a clock, on a GPU five events; one synchronisation at the end of a fit;"
-    " measured by examples/measure_loader_advice.py",
+    saves="nothing; it observes",
+    costs="eight clock readings per batch, on a GPU five events; one synchronisation at the end of a fit; measured by"
+    " examples/measure_loader_advice.py",
     numerics="bit-exact",
     conflicts="none",
     reference="https://docs.pytorch.org/docs/stable/data.html (workers, memory pinning)",

@@ -63,7 +63,7 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it on the CPU, with products in the speed of bf16."""
+    """Plan it on the CPU, with products at the speed of bf16."""
     assumption = (
         f"low_precision_matmul: products in {settings.format} are planned with the speed of those in bf16 or"
         " fp16, and their factors with the bytes of their emulation; a GPU that has them takes less of both"
@@ -77,15 +77,15 @@ CARD = Card(
     target="lightning_solo.techniques.low_precision_matmul.technique:LowPrecisionMatmul",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="time: devices multiply 8-bit numbers up to twice as fast as bf16, 4-bit numbers up to four times, GeForce"
-    " cards twice with sums in fp16; and under `bf16-mixed` the copies of the layers' weights in bf16, 2 bytes per"
+    saves="time: devices multiply 8-bit numbers up to twice as fast as bf16, 4-bit numbers up to four times, and"
+    " GeForce cards fp16 with fp16 sums up to twice; and under `bf16-mixed` the layers' bf16 weight copies, 2 bytes per"
     " parameter",
-    costs="finding scales and rounding, in each product: passes over memory that only a compiler fuses (preset"
-    " compile); without it, or with narrow layers, a step may take longer",
+    costs="scales and rounding for each product: passes over memory that only a compiler fuses (preset compile);"
+    " without it, or with narrow layers, a step may take longer",
     numerics="not exact: factors are rounded to 3 bits of mantissa (float8, mxfp8; 2 for gradients with tensorwise), 1"
     " bit (nvfp4), 127 steps (int8) or 10 bits (fp16_accumulate, its sums too); weights and optimizer keep their type",
-    conflicts="none; layers whose sizes don't divide by 16 (mxfp8, nvfp4: 32) are left out and named, the output head"
-    " and embeddings too",
+    conflicts="none; output head, embeddings, and layers with sizes that 16 doesn't divide (mxfp8, nvfp4: 32) are left"
+    " out; the log names such layers",
     reference="Micikevicius et al. 2022, FP8, https://arxiv.org/abs/2209.05433; Xi et al. 2024, Jetfire,"
     " https://arxiv.org/abs/2403.12422; OCP, Microscaling Formats (MX) 1.0; Mishra et al. 2025, MXFP8,"
     " https://arxiv.org/abs/2506.08027; NVIDIA et al. 2025, NVFP4, https://arxiv.org/abs/2509.25149; torchao,"

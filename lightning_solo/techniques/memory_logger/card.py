@@ -33,9 +33,9 @@ CARD = Card(
     phase=Phase.OBSERVE,
     settings=Settings,
     saves="nothing; it observes",
-    costs="one reading every ``every_n_steps`` optimizer steps; ``per_phase`` one at each phase, measured by"
-    " examples/measure_callbacks.py; never synchronises, never empties the cache. ``category_steps``: a call in Python"
-    " for every operator of those steps",
+    costs="one reading every ``every_n_steps`` optimizer steps, with ``per_phase`` one per phase, measured by"
+    " examples/measure_callbacks.py; it never synchronises and never empties the cache. In ``category_steps`` a Python"
+    " call per operator",
     numerics="bit-exact; compiled parts run uncompiled in the ``category_steps``",
     conflicts="none; ``per_phase`` resets the CUDA peak counters, which others in the process may read",
     reference="https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html",

@@ -27,8 +27,8 @@ CARD = Card(
     phase=Phase.OBSERVE,
     settings=Settings,
     saves="nothing; it observes",
-    costs="a Python traceback at every allocation and free (torch says 2 µs each); reading and writing the history at"
-    " each new peak, usually of the first two steps; up to ``max_entries`` entries of host memory",
+    costs="a Python traceback at every allocation and free (2 µs each, by torch's documentation); the history is"
+    " written at each new peak, usually in the first two steps; up to ``max_entries`` entries of host memory",
     numerics="bit-exact",
     conflicts="``memory_logger`` with ``per_phase``, which resets the counters that show a new peak; runs without CUDA",
     reference="https://docs.pytorch.org/docs/stable/torch_cuda_memory.html",

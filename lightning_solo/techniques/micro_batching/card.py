@@ -70,14 +70,14 @@ CARD = Card(
     target="lightning_solo.techniques.micro_batching.technique:MicroBatching",
     phase=Phase.DATA,
     settings=Settings,
-    saves="activations: those of a micro-batch, not of the batch",
-    costs="smaller kernels; after an out-of-memory error the batch is run again. Where gradients are"
-    " released in backward, their sum is kept, 4 bytes per parameter. The batches of a step wait on the device",
-    numerics="gradients and logged loss equal those of the undivided batch within rounding, by samples or tokens; of a"
-    " batch that isn't divided bit for bit",
+    saves="activations of all but one micro-batch",
+    costs="smaller kernels; after an out-of-memory error the batch runs again. If gradients are released in backward,"
+    " their sum is kept, 4 bytes per parameter. The batches of a step wait on the device",
+    numerics="gradients and logged loss equal those of the undivided batch within rounding, by samples or tokens; bit"
+    " for bit if the batch isn't divided",
     conflicts="manual optimization; BatchNorm, unless ``batch_norm: ghost``; losses over pairs of samples, which"
-    " ``check: true`` finds; a ``training_step`` with a memory of its own; engines in which a backward that"
-    " failed can't be run again, unless ``micro_batch`` is a number",
+    " ``check: true`` detects; a ``training_step`` with its own state; engines that can't repeat a failed backward,"
+    " unless ``micro_batch`` is a number",
     reference="Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965 (micro-batches); Hoffer et al. 2017,"
     " https://arxiv.org/abs/1705.08741 (ghost batch norm)",
     owns=lambda settings: (

@@ -26,7 +26,7 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the batch that is given, and say so."""
+    """Plan the given batch, and say so."""
     most = settings.capacity or "the longest document's"
     given = f"packing: planned for the batch that is given; a row of packed ones has {most} tokens at most"
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, given))
@@ -38,12 +38,12 @@ CARD = Card(
     phase=Phase.BATCHES,
     settings=Settings,
     saves="the arithmetic and activations of padding: several documents share a row",
-    costs="each document is read once before the fit; with a column of lengths that column alone. What keeps documents"
-    " apart is the attention kernel's: a mask of tokens x tokens, or none",
-    numerics="of the same documents loss and gradients are those of a padded batch, where the loss is the mean over"
-    " labels; the first batch shows for two documents that they don't see one another",
-    conflicts="modules whose documents would see one another, found in the first batch; labels that are shifted before;"
-    " manual optimization; iterable data sets, a batch sampler or sampler of your own, a loader that keeps its place"
+    costs="each document is read once before the fit; with a column of lengths only that column. To keep documents"
+    " apart some attention kernels need a mask of tokens x tokens",
+    numerics="loss and gradients equal those of the same documents padded, if the loss is the mean over labels; the"
+    " first batch tests with two documents that they don't see one another",
+    conflicts="modules in which documents see one another, detected in the first batch; shifted labels; manual"
+    " optimization; iterable data sets, a batch sampler or sampler of your own, a loader that keeps its position"
     " itself, several loaders (all refused); other techniques that make the batches",
     reference="Ding et al. 2024, arXiv 2404.10830, section 3.2",
     owns=frozenset({"batches"}),

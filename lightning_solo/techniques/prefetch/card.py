@@ -28,12 +28,11 @@ CARD = Card(
     target="lightning_solo.techniques.prefetch.technique:Prefetch",
     phase=Phase.ADAPT,  # behind `DATA`: it loads ahead what those techniques make of the loader
     settings=Settings,
-    saves="no memory but time: the seconds in which a step waits for its batch, loading with ``num_workers=0`` or the"
-    " copy to the device",
-    costs="``depth`` batches in memory: on a GPU the device's, on a CPU the host's; a thread, which shares Python's"
+    saves="no memory but time: the wait of a step for its batch, with ``num_workers=0``, and for its copy",
+    costs="``depth`` batches in memory, on a GPU the device's, on a CPU the host's; a thread, which shares Python's"
     " lock with training",
-    numerics="bit-exact: equal batches in equal order; what draws from global random numbers is not loaded ahead",
-    conflicts="with ``num_workers=0`` a precision whose step changes torch's default dtype, as ``bf16-true`` (refused);"
+    numerics="bit-exact: equal batches in order; batches that draw from global random numbers aren't loaded ahead",
+    conflicts="with ``num_workers=0`` a precision that changes torch's default dtype, such as ``bf16-true`` (refused);"
     " loaders with workers on a CPU, which load ahead themselves (refused)",
     reference="https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams;"
     " https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html",

@@ -31,7 +31,7 @@ class Settings:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the blocks as they are: the compiler keeps no more for backward, and often less."""
+    """Plan the blocks uncompiled: the compiler keeps at most as much for backward."""
     assumption = "regional compilation is planned as without: compiled blocks keep less for backward, and are faster"
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
@@ -42,9 +42,9 @@ CARD = Card(
     phase=Phase.COMPILE,
     settings=Settings,
     saves="activations that the compiler fuses away or recomputes: results of elementwise operators",
-    costs="compiling, once for all blocks that are alike: seconds to minutes in the first step; again for new shapes,"
-    " and for validation",
-    numerics="fused operators round less often: the differences are those of the precision's rounding",
+    costs="compilation, once for all equal blocks: seconds to minutes in the first step; again for new shapes, and for"
+    " validation",
+    numerics="fused operators round less often: differences are within the precision's rounding",
     conflicts="a module that compiles its blocks itself",
     reference="regional compilation: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html",
     requires=(

@@ -37,14 +37,14 @@ CARD = Card(
     target="lightning_solo.techniques.tiled_mlp.technique:TiledMlp",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="what is inside the feed-forward parts, tokens x 4 widths several times over: that of ``tile_tokens`` tokens"
-    " remains, in recomputed blocks too",
+    saves="activations inside the feed-forward parts, several times tokens x 4 widths, except for ``tile_tokens``"
+    " tokens; in recomputed blocks too",
     costs="one more forward of these parts in backward; they aren't compiled; with 16-bit weights 4 bytes per weight of"
     " a part while its backward runs",
-    numerics="products of fewer rows, and gradients of weights that are summed over tiles in fp32: the differences are"
-    " those of the precision's rounding",
-    conflicts="parts that mix tokens or use parameters of others (refused), and weights that are gathered for a forward"
-    " only (ZeRO stage 3)",
+    numerics="products of fewer rows, and weight gradients summed over tiles in fp32: differences are within the"
+    " precision's rounding",
+    conflicts="parts that mix tokens or use other modules' parameters (refused), and weights that are gathered only for"
+    " a forward (ZeRO stage 3)",
     reference="Bekman et al. 2025 (Arctic Long Sequence Training), arXiv 2506.13996",
     reads=frozenset({"weights"}),
     rules=(_nothing_left_to_compile,),
