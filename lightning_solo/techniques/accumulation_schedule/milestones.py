@@ -1,4 +1,4 @@
-"""Milestones of a schedule: the factor at a position, and how many optimizer steps there are."""
+"""Milestones of a schedule: the factor at a position, and the number of optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def factor_at(milestones: Milestones, position: float) -> int:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch of a loader holds.
+    """The size of an epoch.
 
     Attributes:
         batches: of the epoch.
@@ -39,7 +39,7 @@ class Epoch:
 
 
 def epoch_of(loader: Any, batches: int) -> Epoch | None:
-    """Return what an epoch of so many batches of a ``DataLoader`` holds; None where it doesn't say its samples."""
+    """Return an epoch of ``batches`` batches of a ``DataLoader``; None if its number of samples is unknown."""
     sampler = getattr(loader, "sampler", None)
     size = getattr(loader, "batch_size", None)
     if size is None:
@@ -51,9 +51,9 @@ def epoch_of(loader: Any, batches: int) -> Epoch | None:
 
 
 def count_optimizer_steps(milestones: Milestones, by: str, epoch: Epoch, epochs: int, max_steps: int = -1) -> int:
-    """Return how many optimizer steps so many epochs take, at most ``max_steps`` unless -1.
+    """Return the number of optimizer steps in ``epochs`` epochs, at most ``max_steps`` unless -1.
 
-    Walks from milestone to milestone, not from window to window: a long run costs no more than a short one.
+    It goes from milestone to milestone, not from window to window, so a long run costs no more than a short one.
 
     >>> count_optimizer_steps([[0, 4]], "epoch", Epoch(batches=10), epochs=2)  # 4 + 4 + 2, twice
     6

@@ -32,14 +32,14 @@ from lightning_solo.techniques.accumulation_schedule.milestones import (
 )
 
 COUNTED = ("samples", "tokens")
-"""What a schedule may go by that only the batches tell."""
+"""Values of ``by`` that only the batches show."""
 
 
 def rescale_window(optimizer: torch.optim.Optimizer, factor: int, held: float) -> bool:
-    """Make gradients that were divided by ``factor`` the mean over the weights that the window holds, in place.
+    """Turn gradients divided by ``factor`` into the mean over the window's weights ``held``, in place.
 
     Returns:
-        Whether there was any gradient to rescale; strategies that step during backward have none left by now.
+        Whether there was a gradient to rescale; strategies that step during backward have none left by now.
     """
     gradients = list(gradients_of(optimizer))
     for gradient in gradients:
@@ -53,7 +53,7 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def short_window_weight(factor: int, batches_ahead: float) -> float:
-    """Return by what the losses of a window count that holds fewer batches than the factor; 1 for a full one.
+    """Return the weight of a batch's loss in a window with fewer batches than the factor; 1 for a full window.
 
     >>> short_window_weight(4, batches_ahead=10), short_window_weight(4, batches_ahead=2)
     (1.0, 2.0)
@@ -62,17 +62,17 @@ def short_window_weight(factor: int, batches_ahead: float) -> float:
 
 
 class AccumulationSchedule(Technique):
-    """Sets how many batches make one optimizer step: by epochs, optimizer steps, samples, tokens or gradient noise.
+    """Sets how many batches make an optimizer step: by epochs, optimizer steps, samples, tokens or gradient noise.
 
     A change takes effect with the next window, at any batch; it is logged as ``accumulation/factor``. The step of a
-    short window (an epoch's last batches, or batches for which ``training_step`` returned None) is the mean over the
-    batches that it holds, before clipping.
-    ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers made from it end where they should; by
-    tokens or noise it is ``max_steps``, since the steps of an epoch aren't known beforehand.
+    short window (the last batches of an epoch, or batches for which ``training_step`` returned None) is the mean over
+    its batches, before clipping.
+    ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers that use it end at the right step; by
+    tokens or noise it is ``max_steps``, since the steps of an epoch aren't known in advance.
 
-    With ``weight_by`` each batch counts by its share of the window's samples or tokens. The loss of a batch is
-    multiplied by its weight relative to the window's first, and the gradients are divided by the sum of these when the
-    last batch has come, before clipping: no batch is read ahead, so a loader that saves its place saves the right one.
+    With ``weight_by`` each batch has the weight of its share of the window's samples or tokens. Its loss is multiplied
+    by its weight relative to the window's first batch, and after the last batch, before clipping, the gradients are
+    divided by the sum of these. No batch is read ahead, so a loader that saves its position saves the right one.
 
     By ``"noise_scale"`` the gradient of a window's first batch is compared with the window's; the factor never falls.
 
@@ -108,17 +108,17 @@ class AccumulationSchedule(Technique):
         """Begin a run."""
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
         self._start = 0  # index of the window's first batch; survives the fit, too
-        self._begun = False  # whether a window was begun, in this fit or before the checkpoint
-        self._seen = 0  # samples or tokens of all batches so far, where the schedule goes by them
+        self._begun = False  # whether a window has begun, in this fit or before the checkpoint
+        self._seen = 0  # samples or tokens of all batches so far, if the schedule counts them
         self._noise = NoiseScale()
         self._warned = False
         self._resumed: dict[str, Any] | None = None  # the open window of a checkpoint
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._reference = 0.0  # what a weight of 1 stands for in this window: its first batch that isn't empty
-        self._samples = 0  # that have given a gradient in this window; where noise is measured
-        self._ahead = 0  # those of the present batch, until its backward
+        self._reference = 0.0  # absolute weight of 1 in this window: that of its first batch that isn't empty
+        self._samples = 0  # with a gradient in this window; if noise is measured
+        self._ahead = 0  # samples of the current batch, until its backward
         self._first: tuple[float, int] | None = None  # squared norm and samples of the window's first gradient
 
     def __repr__(self) -> str:
@@ -126,11 +126,11 @@ class AccumulationSchedule(Technique):
 
     @property
     def noise_scale(self) -> float | None:
-        """The noise scale in samples, as measured so far; None where it isn't, or too seldom."""
+        """The noise scale in samples as measured so far; None if unmeasured, or measured too few times."""
         return self._noise.value
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be combined, and make the Trainer count steps by the schedule."""
+        """Refuse conflicts, and make the Trainer count steps by the schedule."""
         if stage != "fit" or self.ctx is not None:
             return
         refuse_conflicts(trainer, pl_module, self)
@@ -148,10 +148,10 @@ class AccumulationSchedule(Technique):
         return self.ctx
 
     def _count_steps(self, trainer: Any, stock: int | float) -> int | float:
-        """Return what ``estimated_stepping_batches`` is to be; of unknown or endless lengths Lightning's own answer.
+        """Return the value of ``estimated_stepping_batches``; Lightning's own for unknown or endless lengths.
 
         Raises:
-            ConflictError: the number of steps depends on what isn't known beforehand, and ``max_steps`` isn't given.
+            ConflictError: the number of steps can't be known in advance, and ``max_steps`` isn't set.
         """
         batches = trainer.num_training_batches
         if trainer.max_epochs == -1 or batches == math.inf:
@@ -163,13 +163,13 @@ class AccumulationSchedule(Technique):
             return count_optimizer_steps(self.milestones, self.by, epoch, max(trainer.max_epochs, 1), trainer.max_steps)
         if trainer.max_steps == -1:
             raise ConflictError(
-                f"AccumulationSchedule(by={self.by!r}) and estimated_stepping_batches: how many steps there will be"
-                " isn't known beforehand; write Trainer(max_steps=...), or give the scheduler its number of steps"
+                f"AccumulationSchedule(by={self.by!r}) and estimated_stepping_batches: the number of steps isn't known"
+                " in advance; write Trainer(max_steps=...), or give the scheduler its number of steps"
             )
         return int(trainer.max_steps)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look again: ``automatic_optimization`` may be set as late as in ``configure_model``, gradients released."""
+        """Check again, since ``configure_model`` may set ``automatic_optimization`` or release gradients."""
         refuse_conflicts(trainer, pl_module, self)
         if not self._ctx.window.gradients_stay and resources(CARD.reads, self):
             choice = "by='noise_scale'" if self.weight_by == "batches" else f"weight_by={self.weight_by!r}"
@@ -179,7 +179,7 @@ class AccumulationSchedule(Technique):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with the schedule's factor, or with that in effect when the checkpoint was saved, and its window."""
+        """Start with the schedule's factor, or with the checkpoint's factor and window."""
         self._begun = self._factor is not None
         if self._factor is None:
             self._begin_with(trainer, self._wanted(trainer), self._start)
@@ -191,14 +191,14 @@ class AccumulationSchedule(Technique):
         self._resumed = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a window where one has ended, with the factor of its place; weigh the batch."""
+        """Begin a window if the last one has ended, with the factor of this position; weigh the batch."""
         window = self._ctx.window
         if window.begins(batch_idx) or not self._begun:
             self._begun = True
             self._begin_with(trainer, self._wanted(trainer), batch_idx)
             self._begin_window()
         if not window.gradients_stay:
-            # there is nothing to rescale at the step; where the loader's length is unknown the weight stays 1
+            # nothing is left to rescale at the step; if the loader's length is unknown the weight stays 1
             window.weight = short_window_weight(window.factor, trainer.num_training_batches - self._start)
         if self.weight_by != "batches":
             weight = _count(batch, self.weight_by)
@@ -222,7 +222,7 @@ class AccumulationSchedule(Technique):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Let a window count by what it holds; Lightning divided each loss by the full factor."""
+        """Divide a window's gradients by its own weights; Lightning divided each loss by the full factor."""
         window = self._ctx.window
         if window.held and not math.isclose(window.held, window.factor):
             rescaled = rescale_window(optimizer, window.factor, window.held)
@@ -240,9 +240,9 @@ class AccumulationSchedule(Technique):
                 pl_module.log("accumulation/noise_scale", self._noise.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the factor in effect and where its window began, what was counted, and the window.
+        """Return the current factor, the start of its window, the counts, and the open window.
 
-        The window's gradients are in it where one is open, as at a time limit or a signal, unless they are released.
+        An open window, as after a time limit or a signal, includes its gradients, unless they are released.
         """
         if self._factor is None:
             return {}
@@ -265,11 +265,11 @@ class AccumulationSchedule(Technique):
 
     @property
     def _window_is_open(self) -> bool:
-        """Whether its optimizer step is still to come."""
+        """Whether the window's optimizer step is still to come."""
         return not self._ctx.window.is_last or patches.batch_within(self._ctx.trainer) is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint; the window's gradients wait for the start of training.
+        """Load the state of a checkpoint; the window's gradients are restored at the start of training.
 
         Raises:
             CheckpointError: a key is missing or unknown, or the factor or the window's start is no such integer.
@@ -287,7 +287,7 @@ class AccumulationSchedule(Technique):
             raise CheckpointError(
                 f"the checkpoint's state of AccumulationSchedule has factor={factor!r}, not an int >= 1"
             )
-        start = state_dict.get("start", 0)  # in older ones windows are counted from 0
+        start = state_dict.get("start", 0)  # older states count windows from 0
         if not isinstance(start, int) or start < 0:
             raise CheckpointError(
                 f"the checkpoint's state of AccumulationSchedule has start={start!r}, not an int >= 0"
@@ -319,7 +319,7 @@ class AccumulationSchedule(Technique):
         self._first = None if state["first"] is None else tuple(state["first"])
 
     def _wanted(self, trainer: Any) -> int:
-        """Return the factor of the position that the run has come to."""
+        """Return the factor at the run's position."""
         if self.by == "noise_scale":
             return max(self._factor or 1, factor_at(self.milestones, self._noise.value or 0.0))
         positions = {"epoch": trainer.current_epoch, "step": trainer.global_step}
@@ -348,7 +348,7 @@ def _parameters(trainer: Any) -> Iterator[Tensor]:
 
 
 def _scale(trainer: Any) -> float:
-    """Return by what gradients are multiplied until the step: 1 but for precision 16-mixed."""
+    """Return the factor on gradients until the step: 1 except for precision 16-mixed."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 

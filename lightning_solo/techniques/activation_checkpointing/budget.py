@@ -1,4 +1,4 @@
-"""The batches of a fit under a budget of memory: which are counted, and which calls of blocks each of them keeps."""
+"""The batches of a fit under a memory budget: which are counted, and which block calls each of them keeps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PLACES = {
 
 @dataclass
 class Choice:
-    """What batches up to a size keep.
+    """The block calls that batches up to a size keep.
 
     Attributes:
-        shapes: of the batch that was counted.
-        options: that there are.
+        shapes: of the counted batch.
+        options: all possible choices.
         kept: calls of blocks that aren't recomputed.
-        is_compiled: whether blocks are compiled, whose memory no ledger sees.
-        is_checked: whether a batch was counted under it.
+        is_compiled: whether blocks are compiled; the ledger doesn't see their memory.
+        is_checked: whether a batch was counted under this choice.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -45,10 +45,10 @@ class Choice:
 
 
 class BudgetedBatches:
-    """Counts batches with every block recomputed, chooses what fits, and checks the first batch under each choice.
+    """Counts batches with every block recomputed, chooses the calls that fit, and checks each choice's first batch.
 
-    A batch that is larger than those counted, in any dimension, is counted first. So is each kind of batch: the first,
-    the last and others of an accumulation window find other gradients in memory.
+    A batch larger than all counted ones, in any dimension, is counted first. So is each kind of batch: the first, the
+    last and the others of an accumulation window find different gradients in memory.
 
     Args:
         budget: bytes of a step on the device, an int; or a share of what the blocks would keep, a float.
@@ -62,7 +62,7 @@ class BudgetedBatches:
         self._choice: Choice | None = None
         self._place: tuple[Any, Sequence[tuple[int, ...]]] = (None, ())
         self._ledger: WorkLedger | None = None
-        self._outside = 0  # bytes on the device that no ledger sees
+        self._outside = 0  # bytes on the device that the ledger doesn't see
         self._on = ExitStack()
         self._before: int | None = None  # the allocator's peak before a batch that is checked by it
         self._last_count = -1
@@ -71,7 +71,7 @@ class BudgetedBatches:
     def begin(
         self, batch: Any, kind: Any, module: nn.Module, optimizers: Iterable[object], device: torch.device, steady: bool
     ) -> None:
-        """Begin a batch, of a kind; ``steady`` says that gradients and optimizer states are there as ever after."""
+        """Begin a batch of a kind; ``steady`` says that all gradients and optimizer states exist."""
         self.stop()
         is_share = isinstance(self.budget, float)
         self._place = (None if is_share else kind, shapes_of(batch))
@@ -92,26 +92,26 @@ class BudgetedBatches:
             self._outside = allocated - self._ledger.live_bytes
 
     def stop(self) -> None:
-        """Count no longer, and forget what this batch has counted."""
+        """Stop counting, and discard this batch's counts."""
         self._on.close()
         self._ledger = self._before = None
         self.calls.start()
 
     def end(self, ends_window: bool) -> tuple[str, str]:
-        """End a batch, and return what to log and what to warn of; empty for nothing.
+        """End a batch; return the text to log and the text to warn of, empty for nothing.
 
         Args:
             ends_window: whether it was the last of as many micro-batches as are accumulated.
 
         Raises:
-            BudgetError: the budget is below what a step takes with every block recomputed, as batches up to the end of
-                the first whole window show; later ones only warn.
+            BudgetError: the budget is too small for a step with every block recomputed, in a batch up to the end of
+                the first whole window; later ones only warn.
         """
         ledger, before, calls = self._ledger, self._before, copy(self.calls)
         self.stop()
         messages = "", ""
         if ledger is not None and self._choice is None:
-            with no_dispatch():  # in a plan, tensors that the choice computes with would have no numbers
+            with no_dispatch():  # in a plan the choice computes with real tensors
                 messages = self._choose(ledger, calls)
         elif ledger is not None and self._choice is not None:
             messages = "", self._check(self._choice, ledger.peak_bytes + self._outside)
@@ -125,7 +125,7 @@ class BudgetedBatches:
         return messages
 
     def _check(self, choice: Choice, peak: int) -> str:
-        """Return a warning if a batch took more than the budget; fewer calls are kept in the next, if any were."""
+        """Return a warning if a batch exceeded the budget; the next one then keeps fewer calls, if any are kept."""
         choice.is_checked = True
         if peak <= self.budget:
             return ""
@@ -134,8 +134,8 @@ class BudgetedBatches:
             fewer = choice.options.within(int(self.budget))
             choice.is_checked, choice.kept = fewer == choice.kept, fewer
         return (
-            f"activation checkpointing: a step took {format_bytes(peak)}, above budget={self._named}, as it did more"
-            f" than the one that was counted; {len(choice.kept)} blocks are kept in the next. Write a smaller"
+            f"activation checkpointing: a step took {format_bytes(peak)}, above budget={self._named}, since it did more"
+            f" than the counted step; {len(choice.kept)} blocks are kept in the next. Write a smaller"
             " callback.activation_checkpointing.budget"
         )
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep a block's inputs instead of its activations and compute those again in backward."""
+"""Activation checkpointing: keep a block's inputs instead of its activations, and recompute those in backward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
-    """Return name -> every ``every_k``-th block of ``module``: the repeated ones, or those of the classes named.
+    """Return name -> every ``every_k``-th block of ``module``: the repeated ones, or those of the named classes.
 
     Raises:
-        NothingToDoError: There is no such block; the message lists what there is.
-        ConflictError: The module checkpoints its activations itself already.
+        NothingToDoError: there is no such block; the message lists the candidates.
+        ConflictError: the module checkpoints its activations itself.
     """
     for name, part in module.named_modules():
         for switch in ("gradient_checkpointing", "grad_checkpointing"):  # Hugging Face's and timm's
@@ -41,10 +41,10 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
 
 
 class ActivationCheckpointing(Technique):
-    """Wraps the model's blocks for the length of a fit, so that backward computes their activations again.
+    """Wraps the model's blocks for the length of a fit, so that backward recomputes their activations.
 
-    The blocks are chosen after ``configure_model`` and before the optimizer, wherever they were built. Validation,
-    test and prediction run as without.
+    The blocks are chosen after ``configure_model`` and before the optimizer, so they may be built anywhere.
+    Validation, test and prediction are unchanged.
 
     Args:
         blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
@@ -91,7 +91,7 @@ class ActivationCheckpointing(Technique):
 
     @property
     def wrapped(self) -> tuple[str, ...]:
-        """Qualified names of the blocks that are wrapped now; empty outside a fit."""
+        """Qualified names of the wrapped blocks; empty outside a fit."""
         return tuple(self._wrapped)
 
     def transform(self, ctx: Run) -> None:
@@ -100,7 +100,7 @@ class ActivationCheckpointing(Technique):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Qualified names of the blocks that ``budget`` keeps in the present batch, once for each call."""
+        """Qualified names of the blocks that ``budget`` keeps in the current batch, one per call."""
         return () if self._batches is None else tuple(sorted(name for name, _ in self._batches.calls.kept))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -124,7 +124,7 @@ class ActivationCheckpointing(Technique):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             before, self._loss_scale = self._loss_scale, scaler.get_scale()
-            if self._loss_scale < before:  # the step overflowed and was skipped: no optimizer states came of it
+            if self._loss_scale < before:  # the step overflowed and was skipped, so there are no optimizer states
                 self._first_step = trainer.global_step
         window, stepped = self.ctx.window, trainer.global_step - self._first_step
         kind = window.before(batch_idx) == 0, window.is_last
@@ -159,7 +159,7 @@ class ActivationCheckpointing(Technique):
                 rank_zero_warn(warning)
 
     def undo(self) -> None:
-        """Leave the module as it was; a second call does nothing."""
+        """Restore the module; a second call does nothing."""
         if self._batches is not None:
             self._batches.stop()
             self._batches = None

@@ -21,7 +21,7 @@ from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPU
 from lightning_solo.units import format_bytes
 
 IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4, DISK: 1}
-"""Of the largest tensor: inputs of blocks are saved at equal distances, everything comes in bursts."""
+"""Share of the largest tensor: block inputs are saved at equal intervals, with ``all`` tensors come in bursts."""
 
 
 class ActivationOffloading(Technique):
@@ -68,17 +68,17 @@ class ActivationOffloading(Technique):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that were copied to the host in the present or last fit."""
+        """Bytes that were copied to the host in the current or last fit."""
         return 0 if self._offloader is None else self._offloader.moved_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are taken now; 0 outside a fit."""
+        """Bytes of host memory in use; 0 outside a fit."""
         return 0 if self._offloader is None else self._offloader.host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file that ``mode="disk"`` has now; 0 outside a fit."""
+        """Bytes of the file of ``mode="disk"``; 0 outside a fit."""
         return self._offloader.disk_bytes if isinstance(self._offloader, DiskOffloader) else 0
 
     def transform(self, ctx: Run) -> None:
@@ -97,7 +97,7 @@ class ActivationOffloading(Technique):
         """Return the folder of the file.
 
         Raises:
-            CapabilityError: there is none of this name, or it is in memory.
+            CapabilityError: the folder doesn't exist, or is in memory.
         """
         remedy = "write callback.activation_offloading.folder=<a folder on a local SSD>"
         folder = Path(self.folder or tempfile.gettempdir()).expanduser()

@@ -1,4 +1,4 @@
-"""Attention kernels: fused ones where a model can use them, and which one has run."""
+"""Attention kernels: selects fused ones if a model can use them, and reports the one that ran."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lightning_solo.techniques.attention.card import AUTO, CARD
 
 
 class Attention(Technique):
-    """Has attention run by a fused kernel, and names the one that ran in the first micro-batch of a fit.
+    """Runs attention by a fused kernel, and names the kernel of the first micro-batch of a fit.
 
     Hugging Face models with ``attn_implementation="eager"`` call torch's ``scaled_dot_product_attention`` for the
-    length of a fit. Validation, test and prediction take torch's choice of kernel.
+    length of a fit. In validation, test and prediction torch chooses the kernel.
 
     Args:
         kernel: ``auto`` for torch's choice; ``flash``, ``cudnn``, ``efficient`` or ``math``: the only one that may run
@@ -41,7 +41,7 @@ class Attention(Technique):
         CARD.check_call(locals())
         self.kernel = kernel
         self._enabled = ExitStack()
-        self._kernels: dict[str, int] | None = None  # None: not looked at yet
+        self._kernels: dict[str, int] | None = None  # None: not recorded yet
         self._changed: list[str] = []
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class Attention(Technique):
 
     @property
     def kernels(self) -> dict[str, int]:
-        """Kernel -> calls in the first micro-batch of the present or last fit."""
+        """Kernel -> calls in the first micro-batch of the current or last fit."""
         return dict(self._kernels or {})
 
     def transform(self, ctx: Run) -> None:
@@ -80,7 +80,7 @@ class Attention(Technique):
 
 
 def check_kernels(calls: AttentionCalls, kernel: str) -> None:
-    """Warn where torch has silently taken its ``math`` kernel.
+    """Warn if torch silently chose its ``math`` kernel.
 
     Raises:
         NothingToDoError: no kernel ran.

@@ -15,9 +15,9 @@ from lightning_solo.techniques.chunked_cross_entropy.card import CARD
 
 
 class ChunkedCrossEntropy(Technique):
-    """Has a module's ``F.cross_entropy`` of its head's output computed in chunks of tokens, for the length of a fit.
+    """Computes a module's ``F.cross_entropy`` of its head's output in chunks of tokens, for the length of a fit.
 
-    The module's code stays as it is: its head returns logits that are computed when something other than a
+    The module's code is unchanged: its head returns logits that are computed only if something other than a
     cross-entropy needs them (`lightning_solo.nn.deferred_logits`).
 
     Args:
@@ -43,7 +43,7 @@ class ChunkedCrossEntropy(Technique):
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Qualified names of the output layers whose logits are deferred now; empty outside a fit."""
+        """Qualified names of the output layers with deferred logits; empty outside a fit."""
         return tuple(self._uses)
 
     def transform(self, ctx: Run) -> None:
@@ -64,7 +64,7 @@ class ChunkedCrossEntropy(Technique):
 
 
 def check_use(uses: dict[str, Use]) -> None:
-    """Warn of logits that were computed all the same.
+    """Warn of logits that were computed despite deferral.
 
     Raises:
         NothingToDoError: no loss was computed in chunks.

@@ -1,4 +1,4 @@
-"""The loss of each item of a loader's data set, under the module as it is."""
+"""The loss of each item of a loader's data set under the current module."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lightning_solo.seams.run import Run
 def item_losses(ctx: Run, loader: Any, report: Callable[[int, int], None]) -> Tensor:
     """Return the loss of each item, as (items,) in fp32.
 
-    Each item is a batch of its own for the module's ``training_step``, without gradients and in eval mode, which leaves
-    out dropout. Buffers, metrics and random numbers are put back; nothing is logged.
+    Each item is a batch of its own for the module's ``training_step``, without gradients and in eval mode, so without
+    dropout. Buffers, metrics and random numbers are restored; nothing is logged.
 
     Args:
         ctx: the run, in training.
-        loader: whose items and collate function are taken, by no worker.
+        loader: with the items and the collate function; its workers aren't used.
         report: called with (items done, all items) every 10 seconds.
 
     Raises:
-        ConflictError: manual optimization, or an item without a finite loss; names its index, and has the cause.
+        ConflictError: manual optimization, or an item without a finite loss; names its index and the cause.
     """
     module, name = ctx.module, type(ctx.module).__name__
     if not module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""A curriculum: easy items or short sequences at first, and ever more of them."""
+"""A curriculum: easy items or short sequences first, then more and more of the rest."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from lightning_solo.techniques.curriculum.card import CARD, SEQUENCES
 from lightning_solo.techniques.curriculum.item_losses import item_losses
 
 LOOKED_AT = 10
-"""First batches, of which one must be long enough to be cut, and whose masks and labels are read from the device."""
+"""Number of first batches that are inspected on the device: one must be long enough to be cut."""
 
 
 class Curriculum(Technique):
-    """Has training begin with the easiest items, or with short sequences, and comes to all of them by ``duration``.
+    """Begins training with the easiest items or with short sequences, and adds the rest until ``duration``.
 
-    By difficulty the loader draws each batch from the easiest items alone, a share of all that grows from ``start`` to
-    1. An epoch has as many batches as without it; until the share is 1 items may come again, or not at all, in an
-    epoch. By ``"sequence_length"`` the batches of any loader are cut, on the device, to a share of the longest sequence
-    that has come so far; what isn't longer stays as it is.
+    By difficulty the loader draws each batch from the easiest items, a share of all that grows from ``start`` to 1. An
+    epoch has as many batches as without; until the share is 1 an item may come several times in an epoch, or never. By
+    ``"sequence_length"`` the batches of any loader are cut on the device to a share of the longest sequence so far;
+    shorter ones are unchanged.
 
-    Draws depend on the seed, the place in training and the difficulties alone, so that a run that is resumed has the
-    very batches of the undisturbed one, whatever the workers. Losses are those of the module when training starts, and
-    of each epoch in which Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints have them.
+    Draws depend only on the seed, the position in training and the difficulties, so a resumed run has the batches of
+    the undisturbed one, with any number of workers. Losses are those of the module at the start of training, and of
+    each epoch in which Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints contain them.
 
     Args:
         by: ``"sequence_length"``; or what is difficult: ``"length"`` (the data set's column of that name, or an item's
@@ -85,14 +85,14 @@ class Curriculum(Technique):
         self._held = (-1, 0)  # an optimizer step, and the tokens before its first batch
         self._batches: CurriculumBatches | None = None
         self._losses: Tensor | None = None
-        self._begun = (0, 0)  # an epoch, and the position at which it began under the present losses
+        self._begun = (0, 0)  # an epoch, and the position at which it began under the current losses
         self._resumed = False
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what belongs to a fit."""
-        self._loader: Any = None  # whose items aren't ranked yet
-        self._value: float | None = None  # as logged last
+        """Reset the state of a fit."""
+        self._loader: Any = None  # the loader with items that aren't ranked yet
+        self._value: float | None = None  # the last logged share
         self._came = 0  # batches of this fit that could be cut
         self._warned = False
 
@@ -100,7 +100,7 @@ class Curriculum(Technique):
         return CARD.repr(self)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin a run, unless the Trainer goes on with one."""
+        """Begin a run, unless the Trainer continues one."""
         joins = stage == "fit" and self.ctx is None
         if joins and self.by != SEQUENCES and self.pace == "steps":
             refuse_callbacks(
@@ -121,7 +121,7 @@ class Curriculum(Technique):
     # --- items by their difficulty ---
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return the loader with other batches; the items are ordered when the first one is drawn.
+        """Return the loader with other batches; the items are ranked when the first one is drawn.
 
         Raises:
             ConflictError: it makes no batches itself.
@@ -130,7 +130,7 @@ class Curriculum(Technique):
             return loader
         require_own_batches(loader, CARD.name)
         epoch = _epoch(ctx.trainer)
-        if self._batches is not None and self._loader is None:  # they have been in use
+        if self._batches is not None and self._loader is None:  # the batches have been used
             epoch = self._batches.own(epoch)
             self._begun = epoch, self._batches.position(epoch)
         count, limit = len(loader), ctx.trainer.limit_train_batches
@@ -150,7 +150,7 @@ class Curriculum(Technique):
         return with_batches(loader, batches)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log what is cut, and warn of a duration behind the end of training."""
+        """Log the cuts, and warn of a duration that ends after training."""
         if self.by == SEQUENCES and self.ctx is not None:
             self.ctx.info(
                 f"curriculum: sequences are cut, at first to {self.start:.0%} of the longest that has come; whole ones"
@@ -168,12 +168,12 @@ class Curriculum(Technique):
             )
 
     def _rank(self) -> None:
-        """Have the batches drawn by the items' difficulty.
+        """Rank the items by difficulty for the batches.
 
         Raises:
-            ConflictError: an item has none, or there are several loaders.
+            ConflictError: an item has no difficulty, or there are several loaders.
             CheckpointError: the checkpoint has losses of other items.
-            NothingToDoError: all items are alike, or in one batch.
+            NothingToDoError: all items are equally difficult, or in one batch.
         """
         loader, self._loader = self._loader, None
         if loader is None:
@@ -214,7 +214,7 @@ class Curriculum(Technique):
         )
 
     def _ranked_losses(self, ctx: Run, loader: Any, batches: CurriculumBatches, report: Any) -> Tensor:
-        """Return the items' losses: those of the checkpoint, unless it is time for new ones."""
+        """Return the items' losses: those of the checkpoint, unless new ones are due."""
         if self._resumed:
             assert self._losses is not None  # of the checkpoint
             self._resumed = False
@@ -234,7 +234,7 @@ class Curriculum(Technique):
     # --- sequences ---
 
     def _cutting(self, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the way of a batch to the device, behind which it is cut."""
+        """Return Lightning's move of a batch to the device, followed by the cut."""
         return lambda *args, **kwargs: self._cut(move(*args, **kwargs))
 
     def _cut(self, batch: Any) -> Any:
@@ -249,7 +249,7 @@ class Curriculum(Technique):
             raise ConflictError(f"curriculum by=sequence_length: {error}; or write another by") from error
         self._longest = max(self._longest, length)
         step = trainer.global_step
-        if step != self._held[0] or not self.ctx.module.automatic_optimization:  # which may step unseen
+        if step != self._held[0] or not self.ctx.module.automatic_optimization:  # manual steps may not be counted
             self._held = step, self._tokens
         position = self._held[1] if self.pace == "tokens" else step
         kept = kept_length(self._pace.share(position), self._longest, self.multiple)
@@ -261,12 +261,12 @@ class Curriculum(Technique):
         if kept >= length:
             return batch
         cut = truncated(batch, length, kept)
-        if self._came <= LOOKED_AT:  # no more: a GPU waits for it
+        if self._came <= LOOKED_AT:  # only the first ones, since a GPU waits for each look
             self._look(batch, cut)
         return cut
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse sequences too short to be cut, however few batches there were."""
+        """Refuse sequences too short to be cut, after any number of batches."""
         if self._came:
             self._require_cuts()
 
@@ -278,7 +278,7 @@ class Curriculum(Technique):
             )
 
     def _look(self, batch: Any, cut: Any) -> None:
-        """Warn once of a batch that has lost its labels.
+        """Warn once of a batch whose cut removed all labels.
 
         Raises:
             ConflictError: its sequences are padded on the left.
@@ -307,7 +307,7 @@ class Curriculum(Technique):
             self._note("share", round(self._batches.shares[batch_idx], 2))
 
     def _note(self, what: str, value: float) -> None:
-        """Log a value where it has changed."""
+        """Log a value if it has changed."""
         if value == self._value or self.ctx is None:
             return
         self._value = value
@@ -317,16 +317,16 @@ class Curriculum(Technique):
             logger.log_metrics({f"curriculum/{what}": value}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next batches depend on."""
+        """Return the state on which the next batches depend."""
         if self.by == SEQUENCES:
             return {"tokens": self._tokens, "longest": self._longest, "held": self._held}
         return {"begun": self._begun, "losses": self._losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue as the run that was saved.
+        """Continue as the saved run.
 
         Raises:
-            CheckpointError: it went by something else.
+            CheckpointError: the saved run had another ``by``.
         """
         if set(state_dict) != set(self.state_dict()) or (self.by == "loss") != (state_dict.get("losses") is not None):
             raise CheckpointError(
@@ -344,9 +344,9 @@ class Curriculum(Technique):
 
 
 def kept_length(share: float, longest: int, multiple: int) -> int:
-    """Return to which length sequences are cut: at least a share of the longest, which a multiple is cut off.
+    """Return the length to cut to: at least a share of the longest, less than it by a multiple of ``multiple``.
 
-    So a length keeps what makes it fit for kernels: 128, or one more where the module shifts by one.
+    So lengths stay good for kernels: 128, or 129 if the module shifts by one.
 
     >>> [kept_length(share, 129, 8) for share in (0.01, 0.5, 0.6, 1.0)]
     [9, 65, 81, 129]
@@ -356,6 +356,6 @@ def kept_length(share: float, longest: int, multiple: int) -> int:
 
 
 def _epoch(trainer: Any) -> int:
-    """Return the epoch that Lightning gives to samplers; ``current_epoch`` is one less where a run is resumed."""
+    """Return the epoch that Lightning passes to samplers; ``current_epoch`` is one less in a resumed run."""
     epoch: int = trainer.fit_loop.epoch_progress.current.processed
     return epoch

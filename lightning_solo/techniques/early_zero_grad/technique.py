@@ -10,10 +10,10 @@ from lightning_solo.techniques.early_zero_grad.card import CARD
 
 
 class EarlyZeroGrad(Technique):
-    """Zeroes gradients before the forward that begins a window of accumulation, where Lightning zeroes them after it.
+    """Zeroes gradients before the forward that begins an accumulation window; Lightning zeroes them after it.
 
-    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without. Until they run,
-    the gradients stay, so that ``on_train_batch_end`` sees them too.
+    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without. Until then the
+    gradients stay, so ``on_train_batch_end`` sees them too.
     """
 
     phase = CARD.phase
@@ -28,7 +28,7 @@ class EarlyZeroGrad(Technique):
         """Change the order.
 
         Raises:
-            ConflictError: manual optimization, in which Lightning zeroes nothing.
+            ConflictError: manual optimization, in which Lightning zeroes no gradients.
         """
         if not ctx.module.automatic_optimization:
             raise ConflictError(

@@ -22,8 +22,8 @@ from lightning_solo.techniques.fused_kernels.card import AUTO, CARD, KERNELS
 class FusedKernels(Technique):
     """Runs normalisations and gated feed-forward parts by Liger's kernels, for the length of a fit, validation too.
 
-    Layers are recognised by what they compute, in any package (`lightning_solo.nn.fused_kernels`). Types, weights and
-    checkpoints stay as they are.
+    Layers of any package are recognised by their computation (`lightning_solo.nn.fused_kernels`). Types, weights and
+    checkpoints are unchanged.
 
     Args:
         kernels: ``auto``, or names of ``rms_norm``, ``layer_norm``, ``swiglu`` and ``geglu``.
@@ -48,7 +48,7 @@ class FusedKernels(Technique):
 
     @property
     def layers(self) -> dict[str, str]:
-        """Qualified name -> kernel of the layers that are replaced now; empty outside a fit."""
+        """Qualified name -> kernel of each replaced layer; empty outside a fit."""
         return {name: self._computations[name].kernel for name in self._layers}
 
     def transform(self, ctx: Run) -> None:
@@ -56,7 +56,7 @@ class FusedKernels(Technique):
 
         Raises:
             CapabilityError: there is no CUDA device, or no Liger.
-            NothingToDoError: the model has no layer for a kernel that is asked for.
+            NothingToDoError: the model has no layer for a requested kernel.
         """
         back_end = self._back_end(ctx.device)
         names = KERNELS if self.kernels == AUTO else [self.kernels] if isinstance(self.kernels, str) else self.kernels
@@ -86,16 +86,16 @@ class FusedKernels(Technique):
         return "liger"
 
     def undo(self) -> None:
-        """Leave the module as it was; a second call does nothing."""
+        """Restore the module; a second call does nothing."""
         restore_layers(self._layers.values())
         self._layers, self._computations = {}, {}
 
 
 def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, str], wanted: Sequence[str]) -> None:
-    """Refuse kernels for which there is no layer.
+    """Refuse kernels that no layer can use.
 
     Raises:
-        NothingToDoError: names them, and the layers that are nearly such.
+        NothingToDoError: names them, and the layers that are similar.
     """
     found = {computation.kernel for computation in computations.values()}
     missing = [name for name in wanted if name not in found]
@@ -108,7 +108,7 @@ def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, 
 
 
 def _listed(reasons: Mapping[str, Any]) -> str:
-    """Return name and reason of layers, those of one reason together."""
+    """Return layers' names and reasons, grouped by reason."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)

@@ -1,4 +1,4 @@
-"""Layer drop: in each micro-batch a fixed number of the model's blocks is skipped, drawn at random."""
+"""Layer drop: skips a fixed number of the model's blocks in each micro-batch, drawn at random."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STATE = ("draws", "seed")
 
 
 class LayerDrop(Technique):
-    """Skips some of the model's blocks in each ``training_step``: always as many, so that memory and time are even.
+    """Skips some of the model's blocks in each ``training_step``; always as many, so memory and time are constant.
 
-    Each block is skipped equally often on average. The draws have a seed of their own, which comes from torch's when
-    the first fit begins; it is in checkpoints, so that a run that is resumed draws as the undisturbed one would.
+    Each block is skipped equally often on average. The draws have their own seed, drawn from torch's generator when
+    the first fit begins and saved in checkpoints, so that a resumed run draws as the undisturbed one would.
 
     Args:
         count: Blocks that are skipped in each micro-batch.
@@ -51,11 +51,11 @@ class LayerDrop(Technique):
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Qualified names of the blocks that the present micro-batch skips; empty outside a fit."""
+        """Qualified names of the blocks that the current micro-batch skips; empty outside a fit."""
         return () if self._drop is None else tuple(sorted(self._drop.skipped))
 
     def transform(self, ctx: Run) -> None:
-        """Make the blocks such that they can be skipped.
+        """Make the blocks skippable.
 
         Raises:
             NothingToDoError: there are no such blocks.
@@ -102,11 +102,11 @@ class LayerDrop(Technique):
             rank_zero_warn(f"layer drop: blocks that can't be skipped always run: {reasons}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed of the draws, and how many there were."""
+        """Return the seed of the draws, and their number so far."""
         return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Draw on as the run that was saved.
+        """Continue the draws of the saved run.
 
         Raises:
             CheckpointError: a key is missing or unknown, or a value is no integer.
@@ -118,7 +118,7 @@ class LayerDrop(Technique):
         self._state = dict(state_dict)
 
     def undo(self) -> None:
-        """Leave the module as it was; a second call does nothing."""
+        """Restore the module; a second call does nothing."""
         if self._drop is not None:
             self._drop.restore()
         self._drop = None

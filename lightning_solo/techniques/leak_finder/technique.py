@@ -1,4 +1,4 @@
-"""Tensors that grow in number step after step, and their holders: warned of during the run."""
+"""Warnings about tensors that grow in number from step to step, with their holders."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_solo.techniques.leak_finder.card import CARD
 
 
 class LeakFinder(Callback):
-    """Counts all live tensors every so many optimizer steps, and warns about those of which there are ever more.
+    """Counts all live tensors every ``every_n_steps`` optimizer steps, and warns of kinds that keep growing.
 
-    A finding is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals, of which
-    some came in the first of them and are still there, and which a garbage collection doesn't free. It says how much,
-    and who holds them: a list of a module, a dictionary in a closure, the graph of a loss that was kept.
-    Each kind and each holder is warned of once in a fit, also where it grows on purpose and is emptied later, such as
+    A finding is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals. Some that
+    came in the first interval are still alive, even after a garbage collection. The warning names their bytes and
+    their holders: a list of a module, a dictionary in a closure, the graph of a loss that was kept.
+    Each kind and each holder is named once in a fit, also if it grows on purpose and is emptied later, such as the
     predictions that a metric gathers until the end of an epoch.
 
-    Not seen: one tensor that is replaced by an ever larger one, and memory that no Python object leads to.
+    It doesn't see a tensor that is replaced by ever larger ones, or memory that no Python object refers to.
 
     Args:
         every_n_steps: optimizer steps (``global_step``) between two looks.
@@ -58,7 +58,7 @@ class LeakFinder(Callback):
     # --- when: Lightning's hooks ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start afresh for this fit."""
+        """Start a new count for this fit."""
         self._start()
         self._leaks = []
 
