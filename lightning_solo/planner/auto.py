@@ -63,12 +63,12 @@ def choose(
             presets=configs,
             device=settings.device,
             budget=settings.budget,
-            host_memory=host_memory()[1],  # of this machine, on which the run is about to begin
+            host_memory=host_memory()[1],  # of this machine, which runs the training
             trainer=trainer,
             allow=allow,
         )
     finally:
-        WORKER.close()  # it would keep its memory while training runs
+        WORKER.close()  # or it keeps its memory during training
     accepted = ("fits", "tight") if settings.accept_tight else ("fits",)
     chosen = next((plan for plan in plans if plan.verdict in accepted), None)
     console = console or Console()
@@ -102,7 +102,7 @@ def none_fits(plans: Sequence[Plan]) -> BudgetError:
 def candidates(
     config: Configuration, check: Callable[[Configuration], None], presets: Sequence[str] | None, allow: Sequence[str]
 ) -> dict[str, Configuration]:
-    """Return the presets that are compared: with this precision, this accumulation, on this machine, each once.
+    """Return the presets to compare, each once, with this precision and accumulation, on this machine.
 
     Raises:
         PresetError: none is left.
@@ -115,10 +115,10 @@ def candidates(
         if preset.auto is not None:
             raise PresetError(f"auto.presets={names}: auto chooses among other presets; drop {name}")
         if preset.accumulates:
-            refused[name] = "its optimizer step is of several micro-batches: another global batch, another training"
+            refused[name] = "its optimizer step takes several micro-batches, which is another global batch"
             continue
         if preset.makes_batches:
-            refused[name] = "its batches are others than the loader's, for which presets are planned"
+            refused[name] = "it makes other batches than the loader's, and plans are for the loader's"
             continue
         if presets is None and (caveats := preset.caveats):
             refused[name] = f"{'; '.join(caveats)}; auto.presets=[..., {name}] would consider it"

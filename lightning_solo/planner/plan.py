@@ -152,7 +152,7 @@ def ranked(plans: Sequence[Plan], presets: Mapping[str, Configuration], *, cavea
     Args:
         plans: of several presets.
         presets: their configurations, by name.
-        caveats_last: whether presets with a caveat come after all others of their verdict: where nobody named them.
+        caveats_last: whether presets with a caveat come last in their verdict; where the user named none.
     """
 
     def group(plan: Plan) -> tuple[int, bool]:

@@ -63,6 +63,7 @@ def plan(
         timeout_s: seconds after which the process is ended.
         tell: called with the name and the plan, or the error, of each preset when it is done.
     Raises:
+
         PresetError: an unknown preset or device, an invalid budget or one above the device's memory, a batch without
             tensors, no module.
         PlanError: the module can't be planned, or not under any of the presets.
