@@ -62,8 +62,8 @@ def plan(
         allow: prefixes of ``_target_`` that you trust.
         timeout_s: seconds after which the process is ended.
         tell: called with the name and the plan, or the error, of each preset when it is done.
-    Raises:
 
+    Raises:
         PresetError: an unknown preset or device, an invalid budget or one above the device's memory, a batch without
             tensors, no module.
         PlanError: the module can't be planned, or not under any of the presets.

@@ -1,4 +1,4 @@
-"""Length bucketing: items of similar length share a batch, so that little is padded."""
+"""Length bucketing: items of similar length share a batch, which has little padding."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_solo.techniques.length_bucketing.card import CARD
 
 
 class LengthBucketing(Technique):
-    """Has the training loader make batches of items of similar length, in another order in each epoch.
+    """Makes the training loader batch items of similar length, in a new order in each epoch.
 
-    Items, workers, collate function and all else of the loader stay as they are. A run that is resumed within an epoch
-    continues with the very batches that were left.
+    Items, workers, collate function and all else of the loader are unchanged. A run resumed within an epoch continues
+    with exactly the remaining batches.
 
     Args:
         length: ``auto`` for a column ``length`` of the data set, or else the first sequence of an item; ``collated``
@@ -53,7 +53,7 @@ class LengthBucketing(Technique):
 
         Raises:
             ConflictError: it makes no batches itself, its data set is empty, or the lengths can't be read.
-            NothingToDoError: nothing is padded.
+            NothingToDoError: no batch has padding.
         """
         require_own_batches(loader, CARD.name)
         if not len(loader.dataset):

@@ -1,4 +1,4 @@
-"""What an option of the loader would save at most, from the seconds of a fit without it."""
+"""The most that each option of the loader would save, from the seconds of a fit without it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_solo.units import format_seconds
 
 @dataclass(frozen=True)
 class Loading:
-    """How a loader loads, or several together.
+    """How a loader, or several together, loads.
 
     Attributes:
-        workers: the fewest that one of them has; None where none of them takes any.
-        ahead: whether batches are loaded during the steps before.
+        workers: the smallest number among the loaders; None if none can have workers.
+        ahead: whether batches are loaded during earlier steps.
         starts_workers: whether workers start with each epoch.
-        prefetched: whether the batches of all are prefetched.
+        prefetched: whether the batches of all loaders are prefetched.
     """
 
     workers: int | None = None
@@ -36,7 +36,7 @@ class Loading:
         return cls(workers, prefetched or bool(workers), starts, prefetched)
 
     def beside(self, other: Loading) -> Loading:
-        """Return how this and another one load together."""
+        """Return how this loader and another one load together."""
         counts = [count for count in (self.workers, other.workers) if count is not None]
         return Loading(
             min(counts, default=None),
@@ -48,13 +48,13 @@ class Loading:
 
 @dataclass(frozen=True)
 class Saving:
-    """What an option would save.
+    """The saving of an option.
 
     Attributes:
         option: ``num_workers``, ``pin_memory``, ``persistent_workers``, ``caching`` or ``prefetch``.
-        write: how it is written.
-        seconds: of the training that was measured, at most.
-        share: of it.
+        write: its spelling in code.
+        seconds: of the measured training, at most.
+        share: of the measured training.
     """
 
     option: str
@@ -64,7 +64,7 @@ class Saving:
 
 
 def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[Saving]:
-    """Return what options would save at most, each alone, the largest first.
+    """Return the most that each option would save alone, the largest saving first.
 
     >>> times = Times(batches=100, total_s=6.0, wait_s=4.0, copy_s=0.0, load_s=4.0, collate_s=1.0)
     >>> [(saving.write, saving.seconds) for saving in savings(times, Loading(workers=0), cores=8, cuda=False)]
@@ -77,11 +77,11 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
         found["pin_memory"] = "DataLoader(pin_memory=True)", times.copy_s if times.is_pageable else 0.0
     if loading.starts_workers:
         found["persistent_workers"] = "DataLoader(persistent_workers=True)", times.start_s + times.first_s
-    # what is loaded ahead is not seen, but it can't be waited for any longer than for batches
+    # loading ahead is not measured, but the wait for it is at most the wait for batches
     items = times.wait_s + times.first_s if loading.ahead else min(times.wait_s, times.items_s)
     found["caching"] = "caching items (from the second epoch on)", items
     if not loading.prefetched and (cuda or not loading.workers):
-        # beside the steps; during a validation the first ones of those behind it are loaded too
+        # in parallel with the steps; during a validation the first batches after it are loaded too
         hidden = times.wait_s + (times.copy_s if cuda else 0.0)
         found["prefetch"] = "solo.Prefetch()", min(hidden, times.step_s + times.validation_s)
     every = [Saving(name, write, s, s / times.total_s) for name, (write, s) in found.items() if s > 0]
@@ -89,23 +89,23 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
 
 
 def _more_workers(times: Times, loading: Loading, cores: int) -> tuple[int, float]:
-    """Return how many workers would load as fast as steps run, cores permitting, and the seconds they save at most."""
+    """Return the number of workers that keep up with the steps, cores permitting, and the most seconds they save."""
     present = loading.workers or 0
     if times.wait_s <= 0:
         return present, 0.0
     between = times.wait_s + times.copy_s + times.step_s
-    # where batches are loaded ahead and waited for all the same, loading hardly pauses
+    # if training waits for batches that are loaded ahead, loading hardly pauses
     load = max(present, 1) * between if loading.ahead else times.load_s
     enough = ceil(load / max(between - times.wait_s, between / cores))
     workers = min(max(enough, present + 1), cores)
     if workers <= present:
         return workers, 0.0
-    # all that was loaded between steps takes at least the workers' share of it
+    # all loading between steps takes at least the workers' share of it
     return workers, times.wait_s if loading.ahead else min(times.wait_s, max(between - load / workers, 0.0))
 
 
 def report(times: Times, advised: Sequence[Saving], min_share: float) -> str:
-    """Return one sentence, and the figures behind it."""
+    """Return one sentence of advice, and its figures."""
     sentence = f"no option of the loader would save {min_share:.1%} of the time in training"
     if advised:
         first, *others = advised

@@ -1,4 +1,4 @@
-"""Seconds waited for data, and one sentence on which option of the loader would help, at the end of a fit."""
+"""Seconds of waiting for data, and one sentence at the end of a fit on the loader option that would help."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from lightning_solo.techniques.loader_advice.times import Times, Watch
 
 
 class LoaderAdvice(Technique):
-    """Measures how long training waits for its batches, and says at the end of a fit what would help, and how much.
+    """Measures how long training waits for batches, and at the end of a fit names the options that would help.
 
-    It tries nothing: what it says are upper bounds, each of one option alone, from the seconds that the option could
-    save at all. The first batch is left out, and so are validations. On a GPU the seconds are the device's: those in
-    which it had nothing to do.
+    It tries none of them: the figures are upper bounds, each for one option alone, from the seconds that the option
+    could save. The first batch and validations are left out. On a GPU the seconds are the device's idle times.
 
     Args:
         min_share: of the time in training, below which an option isn't named.
 
     Attributes:
-        times: of the last fit; None before the first, and where there were fewer than two batches.
-        savings: of the last fit, those below ``min_share`` too; the largest first.
+        times: of the last fit; None before the first, and for fewer than two batches.
+        savings: of the last fit, including those below ``min_share``; the largest first.
 
     Raises:
         PresetError: an argument is out of range.
@@ -53,28 +52,28 @@ class LoaderAdvice(Technique):
     # --- when ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Start afresh for a fit."""
+        """Reset the measurements for a fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._start()
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Look at how a loader loads, and have its ``collate_fn`` timed where it runs between steps."""
+        """Record how a loader loads, and time its ``collate_fn`` if it runs between steps."""
         loading = Loading.of(loader)
         self._loading = loading if self._loading is None else self._loading.beside(loading)
         if isinstance(loader, DataLoader) and not loading.ahead and not isinstance(loader.collate_fn, _Timed):
             loader.collate_fn = timed = _Timed(self, loader.collate_fn)
-            ctx.undo.callback(_restore, weakref.ref(loader), timed)  # loaders may be made every epoch: keep none
+            ctx.undo.callback(_restore, weakref.ref(loader), timed)  # keep no loader alive: each epoch may create one
         return loader
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to measure."""
+        """Start to measure."""
         assert self.ctx is not None
         loading = self._loading or Loading()
         self._watch = watch = Watch(
             self.ctx.device, starts_workers=loading.starts_workers, loads_here=not loading.ahead
         )
-        self.ctx.undo.callback(setattr, self, "_watch", None)  # of a fit that fails
+        self.ctx.undo.callback(setattr, self, "_watch", None)  # if the fit fails
         self.ctx.undo.enter_context(fetches(trainer, watch.begin_wait, watch.end_wait))
         self.ctx.undo.enter_context(batches_through(trainer.strategy, watch.copying))
 
@@ -94,11 +93,11 @@ class LoaderAdvice(Technique):
             self._watch.end_validation()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say what would help."""
+        """Log the advice."""
         self._conclude(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Say what would help, where a user ends the fit."""
+        """Log the advice if a user interrupts the fit."""
         if isinstance(exception, KeyboardInterrupt):
             self._conclude(trainer)
 
@@ -122,12 +121,12 @@ class LoaderAdvice(Technique):
             each["collate"] = times.collate_s
         figures = {f"loader/{name}_s": seconds / times.batches for name, seconds in each.items()}
         for logger in trainer.loggers:
-            # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
+            # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
             logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class _Timed:
-    """A ``collate_fn`` whose seconds count; its attributes are the user's own, and so are copies and pickles of it."""
+    """A timed ``collate_fn``; its attributes, copies and pickles are those of the user's function."""
 
     def __init__(self, advice: LoaderAdvice, collate_fn: Any) -> None:
         vars(self).update(_advice=advice, _collate_fn=collate_fn)
@@ -158,5 +157,5 @@ def _restore(loader: weakref.ref[DataLoader[Any]], timed: _Timed) -> None:
 
 
 def _cores() -> int:
-    """Return the cores that this process may use, as torch counts them for workers."""
+    """Return the number of cores that this process may use, as torch counts them for workers."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

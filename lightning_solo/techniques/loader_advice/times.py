@@ -1,4 +1,4 @@
-"""Seconds of a fit by what they are spent on: waiting for a batch, its copy to the device, the step."""
+"""The seconds of a fit by use: waiting for a batch, copying it to the device, the step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class HostClock:
     """The host's clock, for training on a CPU."""
 
     def mark(self) -> float:
-        """Return the present moment."""
+        """Return the current moment."""
         return perf_counter()
 
     def has_passed(self, mark: float) -> bool:
-        """Return whether `between` need not wait for a moment."""
+        """Return whether `between` can read a moment without waiting."""
         return True
 
     def between(self, first: float, last: float) -> float:
@@ -30,46 +30,46 @@ class HostClock:
 
 
 class DeviceClock:
-    """A CUDA device's clock: a moment is when the device has done what was launched before it.
+    """A CUDA device's clock: a moment is the time at which the device has done all work launched before.
 
-    While the host waits for a batch, the device may still have work. Between two moments around that wait are only the
-    seconds in which it had none.
+    While the host waits for a batch, the device may still work. The seconds between two moments around the wait are
+    only those in which the device was idle.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> Any:
-        """Return the moment that the device comes to next."""
+        """Return the device's next moment."""
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def has_passed(self, mark: Any) -> bool:
-        """Return whether the device has come to a moment."""
+        """Return whether the device has reached a moment."""
         return bool(mark.query())
 
     def between(self, first: Any, last: Any) -> float:
-        """Return the seconds between two moments, as soon as the device has come to them."""
+        """Wait until the device has reached two moments, and return the seconds between them."""
         last.synchronize()
         return float(first.elapsed_time(last)) / 1000
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the batches of a fit, its first batch and its validations left out.
+    """Seconds of the batches of a fit, without its first batch and its validations.
 
     Attributes:
-        batches: that were trained on.
-        total_s: of them all.
-        wait_s: in which the device waited for a batch.
-        copy_s: for the batches' way to the device.
-        start_s: for the start of workers, where they start anew with each epoch.
-        first_s: in which such an epoch's first batch was waited for.
-        validation_s: in between; not part of the total.
-        load_s: of the host in the loader, where it loads in the training thread; else 0.
-        collate_s: of these, in ``collate_fn``.
-        is_pageable: whether a GPU gets batches from memory of the host that isn't pinned.
+        batches: number of trained batches.
+        total_s: of all of them.
+        wait_s: idle seconds of the device, waiting for a batch.
+        copy_s: for the batches' copies to the device.
+        start_s: for the start of workers, if they start with each epoch.
+        first_s: waiting for the first batch of such an epoch.
+        validation_s: of validations; not part of the total.
+        load_s: of the host in the loader, if it loads in the training thread; else 0.
+        collate_s: part of ``load_s`` in ``collate_fn``.
+        is_pageable: whether a GPU gets batches from host memory that isn't pinned.
     """
 
     batches: int
@@ -85,20 +85,20 @@ class Times:
 
     @property
     def step_s(self) -> float:
-        """All the rest: forward, backward, the optimizer, callbacks."""
+        """All remaining seconds: forward, backward, the optimizer, callbacks."""
         return self.total_s - self.wait_s - self.copy_s - self.start_s - self.first_s
 
     @property
     def items_s(self) -> float:
-        """Of the host in the loader, but for ``collate_fn``: the data set's items."""
+        """Seconds of the host in the loader without ``collate_fn``: the data set's items."""
         return self.load_s - self.collate_s
 
 
 class Watch:
-    """Sums up the seconds of a fit, from its second batch on: the first one has others, of setting up.
+    """Sums up the seconds of a fit from its second batch on; the first one includes setting up.
 
     Args:
-        device: that trains.
+        device: of the training.
         starts_workers: whether workers start with each epoch.
         loads_here: whether the loader loads in this thread, between steps.
     """
@@ -108,16 +108,16 @@ class Watch:
         self._starts_workers = starts_workers
         self._loads_here = loads_here
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._pending: deque[tuple[str, Any, Any]] = deque()  # what the device has not come to
+        self._pending: deque[tuple[str, Any, Any]] = deque()  # moments that the device has not reached
         self._origin: Any = None
         self._fetched = self._batches = 0
-        self._epoch: Any = None  # when it began, until its first batch is waited for
-        self._wait: tuple[Any, float, str] | None = None  # the moment, the host's, and as what it counts
+        self._epoch: Any = None  # the moment it began, until its first batch is waited for
+        self._wait: tuple[Any, float, str] | None = None  # (moment, host's time, figure to add to)
         self._validation: Any = None
         self._is_pageable: bool | None = None if device.type == "cuda" else False
 
     def begin_wait(self, *, with_epoch: bool = False) -> None:
-        """Wait for a batch from here on; or with the epoch for the loader's iterator."""
+        """Start to wait for a batch, or at an epoch's start for the loader's iterator."""
         moment = self._clock.mark()
         if with_epoch:
             self._epoch = moment
@@ -133,7 +133,7 @@ class Watch:
             self._wait = began, perf_counter(), "wait"
 
     def end_wait(self) -> None:
-        """The batch is there, or there is no more."""
+        """Stop waiting: the batch has arrived, or there is no more."""
         assert self._wait is not None
         (moment, begun, name), self._wait = self._wait, None
         self._fetched += 1
@@ -142,7 +142,7 @@ class Watch:
             self._count("load", perf_counter() - begun)
 
     def collating(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        """Return ``collate(samples)``; its seconds count where a batch for training is waited for."""
+        """Return ``collate(samples)``, timed if training waits for the batch."""
         begun = perf_counter()
         batch = collate(samples)
         if self._wait is not None:
@@ -150,7 +150,7 @@ class Watch:
         return batch
 
     def copying(self, copy: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what copies a batch to the device; its seconds count, but for validation."""
+        """Return a timed version of a batch's copy; copies for validation aren't timed."""
 
         def copied(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if self._validation is not None:
@@ -166,7 +166,7 @@ class Watch:
         return copied
 
     def end_batch(self) -> None:
-        """A batch has been trained on."""
+        """Count a trained batch."""
         self._batches += self._origin is not None
 
     def begin_validation(self) -> None:
@@ -174,12 +174,12 @@ class Watch:
         self._validation = self._clock.mark()
 
     def end_validation(self) -> None:
-        """Validation is over."""
+        """End a validation."""
         moment, self._validation = self._validation, None
         self._add("validation", moment)
 
     def finish(self) -> Times:
-        """Return the seconds up to now, those of what a user has interrupted too; the device is waited for."""
+        """Return the seconds up to now, after waiting for the device; an interrupted step counts too."""
         if self._epoch is not None:
             self.begin_wait()
         if self._wait is not None:

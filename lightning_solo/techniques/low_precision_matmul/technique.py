@@ -1,4 +1,4 @@
-"""Products in low precision: the linear layers of the model's blocks multiply in 8 or 4 bits, or sum in fp16."""
+"""Products in low precision: linear layers of the model's blocks multiply in 8 or 4 bits, or sum in fp16."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, f
 class LowPrecisionMatmul(Technique):
     """Multiplies in low precision in the linear layers of the model's blocks, for the length of a fit.
 
-    Weights, gradients, optimizer and checkpoints are as without; so are validation, the output head and all that isn't
-    in a block.
+    Weights, gradients, optimizer, checkpoints, validation, the output head and everything outside blocks are
+    unchanged.
 
     Args:
         format: ``float8_tensorwise``, ``float8_rowwise``, ``float8_rowwise_with_gw_hp``, ``mxfp8``, ``nvfp4``,
@@ -51,7 +51,7 @@ class LowPrecisionMatmul(Technique):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Qualified names of the layers that multiply in low precision now; empty outside a fit."""
+        """Qualified names of the layers that multiply in low precision; empty outside a fit."""
         return tuple(self._layers)
 
     def transform(self, ctx: Run) -> None:
@@ -59,7 +59,7 @@ class LowPrecisionMatmul(Technique):
 
         Raises:
             CapabilityError: the device doesn't multiply in this format.
-            NothingToDoError: no block has a linear layer of fitting sizes.
+            NothingToDoError: no block has a linear layer of suitable sizes.
         """
         self._check(ctx.device)
         blocks = named_blocks(ctx.module, self.blocks)
@@ -114,7 +114,7 @@ class LowPrecisionMatmul(Technique):
         )
 
     def undo(self) -> None:
-        """Leave the module as it was; a second call does nothing."""
+        """Restore the module; a second call does nothing."""
         restore_layers(self._layers.values())
         self._layers = {}
 

@@ -1,4 +1,4 @@
-"""Rows of memory.csv: one reading each, with the peaks of its phases and categories."""
+"""Rows of memory.csv: one per reading, with the peaks of its phases and categories."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def cells_of(reading: Reading, parts: Mapping[str, int]) -> dict[str, int | None
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append rows of `COLUMNS` to a CSV, which gets a header when it is new.
+    """Append rows of `COLUMNS` to a CSV; a new file gets a header.
 
     Raises:
-        OSError: it cannot be written, or there is a file with another header.
+        OSError: the file can't be written, or has another header.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="", encoding="utf-8") as file:

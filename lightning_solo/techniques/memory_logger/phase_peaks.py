@@ -1,4 +1,4 @@
-"""Peak bytes of forward, backward and optimizer step, beside those of the whole run."""
+"""Peak bytes of forward, backward and optimizer step, in addition to those of the whole run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lightning_solo.memory.reading import Reading, read, resident_bytes
 class PhasePeaks:
     """Reads a device, and keeps the peak of each phase.
 
-    On a CUDA device the peak counters are reset whenever a phase begins or ends. The peaks that such a reset hides stay
-    part of every `read`. On a CPU a phase's peak is the bytes resident at its end.
+    On a CUDA device the peak counters are reset whenever a phase begins or ends; `read` still includes the peaks
+    before such a reset. On a CPU a phase's peak is the bytes resident at its end.
 
     Args:
         device: a CUDA device, or any other for the memory of this process.
@@ -29,7 +29,7 @@ class PhasePeaks:
         self._hidden_allocated = self._hidden_reserved = 0
 
     def enter(self, phase: str | None) -> None:
-        """Keep the peak of the phase that ends, and begin another one, or none."""
+        """Keep the peak of the ending phase, and begin another one, or none."""
         if not self.per_phase:
             return
         ended, self._phase = self._phase, phase
@@ -46,12 +46,12 @@ class PhasePeaks:
             self._peaks[ended] = max(self._peaks.get(ended, 0), peak)
 
     def take(self) -> dict[str, int]:
-        """Return the peak bytes of each phase since the last call, those of 0 bytes left out."""
+        """Return the peak bytes of each phase since the last call, without those of 0 bytes."""
         peaks, self._peaks = self._peaks, {}
         return {phase: peaks[phase] for phase in PHASES if peaks.get(phase)}
 
     def read(self) -> Reading:
-        """Return a reading of the device, whose peaks no reset of this object has lowered."""
+        """Return a reading of the device with the true peaks, in spite of this object's resets."""
         reading = read(self.device)
         if reading.peak_allocated is None or reading.peak_reserved is None:
             return reading

@@ -1,4 +1,4 @@
-"""The table at the end of a run: mean and largest bytes of everything that was read."""
+"""The table at the end of a run: mean and largest bytes of each reading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_solo.units import format_bytes
 
 
 class SummaryTable:
-    """Byte counts by name, in the order in which the names first came."""
+    """Byte counts by name, in the order of first appearance."""
 
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}
@@ -22,7 +22,7 @@ class SummaryTable:
         self._counts.setdefault(name, []).append(count)
 
     def largest(self, name: str) -> int:
-        """Return the largest count of a name; 0 where there is none."""
+        """Return the largest count of a name; 0 for an unknown name."""
         return max(self._counts.get(name, [0]))
 
     def rows(self) -> dict[str, tuple[int, int]]:

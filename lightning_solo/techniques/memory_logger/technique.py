@@ -1,4 +1,4 @@
-"""What memory a run takes, step by step: to every logger, to a CSV, and as a table at the end."""
+"""The memory of a run, step by step: to every logger, to a CSV, and as a table at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 def metrics_of(
     reading: Reading, phases: Mapping[str, int] | None = None, categories: Mapping[str, int] | None = None
 ) -> dict[str, float]:
-    """Return the few figures worth a curve, and the bytes of phases and categories, by logged key.
+    """Return the main figures, and the bytes of phases and categories, by logged key.
 
     >>> metrics_of(Reading(resident=GiB, peak_resident=3 * GiB), {"forward": 2 * GiB})
     {'memory/resident_gib': 1.0, 'memory/peak_resident_gib': 3.0, 'memory/forward_resident_gib': 2.0}
@@ -53,14 +53,14 @@ def metrics_of(
 
 
 class MemoryLogger(Callback):
-    """Logs memory every so many optimizer steps, and sums it up at the end, also of a run that failed.
+    """Logs memory every ``every_n_steps`` optimizer steps, with a summary at the end, also of a failed run.
 
     On a GPU it reads the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
     allocator's counters were last reset; this callback resets them only with ``per_phase``.
 
-    In the first ``category_steps`` steps a `memory.ledger.Ledger` counts what the peak consists of, and which operator
-    of which module makes it. It counts the bytes that storages request, before the allocator rounds them, without the
-    batch. Compiled parts run as written in these steps, and a warning says so: their own peak is another one.
+    In the first ``category_steps`` steps a `memory.ledger.Ledger` splits the peak into categories, and names the
+    operator and module that set it. It counts the bytes that storages request, before the allocator rounds them,
+    without the batch. Compiled parts run uncompiled in these steps, with a warning, since their peak differs.
 
     Args:
         every_n_steps: optimizer steps (``global_step``) between two readings.
@@ -99,19 +99,19 @@ class MemoryLogger(Callback):
 
     @property
     def peak_bytes(self) -> int:
-        """The largest allocated (GPU) or resident (CPU) bytes that the last run read; 0 before the first.
+        """The largest allocated (GPU) or resident (CPU) bytes read in the last run; 0 before the first.
 
-        On a GPU the allocator's peak counts since its counters were last reset, which may have been before this run.
+        On a GPU the allocator's peak counts since the last reset of its counters, possibly before this run.
         """
         return self._table.largest("peak_allocated") or self._table.largest("resident")
 
     @property
     def resets_peak_counters(self) -> bool:
-        """Whether the CUDA peak counters are reset during a step, so that nobody else can read a step's peak."""
+        """Whether the CUDA peak counters are reset during a step, so that no other callback can read a step's peak."""
         return self.per_phase
 
     def log_categories(self, steps: int = 1) -> None:
-        """Log the peak of the next ``steps`` optimizer steps by category; called within a step, of those after it.
+        """Log the peak of the next ``steps`` optimizer steps by category; within a step, starting after it.
 
         Raises:
             PresetError: ``steps`` is out of range.
@@ -121,7 +121,7 @@ class MemoryLogger(Callback):
 
     @property
     def category_peak(self) -> Peak | None:
-        """The largest peak that the last run counted by category; None where it counted none."""
+        """The largest peak counted by category in the last run; None if none was counted."""
         return self._categories.largest and self._categories.largest[0]
 
     def _start(self, stage: str, device: torch.device) -> None:
@@ -132,19 +132,19 @@ class MemoryLogger(Callback):
         self._table = SummaryTable()
         self._path: Path | None = None
         self._step = 0  # of the last row
-        self._begun = False  # whether a batch has
+        self._begun = False  # whether a batch has begun
 
     # --- when: Lightning's hooks ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start afresh for this run."""
+        """Reset the readings for this run."""
         self._categories.discard()
-        # Lightning gives an enum, whose str() is not its value
+        # Lightning passes an enum, and its str() is not its value
         self._start(str(getattr(stage, "value", stage)), trainer.strategy.root_device)
         self._path = path_below_logs(trainer, self.file, "memory_logger.file", "the loggers get all of it")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Add a row for what weights and whatever was there before take."""
+        """Add a row for the memory before training, including weights."""
         self._add_row(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -158,19 +158,19 @@ class MemoryLogger(Callback):
         self._phases.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Backward is over."""
+        """End the backward phase."""
         self._phases.enter(None)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """The optimizer step begins."""
+        """Begin the optimizer step's phase."""
         self._phases.enter("optimizer_step")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log, where an optimizer step is due for it or was counted by category."""
+        """Log if this optimizer step is due or was counted by category."""
         self._categories.leave()
         self._phases.enter(None)
         step = trainer.global_step
@@ -179,11 +179,11 @@ class MemoryLogger(Callback):
             self._log(trainer, counted)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count no longer: a module may have skipped the rest of an epoch, within a batch that never ends."""
+        """Stop counting: a module may skip the rest of an epoch within a batch that never ends."""
         self._categories.leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count no longer, as before a validation."""
+        """Stop counting, as before a validation."""
         self._categories.leave()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,13 +195,13 @@ class MemoryLogger(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note that a batch has begun, of a test or a prediction too."""
+        """Record that a batch has begun, also in a test or prediction."""
         self._begun = True
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a validation run of its own, not one inside a fit."""
+        """Log a separate validation run, not one inside a fit."""
         if self._stage == "validate":
             self._log(trainer)
 
@@ -214,11 +214,11 @@ class MemoryLogger(Callback):
         self._log(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Show the table."""
+        """Print the table."""
         self._finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Log what there was when it failed, and show the table; Lightning calls no teardown now."""
+        """Log the memory at the failure and print the table, since Lightning calls no teardown."""
         counted = self._categories.take(trainer.global_step)
         if not self._begun:
             self._fit = ""  # nothing has run
@@ -233,11 +233,11 @@ class MemoryLogger(Callback):
         """Add a row, and log it to every logger."""
         metrics = self._add_row(trainer, {} if counted is None else counted.breakdown)
         for logger in trainer.loggers:
-            # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
+            # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _add_row(self, trainer: Trainer, categories: Mapping[str, int] | None = None) -> dict[str, float]:
-        """Add a reading of now to the CSV and to the table, and return its metrics."""
+        """Add a current reading to the CSV and the table, and return its metrics."""
         categories = categories or {}
         phases, reading = self._phases.take(), self._phases.read()
         self._step = trainer.global_step

@@ -26,18 +26,18 @@ from lightning_solo.memory.snapshot import (
 from lightning_solo.techniques.memory_snapshot.card import CARD
 
 NOTABLE = 1.01
-"""Times of the last written peak from which a peak is written again, so that a slightly longer batch is not."""
+"""Factor over the last written peak from which a peak is written again, so that slightly longer batches aren't."""
 
 
 class MemorySnapshot(Callback):
     """Records the CUDA allocator's history during a fit, and keeps that of the batch with the highest peak.
 
-    ``step-<global_step>-peak.pickle`` is for https://docs.pytorch.org/memory_viz, the ``.txt`` beside it says what the
-    peak consists of and which lines made it; a higher peak replaces both. An OOM, also one that somebody handled, gets
-    files of its own, ``step-<global_step>-oom``. The history is that of one batch and starts anew with the next.
+    ``step-<global_step>-peak.pickle`` is for https://docs.pytorch.org/memory_viz; the ``.txt`` next to it names the
+    parts of the peak and the lines that allocated them. A higher peak replaces both. An OOM, even if it was handled,
+    gets its own files, ``step-<global_step>-oom``. The history covers one batch and starts anew with the next.
 
-    A peak counts where it is above all before it in the process: after a larger one (of a validation, or of a fit
-    before) there is no new one, unless somebody calls ``torch.cuda.reset_peak_memory_stats``.
+    A peak counts only if it is the highest in the process so far: after a larger one (of a validation, or of an earlier
+    fit) there is no new one until ``torch.cuda.reset_peak_memory_stats`` is called.
 
     Args:
         folder: for the files, relative to the first logger's directory, else to ``default_root_dir``.
@@ -71,14 +71,14 @@ class MemorySnapshot(Callback):
         self._device: torch.device | None = None
         self._root: Path | None = None
         self._before = Counters(0, 0)  # when the batch began
-        self._peak = 0  # the last that was written
+        self._peak = 0  # the last written one
         self._path: Path | None = None  # of its file
         self._words = ""
 
     # --- when: Lightning's hooks ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Record from here on: the weights are not on the device yet."""
+        """Start to record, before the weights are on the device."""
         if stage != "fit":
             return
         self._undo()
@@ -108,7 +108,7 @@ class MemorySnapshot(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the history where this batch had an OOM that somebody handled, or the highest peak so far."""
+        """Keep the history if this batch had a handled OOM or the highest peak so far."""
         if self._device is None:
             return
         now = read_counters(self._device)
@@ -123,7 +123,7 @@ class MemorySnapshot(Callback):
         self._finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep the history of an OOM, and stop recording; Lightning calls no teardown now."""
+        """Keep the history of an OOM and stop recording, since Lightning calls no teardown."""
         try:
             if self._device is not None and self._is_oom(exception):
                 self._keep(trainer, pl_module, "oom")
@@ -135,13 +135,13 @@ class MemorySnapshot(Callback):
     # --- what ---
 
     def _is_oom(self, exception: BaseException) -> bool:
-        # errors of cuBLAS and cuDNN have other texts; the allocator counts OOMs
+        # errors of cuBLAS and cuDNN have other messages; the allocator counts OOMs
         return is_oom_error(exception) or (
             self._device is not None and read_counters(self._device).ooms > self._before.ooms
         )
 
     def _keep(self, trainer: Trainer, pl_module: LightningModule, what: str) -> None:
-        """Take a snapshot, describe it and write both; a peak replaces the one before."""
+        """Take a snapshot, describe it and write both; a peak replaces the previous one."""
         snapshot = torch.cuda.memory._snapshot()
         index = (self._device.index if self._device is not None else 0) or 0
         moment = moment_of_oom(snapshot, index) if what == "oom" else None

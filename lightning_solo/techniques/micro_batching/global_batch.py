@@ -1,4 +1,4 @@
-"""How many batches of the loader make an optimizer step of so many samples."""
+"""The number of the loader's batches in an optimizer step of a given number of samples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_solo.errors import ConflictError
 
 
 class GlobalBatch:
-    """The samples of an optimizer step, and how many batches of the loader they are.
+    """The samples of an optimizer step, and the number of batches that hold them.
 
     Args:
-        samples: in an optimizer step; None where accumulation says how many batches make one.
+        samples: in an optimizer step; None if accumulation sets the number of batches.
 
     Attributes:
         factor: batches in a step; None before it is known.
@@ -21,10 +21,10 @@ class GlobalBatch:
     def __init__(self, samples: int | None) -> None:
         self.samples = samples
         self.factor: int | None = None
-        self._in_first_batch: int | None = None  # where the loader doesn't say
+        self._in_first_batch: int | None = None  # if the loader doesn't say
 
     def see_loader(self, loader: Any) -> None:
-        """Learn from a loader how many samples its batches have, if it says so."""
+        """Read the samples per batch from a loader, if it has them."""
         sampler = getattr(loader, "batch_sampler", None)
         in_batch = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if self.samples is not None and isinstance(in_batch, int):
@@ -32,11 +32,11 @@ class GlobalBatch:
 
     @property
     def needs_batches(self) -> bool:
-        """Whether only the batches tell: then they have to be of one size."""
+        """Whether only the batches show their size; then all must have the same."""
         return self.samples is not None and (self.factor is None or self._in_first_batch is not None)
 
     def see_batch(self, in_batch: int, batch_idx: int, *, is_last: bool) -> None:
-        """Learn from the first batch, and see that the others are as large.
+        """Read the size of the first batch, and check that the others are as large.
 
         Raises:
             ConflictError: no number of batches makes a step, or one has another size.
@@ -62,7 +62,7 @@ class GlobalBatch:
         return factor
 
     def count_steps(self, trainer: Any, stock: int | float) -> int | float:
-        """Return the optimizer steps of a fit; where they aren't known, Lightning's own count."""
+        """Return the optimizer steps of a fit; Lightning's own count if they are unknown."""
         batches = trainer.num_training_batches
         if self.factor is None or trainer.max_epochs == -1 or batches == math.inf:
             return stock

@@ -1,4 +1,4 @@
-"""Values that parts of a batch log, as one value of the batch."""
+"""Logged values of a batch's parts, combined into one value of the batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass
 class Logged:
-    """What ``self.log`` was called with in the parts of a batch.
+    """The calls of ``self.log`` in the parts of a batch.
 
     Attributes:
-        share: of the present part in the mean over the batch.
+        share: of the current part in the mean over the batch.
         calls: by hook and name, each with its shares, values and options.
     """
 
@@ -33,7 +33,7 @@ class Logged:
 
         Args:
             log: Lightning's own.
-            samples: of the batch, for means over an epoch; None where Lightning counts them itself.
+            samples: of the batch, for means over an epoch; None if Lightning counts them itself.
         """
         for (hook, name), calls in self.calls.items():
             _, value, options = calls[-1]
@@ -48,13 +48,13 @@ class Logged:
 
 
 def merged(values: Sequence[Any], shares: Sequence[float], reduce: Any) -> Any:
-    """Return one value for those of several parts.
+    """Return one value for the values of several parts.
 
     >>> merged([torch.tensor(1.0), torch.tensor(4.0)], [0.75, 0.25], "mean")
     tensor(1.7500)
     """
     if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
-        return values[-1]  # a metric has seen all parts by itself
+        return values[-1]  # a metric object has seen all parts
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
     if name == "sum":
         return torch.stack([*values]).sum(0)
@@ -76,7 +76,7 @@ def weighted_mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def merged_outputs(
     outputs: Sequence[dict[str, Any]], shares: Sequence[float], samples: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what ``training_step`` returned besides the loss: rows of samples joined, single numbers averaged."""
+    """Return the outputs of ``training_step`` besides the loss: rows of samples joined, single numbers averaged."""
     if len(outputs) == 1:
         return outputs[0]
     whole: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Micro-batching: the batch goes through the model in parts that fit, and is run again when it runs out of memory."""
+"""Micro-batching: a batch runs in parts that fit, and runs again in smaller parts after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_solo.techniques.micro_batching.logged import Logged, merged_outpu
 
 CHECKED_SAMPLES = 4
 TOLERANCE = {"64-true": 1e-8, "32-true": 1e-3}
-"""Of the check of the first batch, by precision; for others 0.1."""
+"""Tolerance of the check of the first batch, by precision; 0.1 for others."""
 
 
 class Waiting(NamedTuple):
@@ -99,11 +99,11 @@ class MicroBatching(Technique):
 
     @property
     def fits(self) -> int | None:
-        """Samples in a micro-batch at present, at most; None for the whole batch."""
+        """The current largest number of samples in a micro-batch; None for the whole batch."""
         return self._size.current
 
     def _forget(self) -> None:
-        """Drop what belongs to a fit."""
+        """Reset the state of a fit."""
         self._global = GlobalBatch(self.global_batch)
         self._rollback: Rollback | None = None
         self._checked = False
@@ -114,13 +114,13 @@ class MicroBatching(Technique):
         self._window: list[Waiting] = []
         self._gradients: WindowGradients | None = None
         self._zeroed = zeroed  # Lightning zeroes gradients in this window
-        self._counted = 0.0  # batches of this window whose gradient is there already, from a checkpoint
+        self._counted = 0.0  # batches of this window with a gradient from a checkpoint
         self._ran = False
 
     # --- a fit ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what else decides when to step, and have the Trainer count steps."""
+        """Refuse other settings of the batches per step, and make the Trainer count steps by this one."""
         joins = stage == "fit" and self.ctx is None
         if joins and self.global_batch is not None:
             refuse_callbacks("MicroBatching", resources(CARD.owns, self._settings), trainer.callbacks)
@@ -142,11 +142,11 @@ class MicroBatching(Technique):
             ctx.undo.enter_context(patches.stepping_batches(trainer, self._global.count_steps))
 
     def transform(self, ctx: Run) -> None:
-        """Refuse loops whose forward and backward aren't Lightning's.
+        """Refuse loops with a forward and backward other than Lightning's.
 
         Raises:
-            ConflictError: manual optimization, a strategy that accumulates by itself, a ``training_step`` that takes
-                the loader's iterator.
+            ConflictError: manual optimization, a strategy that accumulates itself, a ``training_step`` that takes the
+                loader's iterator.
         """
         name = type(ctx.module).__name__
         if not ctx.module.automatic_optimization:
@@ -166,7 +166,7 @@ class MicroBatching(Technique):
             )
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Learn from the loader how many of its batches make a step."""
+        """Read from the loader how many of its batches make a step."""
         self._global.see_loader(loader)
         return loader
 
@@ -190,7 +190,7 @@ class MicroBatching(Technique):
             trainer.accumulate_grad_batches = self._global.factor
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Take the batch, and where a window opens begin it."""
+        """Take the batch, and begin a window if none is open."""
         if self._global.needs_batches:
             self._global.see_batch(self._splitter.samples(batch), batch_idx, is_last=trainer.is_last_batch)
             trainer.accumulate_grad_batches = self._global.factor
@@ -210,10 +210,10 @@ class MicroBatching(Technique):
         self._window.append(Waiting(batch, batch_idx))
 
     def _resume_window(self, device: torch.device, before: int, factor: int) -> None:
-        """Have the batches wait that waited when the checkpoint was saved.
+        """Restore the batches that waited when the checkpoint was saved.
 
         Raises:
-            CheckpointError: they aren't in it, or a step was of another number of batches.
+            CheckpointError: the checkpoint lacks them, or had another number of batches per step.
         """
         resumed, self._resumed = self._resumed, None
         if isinstance(resumed, str):
@@ -231,14 +231,14 @@ class MicroBatching(Technique):
         self._window = [Waiting(moved(batch, device), batch_idx) for batch, batch_idx in resumed]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let go of the batches that have been run."""
+        """Drop the batches that have run."""
         if self._ran:
             self._begin_window(zeroed=False)
 
     # --- a step ---
 
     def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
-        """Run the batches of a step when its last one has come; until then they wait."""
+        """Run the batches of a step once its last one has come; until then they wait."""
         if not ctx.window.is_last:
             return patches.empty_result(ctx.trainer)
         if self._rollback is None:
@@ -258,9 +258,9 @@ class MicroBatching(Technique):
         return result
 
     def _batches_counted(self, ctx: Run) -> int:
-        """Return by how many batches a window counts: by all of a full one, so that nobody has to correct a short one.
+        """Return the number of batches that a window counts as; a full window's, so that no other code corrects it.
 
-        Unless others have given their gradient before, when this run's checkpoint was saved.
+        Fewer if some gave their gradient before this run's checkpoint was saved.
         """
         return len(self._window) if self._counted else ctx.window.factor
 
@@ -289,7 +289,7 @@ class MicroBatching(Technique):
         return whole
 
     def _save(self, ctx: Run) -> list[Callable[[], None]]:
-        """Return what puts all back to where it is now."""
+        """Return a function that restores the current state."""
         assert self._rollback is not None  # made before
         assert self._gradients is not None
         self._rollback.save()
@@ -342,10 +342,10 @@ class MicroBatching(Technique):
     # --- the check of the first batch ---
 
     def _compare(self, ctx: Run, proceed: Callable[..., Any]) -> None:
-        """Run a few samples of the first batch together and in parts, and compare what they give.
+        """Run a few samples of the first batch together and in parts, and compare the results.
 
         Raises:
-            ConflictError: loss or gradients differ, or the engine can't take gradients back.
+            ConflictError: loss or gradients differ, or the engine can't undo gradients.
         """
         assert self._gradients is not None  # made before
         if not ctx.window.repeats:
@@ -380,11 +380,11 @@ class MicroBatching(Technique):
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of sizes that fit, and the batches that wait for the last one of their step."""
+        """Return the learned sizes, and the batches that wait for the last one of their step."""
         state: dict[str, Any] = dict(self._size.state())
         waits = [] if self._ran else self._window
         if self.ctx is not None and (within := patches.batch_within(self.ctx.trainer)) is not None:
-            waits = [waiting for waiting in self._window if waiting.batch_idx != within]  # that one comes again
+            waits = [waiting for waiting in self._window if waiting.batch_idx != within]  # that one is loaded again
         if waits:
             unknown = next((type(waiting.batch) for waiting in waits if not is_plain(waiting.batch)), None)
             waiting = [(moved(batch, "cpu"), batch_idx) for batch, batch_idx in waits]
@@ -392,7 +392,7 @@ class MicroBatching(Technique):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin with what fitted the run that was saved, and the batches that waited.
+        """Begin with the saved run's sizes and waiting batches.
 
         Raises:
             CheckpointError: a key is missing or unknown, or a size is no integer.
@@ -409,7 +409,7 @@ class MicroBatching(Technique):
 
 
 def _whole(results: list[Any], parts: list[MicroBatch], factor: int) -> Any:
-    """Return Lightning's result for all parts; where the factor is ours, the loss isn't divided by it."""
+    """Return Lightning's result for all parts; if the factor is ours, the loss isn't divided by it."""
     whole = results[-1]
     if len(results) > 1 and (having := [pair for pair in zip(results, parts, strict=True) if pair[0].loss is not None]):
         whole = copy.copy(whole)

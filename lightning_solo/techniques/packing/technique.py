@@ -1,4 +1,4 @@
-"""Packing: several documents share a row, so that hardly anything is padded, and don't see one another."""
+"""Packing: several documents share a row, which has little padding, and don't see one another."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lightning_solo.techniques.packing.card import CARD
 
 
 class Packing(Technique):
-    """Has the training loader fill each row with several documents, others in each epoch.
+    """Makes the training loader fill each row with several documents, different ones in each epoch.
 
-    Batches have ``input_ids``, ``labels`` and ``position_ids``, which restart with every document; the module hands all
-    on to its model. In the first batch `training_step` runs for two documents, to see that the loss of one doesn't
-    depend on the other. Models of Hugging Face make no cache in a training step, with which they wouldn't look for
-    documents. A run that is resumed within an epoch continues with the very batches that were left.
+    Batches have ``input_ids``, ``labels`` and ``position_ids``, which restart with every document; the module passes
+    all of them to its model. In the first batch `training_step` runs for two documents, to check that the loss of one
+    doesn't depend on the other. Hugging Face's models create no cache in a training step, since with one they don't
+    look for documents. A run resumed within an epoch continues with exactly the remaining batches.
 
     Args:
         capacity: Tokens of a row; None for those of the longest document.
@@ -66,14 +66,14 @@ class Packing(Technique):
         self.seed = seed
         self.padding_before: float | None = None
         self.padding_after: float | None = None
-        self._configs: list[Any] = []  # that make caches
-        self._documents: TwoDocuments | None = None  # that are still to be compared
+        self._configs: list[Any] = []  # of models that would create caches
+        self._documents: TwoDocuments | None = None  # still to be compared
 
     def __repr__(self) -> str:
         return CARD.repr(self)
 
     def transform(self, ctx: Run) -> None:
-        """Find what makes caches.
+        """Find the configurations that create caches.
 
         Raises:
             ConflictError: a ``training_step`` that can't be run for two documents: manual optimization, or one that
@@ -99,7 +99,7 @@ class Packing(Technique):
         Raises:
             ConflictError: it makes no batches itself, the lengths can't be read, or its collate function makes no
                 documents.
-            NothingToDoError: rows have a document each, or nothing is padded.
+            NothingToDoError: rows have a single document each, or there is no padding.
         """
         require_own_batches(loader, CARD.name)
 
@@ -131,7 +131,7 @@ class Packing(Technique):
         return packed
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that there is one loader, which isn't known before.
+        """Check that there is one loader, which isn't known earlier.
 
         Raises:
             ConflictError: there are several, or a collection.
@@ -139,7 +139,7 @@ class Packing(Technique):
         require_one_loader(trainer.train_dataloader, CARD.name, "drop packing")
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the step without caches, before the first one the comparison."""
+        """Run the step without caches; before the first step run the comparison."""
         with ExitStack() as stack:
             for config in self._configs:
                 stack.enter_context(replaced(config, "use_cache", False))
@@ -156,7 +156,7 @@ class Packing(Technique):
 
 
 def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor:
-    """Return the loss that ``training_step`` makes of a batch, whatever other techniques do around it."""
+    """Return the loss of ``training_step`` for a batch, without the other techniques around it."""
     batch = patches.on_device(ctx.trainer, {key: tensor.clone() for key, tensor in packed.items()})
     name = type(ctx.module).__name__
     try:

@@ -1,4 +1,4 @@
-"""Prefetching: the next batches are loaded, and copied to the device, while the present one is trained on."""
+"""Prefetching: the next batches are loaded, and copied to the device, during the current step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class Prefetch(Technique):
-    """Loads batches for training ahead of their step, and copies them to the device on a stream of their own.
+    """Loads training batches ahead of their step, and copies them to the device on a separate stream.
 
-    Batches, their order and the weights are those of a run without it. A thread iterates over the loader. What is
-    loaded and not yet trained on is not part of a stateful loader's state in checkpoints: a run that is resumed has it
-    next. A module or data module that overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device`` gets its
-    batches on the host, loaded ahead, and transfers them when they are due; ``on_after_batch_transfer`` always runs
-    then.
+    Batches, their order and the weights are those of a run without it. A thread iterates over the loader. Batches that
+    are loaded but not yet trained on don't count in a stateful loader's checkpoint, so a resumed run trains on them. If
+    a module or data module overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device``, batches are loaded
+    ahead on the host, and transferred when they are due; ``on_after_batch_transfer`` always runs then.
 
     Args:
         depth: batches that are loaded ahead of the one in training.
@@ -63,14 +62,14 @@ class Prefetch(Technique):
             )
         self._acts = True
         ahead = prefetched(loader, self.depth, self._upload(ctx), _limit(ctx, loader), _warn_of_draws)
-        ctx.undo.callback(_close, weakref.ref(ahead))  # loaders may be reloaded every epoch: keep none
+        ctx.undo.callback(_close, weakref.ref(ahead))  # keep no loader alive: each epoch may create one
         return ahead
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that there is something to do.
 
         Raises:
-            NothingToDoError: on a CPU, where all loaders have workers.
+            NothingToDoError: on a CPU, if all loaders have workers.
         """
         acts, self._acts = self._acts, False
         if not acts:
@@ -80,7 +79,7 @@ class Prefetch(Technique):
             )
 
     def _upload(self, ctx: Run) -> Upload | None:
-        """Return where batches are copied to ahead of their step; None for a CPU, and where hooks do it."""
+        """Return the copy to the device ahead of a step; None on a CPU, and if hooks do the copy."""
         if ctx.device.type != "cuda":
             return None
         is_overridden = part(ctx.home, "utilities.model_helpers").is_overridden
@@ -99,7 +98,7 @@ def _close(ahead: weakref.ref[Prefetcher]) -> None:
 
 
 def _limit(ctx: Run, loader: Any) -> float | None:
-    """Return how many batches an epoch has, by length and ``limit_train_batches``; None where only the loader knows."""
+    """Return the number of batches of an epoch, by length and ``limit_train_batches``; None if it is unknown."""
     limit = ctx.trainer.limit_train_batches
     length = part(ctx.home, "utilities.combined_loader").sized_len(loader)
     if length is None:
@@ -108,7 +107,7 @@ def _limit(ctx: Run, loader: Any) -> float | None:
 
 
 def _changes_default_dtype(ctx: Run) -> bool:
-    """Return whether the precision sets torch's default dtype, which threads share, for the time of a step."""
+    """Return whether the precision sets torch's default dtype, which threads share, during a step."""
     before = torch.get_default_dtype()
     with ctx.strategy.precision_plugin.train_step_context():
         return torch.get_default_dtype() != before

@@ -1,4 +1,4 @@
-"""Regional compilation: each repeated block of a model is compiled, once for all that are alike."""
+"""Regional compilation: each repeated block of a model is compiled, once for all equal ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.regional_compilation.card import CARD
 
 RECOMPILES_TO_WARN = 3
-"""Two are usual: other sizes come once, and are compiled for all sizes then."""
+"""Two are usual: other sizes come once, and are then compiled for all sizes."""
 
 
 class RegionalCompilation(Technique):
-    """Compiles the model's blocks for the length of a fit, recomputation of their activations included.
+    """Compiles the model's blocks for the length of a fit, including recomputation of their activations.
 
-    A model of 32 equal blocks compiles one, not 32: the time to compile doesn't grow with depth. What is around the
-    blocks runs as before. Weights, checkpoints, copies and pickles of the module have the names they had.
+    A model of 32 equal blocks compiles one, not 32: the compile time doesn't grow with depth. Code around the blocks
+    runs as before. Weights, checkpoints, copies and pickles of the module keep their names.
 
     Args:
         blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
@@ -63,12 +63,12 @@ class RegionalCompilation(Technique):
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """Qualified names of the blocks that are compiled now; empty outside a fit."""
+        """Qualified names of the compiled blocks; empty outside a fit."""
         return tuple(self._compiled)
 
     @property
     def graphs(self) -> int:
-        """Graphs that were compiled in the present or last fit: for all blocks together."""
+        """Number of graphs that were compiled in the current or last fit, for all blocks together."""
         return 0 if self._counting is None else self._counting.graphs
 
     def transform(self, ctx: Run) -> None:
@@ -105,6 +105,6 @@ class RegionalCompilation(Technique):
             )
 
     def undo(self) -> None:
-        """Leave the module as it was; a second call does nothing."""
+        """Restore the module; a second call does nothing."""
         restore_compiled(self._compiled.values())
         self._compiled = {}

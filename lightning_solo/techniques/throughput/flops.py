@@ -1,4 +1,4 @@
-"""Floating-point operations: those of one call counted, and those that a device can do in a second."""
+"""Floating-point operations: the count of one call, and the rate of a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_solo.presets.devices import find
 def eager_flop_counter() -> Iterator[FlopCounterMode]:
     """Count FLOPs in this context.
 
-    Dynamo marks a function that it first meets under a dispatch mode as not to be compiled, for good; so compiled
-    functions run as written here. Dynamo is loaded (seconds) only if the program did so already.
+    Dynamo never compiles a function again that it first met under a dispatch mode, so compiled functions run
+    uncompiled here. Dynamo takes seconds to load and is loaded only if the program has done so already.
     """
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -29,7 +29,7 @@ def eager_flop_counter() -> Iterator[FlopCounterMode]:
 
 
 class CountedOnce:
-    """Replaces an object's method until its next call, whose FLOPs it counts; no mode stays on, even if that raises."""
+    """Replaces an object's method until its next call, and counts the FLOPs of this call, even if it raises."""
 
     def __init__(self, owner: Any, name: str, receive: Callable[[int], None]) -> None:
         self.receive: Callable[[int], None] | None = receive
@@ -48,16 +48,16 @@ class CountedOnce:
         return result
 
     def remove(self) -> None:
-        """Put back what was there, unless someone has replaced it since."""
+        """Restore the method, unless it has been replaced since."""
         self._patch.close()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return a device's dense operations per second by our own table, else by Lightning's; None if unknown.
+    """Return a device's dense operations per second, from our table or else Lightning's; None if unknown.
 
     Args:
-        device: where the products run.
-        dtype: of the products; those of fp32 are TF32's where torch may use it.
+        device: of the products.
+        dtype: of the products; fp32 means TF32 if torch may use it.
     """
     known = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(dtype)
@@ -69,7 +69,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Return the type that matrix products run in under one of Lightning's precision names.
+    """Return the type of matrix products under one of Lightning's precision names.
 
     >>> compute_dtype("bf16-mixed"), compute_dtype("16-true"), compute_dtype("32-true")
     (torch.bfloat16, torch.float16, torch.float32)

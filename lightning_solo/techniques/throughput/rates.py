@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Totals:
-    """What was processed since the start of the fit; ``seconds`` without validation."""
+    """Batches, samples and other counts since the start of the fit; ``seconds`` without validation."""
 
     seconds: float
     samples: int
@@ -19,23 +19,23 @@ class Totals:
 
 
 class Rates:
-    """Totals of the last batches, by a clock that runs only while batches are trained on.
+    """Totals of the last batches, with a clock that runs only during training.
 
     Args:
-        window_size: batches that a rate is averaged over.
-        available_flops: operations that the device can do in a second; None if unknown.
+        window_size: number of batches over which a rate is averaged.
+        available_flops: operations per second of the device; None if unknown.
     """
 
     def __init__(self, window_size: int, available_flops: float | None = None) -> None:
         self.available_flops = available_flops
         self.totals: deque[Totals] = deque(maxlen=window_size)
         self.seconds = 0.0
-        self.flops_of_batch = 0  # model FLOPs of the batch that is added next; 0 where they were not counted
+        self.flops_of_batch = 0  # model FLOPs of the next batch; 0 if they were not counted
         self._samples = 0
         self._tokens: int | None = 0
         self._flops = 0.0
-        self._flops_per_unit: float | None = None  # of a token, or of a sample where tokens are unknown
-        self._mark: float | None = None  # since when the clock runs; None while it does not
+        self._flops_per_unit: float | None = None  # of a token, or of a sample if tokens are unknown
+        self._mark: float | None = None  # start of the running clock; None while it is stopped
 
     def resume(self) -> None:
         """Start the clock, unless it runs."""
@@ -47,7 +47,7 @@ class Rates:
         self._mark = None
 
     def add(self, samples: int | None, tokens: int | None) -> None:
-        """Add a batch that ends now; one without samples adds its time alone."""
+        """Add a batch that ends now; a batch without samples adds only its time."""
         now = time.perf_counter()
         self.seconds += 0.0 if self._mark is None else now - self._mark
         self._mark = now
@@ -69,9 +69,9 @@ class Rates:
 
 
 def figures_of(totals: Sequence[Totals], available_flops: float | None) -> dict[str, float]:
-    """Return the rates over a stretch of training, by logged key; none for fewer than two totals.
+    """Return the rates over a stretch of training, by logged key; empty for fewer than two totals.
 
-    The first total is only the start of the stretch, so a slow first batch does not count.
+    The first total marks the start of the stretch, so a slow first batch does not count.
 
     >>> figures_of([Totals(40.0, 4, 8, None), Totals(42.0, 12, 24, None)], None)
     {'throughput/samples_per_s': 4.0, 'throughput/tokens_per_s': 8.0}
