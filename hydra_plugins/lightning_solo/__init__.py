@@ -1,1 +1,1 @@
-"""What Hydra discovers in every application once lightning-solo is installed; nothing here imports torch."""
+"""Plugins that Hydra discovers in every application once lightning-solo is installed; they don't import torch."""

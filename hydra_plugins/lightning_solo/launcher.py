@@ -30,7 +30,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="solo", node=SoloLaunc
 
 
 class SoloLauncher(Launcher):
-    """Hands everything to `lightning_solo.sweeps.launch`, which is imported when a sweep starts."""
+    """Passes all calls to `lightning_solo.sweeps.launch`, which is imported when a sweep starts."""
 
     def __init__(self, max_jobs: int, preload: Sequence[str], **settings: Any) -> None:
         self.max_jobs = max_jobs
@@ -39,7 +39,7 @@ class SoloLauncher(Launcher):
         self._launch: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Check what can be checked before a job is composed, and choose the sweep's folder."""
+        """Run the checks that need no composed job, and choose the sweep's folder."""
         from lightning_solo.sweeps.launch import Launch
 
         self._launch = Launch(

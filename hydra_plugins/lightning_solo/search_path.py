@@ -10,10 +10,10 @@ from lightning_solo.presets.files import library_folders
 
 
 class LightningSoloSearchPath(SearchPathPlugin):
-    """Appends, so that an application's own files come first."""
+    """Appends its entries, so that an application's own files come first."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add our presets behind the application's own configurations, and the schema they inherit."""
+        """Add our presets after the application's own configurations, and the schema they inherit."""
         register_schema()
         for folder in library_folders():
             search_path.append(provider="lightning-solo", path=f"file://{folder}")

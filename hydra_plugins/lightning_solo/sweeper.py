@@ -22,7 +22,7 @@ OLDEST = 4
 
 @dataclass
 class SoloOptunaSweeperConf(Settings):
-    """The section `hydra.sweeper`; `lightning_solo.sweeps.search_settings.settings` fills what is None in."""
+    """The section `hydra.sweeper`; `lightning_solo.sweeps.search_settings.settings` replaces None by defaults."""
 
     _target_: str = "hydra_plugins.lightning_solo.sweeper.SoloOptunaSweeper"
     n_jobs: int | None = None  # type: ignore[assignment]
@@ -51,7 +51,7 @@ def refuse_without_optuna() -> None:
 
 
 class SoloOptunaSweeper(Sweeper):
-    """Hands everything to `lightning_solo.sweeps.search`, which is imported when a search starts."""
+    """Passes all calls to `lightning_solo.sweeps.search`, which is imported when a search starts."""
 
     def __init__(self, params: Mapping[str, Any] | None, **settings: Any) -> None:
         self.params = params or {}
@@ -59,7 +59,7 @@ class SoloOptunaSweeper(Sweeper):
         self._search: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Check the settings, and have the launcher choose the sweep's folder."""
+        """Check the settings; the launcher chooses the sweep's folder."""
         from lightning_solo.sweeps.launch import without_trace
 
         with without_trace():

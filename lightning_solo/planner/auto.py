@@ -183,7 +183,7 @@ class PlanCheck(Callback):
             torch.cuda.reset_peak_memory_stats(device)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compare, once."""
+        """Compare the peak with the plan after the second optimizer step."""
         if self._first is None or trainer.global_step < self._first + STEPS:
             return
         self._first = None

@@ -50,7 +50,7 @@ def calibrate() -> tuple[Device, Readings, Path]:
 
 
 def _measured_apart(device: Device) -> Readings:
-    """Return readings of a child process; the context is device memory that is less while that process runs.
+    """Return readings of a child process; its CUDA context is the device memory that is missing while it runs.
 
     Raises:
         CapabilityError: the process failed; its last line says why.
@@ -162,7 +162,7 @@ def _matmul_precision(name: str) -> Iterator[None]:
 
 
 def fastest(work: Callable[[], object], on: torch.device) -> float:
-    """Return the seconds of the fastest of a few calls after a warm-up; of fewer calls where they are slow."""
+    """Return the seconds of the fastest of a few calls after a warm-up; slow functions are called less often."""
     wait: Callable[[], object] = torch.cuda.synchronize if on.type == "cuda" else lambda: None
     work()
     durations: list[float] = []

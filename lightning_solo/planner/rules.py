@@ -79,7 +79,7 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
 
 
 def _planned(way: str, settings: Any, tracing: Tracing) -> Tracing:
-    """Return the tracing after a technique, by its card's ``planned``."""
+    """Return the tracing with a technique added, by its card's ``planned``."""
     if way == "attached":
         return tracing
     if way == "left out":

@@ -104,7 +104,7 @@ def scalable_trace(
 def _on_fake_tensors(
     capture: Callable[[int], Trace], size: int, known: tuple[int, int] | None, fits: Callable[[Trace], bool]
 ) -> ScalableTrace:
-    """Return the trace of a micro-batch, and of all others if two small ones predict it or a third."""
+    """Return the trace of a micro-batch, and of all others if two small traces predict it, or predict a third."""
     low, high, third = [*(other for other in SMALL if other != size), max(SMALL)][:3]
     pair = known or (low, high)
     # a single example rarely follows from others, so a third is traced in parallel rather than afterwards

@@ -25,7 +25,7 @@ class EarlyZeroGrad(Technique):
         return CARD.repr(self)
 
     def transform(self, ctx: Run) -> None:
-        """Change the order.
+        """Zero gradients before forward for the length of a fit.
 
         Raises:
             ConflictError: manual optimization, in which Lightning zeroes no gradients.

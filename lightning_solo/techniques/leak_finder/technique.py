@@ -65,7 +65,7 @@ class LeakFinder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look where it is an optimizer step's turn."""
+        """Count if this optimizer step is due."""
         step = trainer.global_step
         # not a multiple: under manual optimization a batch may have several optimizer steps
         if not self._looks or step - self._looks[-1][0] >= self.every_n_steps:

@@ -117,7 +117,7 @@ class Watch:
         self._is_pageable: bool | None = None if device.type == "cuda" else False
 
     def begin_wait(self, *, with_epoch: bool = False) -> None:
-        """Start to wait for a batch, or at an epoch's start for the loader's iterator."""
+        """Start timing the wait for a batch, or at an epoch's start for the loader's iterator."""
         moment = self._clock.mark()
         if with_epoch:
             self._epoch = moment

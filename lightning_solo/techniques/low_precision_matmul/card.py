@@ -14,11 +14,11 @@ from lightning_solo.cards.tracing import Tracing
 
 @dataclass(frozen=True)
 class Format:
-    """What a CUDA device needs to multiply in a format.
+    """The hardware that a format needs.
 
     Attributes:
-        capability: the least compute capability.
-        geforce: whether only GeForce cards gain by it.
+        capability: smallest CUDA compute capability.
+        geforce: whether only GeForce cards become faster by it.
     """
 
     capability: tuple[int, int]

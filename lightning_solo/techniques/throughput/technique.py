@@ -17,12 +17,12 @@ from lightning_solo.techniques.throughput.rates import Rates
 class Throughput(Callback):
     """Logs samples/s, tokens/s, model TFLOP/s and model FLOP utilisation, over the last batches, and seconds per step.
 
-    ``throughput/step_s`` is the mean over the optimizer steps since the log before, the first step of the fit aside.
+    ``throughput/step_s`` is the mean over the optimizer steps since the last log, without the first step of the fit.
 
     Model FLOPs are those of the first batch's forward, times 3 for forward and backward, scaled by tokens (else
-    samples) for other batches: what activation checkpointing computes again is not counted. Under manual optimization
-    ``training_step`` holds the backward too, and is counted as it is, recomputation included. Validation, and what
-    follows it until the next batch, is not training time; waiting for data is.
+    samples) for other batches, without the recomputation of activation checkpointing. Under manual optimization
+    ``training_step`` includes backward, and is counted as it is, with recomputation. Validation, and the time until the
+    next batch after it, is not training time; waiting for data is.
 
     Args:
         every_n_steps: optimizer steps (``global_step``) between two logs.
@@ -66,14 +66,14 @@ class Throughput(Callback):
     def _start(self, available_flops: float | None = None) -> None:
         self._rates = Rates(self.window_size, available_flops)
         self._step = 0  # of the last log
-        self._since: tuple[int, float] | None = None  # optimizer step and training seconds where `step_s` counts from
+        self._since: tuple[int, float] | None = None  # optimizer step and training seconds at the start of `step_s`
         self._counter: CountedOnce | None = None
         self._warned = False
 
     # --- when: Lightning's hooks ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start afresh for this fit, and count the first forward."""
+        """Reset the counts for this fit, and count the first forward."""
         self._remove_counter()
         self._start(self._peak_flops(trainer) if self.count_flops else None)
         self._step = trainer.global_step
@@ -93,7 +93,7 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the batch, and log where it is an optimizer step's turn."""
+        """Add the batch, and log if this optimizer step is due."""
         self._rates.add(*self._size(batch))
         step = trainer.global_step
         if self._since is None and step != self._step:
@@ -111,11 +111,11 @@ class Throughput(Callback):
             self._log(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the counter away."""
+        """Remove the counter."""
         self._remove_counter()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take the counter away; Lightning calls no teardown after an exception."""
+        """Remove the counter, since Lightning calls no teardown after an exception."""
         self._remove_counter()
 
     # --- what ---
@@ -145,7 +145,7 @@ class Throughput(Callback):
         figures = {**self.figures, **self._step_time()} if trainer.loggers else {}
         self._since = self._step, self._rates.seconds
         for logger in trainer.loggers if figures else ():
-            # straight to the logger: the module's own keys and aggregation are left alone; the axis is self.log()'s
+            # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
             logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _step_time(self) -> dict[str, float]:

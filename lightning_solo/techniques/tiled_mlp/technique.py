@@ -16,7 +16,7 @@ from lightning_solo.techniques.tiled_mlp.card import CARD
 
 
 class TiledMlp(Technique):
-    """Has a model's feed-forward parts computed in tiles of tokens for the length of a fit, forward and backward.
+    """Computes a model's feed-forward parts in tiles of tokens for the length of a fit, forward and backward.
 
     Args:
         parts: ``auto`` for what widens and narrows by linear layers (`lightning_solo.nn.blocks.feed_forward_parts`), or
@@ -41,7 +41,7 @@ class TiledMlp(Technique):
 
     @property
     def tiled(self) -> tuple[str, ...]:
-        """Qualified names of the parts that are tiled now; empty outside a fit."""
+        """Qualified names of the tiled parts; empty outside a fit."""
         return tuple(self._tilings)
 
     def transform(self, ctx: Run) -> None:
