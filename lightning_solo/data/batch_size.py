@@ -68,7 +68,7 @@ def shapes_of(batch: object) -> list[tuple[int, ...]]:
 
 
 def fits_into(shapes: Sequence[tuple[int, ...]], larger: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether each shape has as many dimensions as its counterpart in ``larger``, and none longer.
+    """Return whether each shape fits into its counterpart in ``larger``: equally many dimensions, none of them longer.
 
     >>> fits_into([(2, 3)], [(2, 4)]), fits_into([(2, 3)], [(3, 2)]), fits_into([(2,)], [(2, 1)])
     (True, False, False)

@@ -36,7 +36,7 @@ class Arrangement(Tracing):
 
 
 def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:
-    """Return how a preset is traced, beside the user's own arguments of the Trainer.
+    """Return the tracing of a preset, with the user's own arguments of the Trainer.
 
     Args:
         config: the preset.

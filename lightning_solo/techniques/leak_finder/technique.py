@@ -76,7 +76,7 @@ class LeakFinder(Callback):
         self._start()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget the counts; Lightning calls no teardown now."""
+        """Forget the counts, since Lightning calls no teardown after an exception."""
         self._start()
 
     # --- what ---
