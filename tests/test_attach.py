@@ -187,13 +187,13 @@ def test_every_preset_fits_on_a_gpu(preset: str, home: ModuleType, tmp_path: Pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("preset", ["fp16", "zero_offload"])
-def test_rows_20_and_21_gpu_preset_without_a_gpu(preset: str) -> None:
+def test_gpu_preset_is_refused_without_a_gpu(preset: str) -> None:
     with pytest.raises(solo.CapabilityError, match="CUDA") as caught:
         solo.trainer_kwargs(preset)
     assert "'bf16'" in str(caught.value) or "'checkpointing'" in str(caught.value)
 
 
-def test_row_19_schedule_with_manual_optimization(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+def test_schedule_is_refused_with_manual_optimization(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
     module = regression(home)
     module.automatic_optimization = False
     trainer = make_trainer(home, **solo.trainer_kwargs("accumulation", lightning=home.__name__))
@@ -201,7 +201,7 @@ def test_row_19_schedule_with_manual_optimization(home: ModuleType, make_trainer
         trainer.fit(module, loader())
 
 
-def test_row_24_deepspeed_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(solo.CapabilityError, match="pip install 'deepspeed>="):
         solo.trainer_kwargs("zero_offload", ["strategy.allow_cpu=true"])

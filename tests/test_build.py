@@ -55,19 +55,19 @@ def test_misspelt_argument_of_a_users_callback(my_project: str) -> None:
 
 
 @pytest.mark.parametrize("alias", ["os.system", "os.path.exists", "AdamW", "os"])
-def test_row_81_another_modules_object_below_an_allowed_prefix(my_project: str, alias: str) -> None:
+def test_object_of_another_module_below_an_allowed_prefix_is_refused(my_project: str, alias: str) -> None:
     with pytest.raises(solo.PresetError, match="outside"):
         built({"_target_": f"{my_project}.{alias}"}, my_project)
 
 
-def test_row_81_nested_alias(my_project: str) -> None:
+def test_nested_alias_of_another_modules_object_is_refused(my_project: str) -> None:
     node = {"_target_": f"{my_project}.Mine", "inner": [{"_target_": f"{my_project}.os.system", "command": "true"}]}
     with pytest.raises(solo.PresetError, match="outside"):
         built(node, my_project)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_row_81_an_escaped_interpolation_makes_no_target(my_project: str, tmp_path: Path, depth: int) -> None:
+def test_escaped_interpolation_makes_no_target(my_project: str, tmp_path: Path, depth: int) -> None:
     marker = tmp_path / "made"
     text = "\\" * (2**depth - 1) + "${oc.create:{_target_:logging.FileHandler,filename:'" + str(marker) + "'}}"
     with pytest.raises(solo.PresetError):
@@ -108,7 +108,9 @@ def test_an_import_error_inside_the_users_module_is_shown_as_it_is(
 
 
 @pytest.mark.parametrize(("package", "version"), [("lightning", "2.6.3"), ("torch", "2.9.1"), ("hydra-core", "1.3.2")])
-def test_row_26_dependency_too_old_or_compromised(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None:
+def test_dependency_that_is_too_old_or_compromised_is_refused(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str
+) -> None:
     declared = ["torch>=2.10", "lightning>=2.6.6,<3", "hydra-core>=1.3.8,<1.5", "pytest; extra == 'test'"]
     true_version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)

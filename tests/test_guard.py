@@ -54,7 +54,7 @@ def test_stops_a_run_in_which_something_was_lost(
         fit(home, trainer)
 
 
-def test_row_21_gpu_precision_on_another_device(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+def test_gpu_precision_is_refused_on_another_device(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
     trainer = make_trainer(home, callbacks=[PresetGuard({"accelerator": "cuda"})])
     with pytest.raises(CapabilityError, match=mentions("CUDA", "cpu")):
         fit(home, trainer)

@@ -256,6 +256,7 @@ def composed_once(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, Checke
         except (HydraException, OmegaConfBaseException) as error:
             raise refusal(error, overrides) from error
         checked = check_application(cfg, overrides)
+        cfg.hydra.mode = RunMode.RUN  # as `hydra.main` leaves it
         yield cfg, checked, HydraContext(config_loader=app.config_loader, callbacks=Callbacks(cfg))
 
 

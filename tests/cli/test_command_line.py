@@ -172,7 +172,7 @@ def test_run_names(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\n", "a\0", "x" * 101, "-a", None, "ä"])
-def test_row_84_run_names_that_are_no_file_names(name: object) -> None:
+def test_run_name_that_is_no_file_name_is_refused(name: object) -> None:
     with pytest.raises(PresetError, match="run="):
         check_run_name(name)
 

@@ -345,9 +345,26 @@ def test_a_module_of_ones_own_as_in_help(tmp_path: Path) -> None:
     assert "data: MyModule's own train_dataloader" in output
 
 
+def test_hydra_composes_once_for_a_run(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from hydra._internal.config_loader_impl import ConfigLoaderImpl\n"
+        "from lightning_solo.cli.train import run\n"
+        "stock, runs = ConfigLoaderImpl.load_configuration, []\n"
+        "ConfigLoaderImpl.load_configuration = lambda *args, **kwargs: runs.append(1) or stock(*args, **kwargs)\n"
+        "run(sys.argv[1:])\n"
+        "print('composed', len(runs))\n"
+    )
+    settings = [*QUICK, "solo=checkpointing", "trainer.max_steps=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *settings], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "composed 1", done.stdout + done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_row_20_gpu_preset_without_a_gpu(tmp_path: Path) -> None:
+def test_gpu_preset_is_refused_without_a_gpu(tmp_path: Path) -> None:
     output = train(tmp_path, *QUICK, "solo=fp16", code=2)
     assert lines_with(output, "precision=16-mixed", "CUDA", "'bf16'")
     assert "Traceback" not in output

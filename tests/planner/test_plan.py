@@ -187,7 +187,9 @@ def test_a_budget_above_the_devices_memory_is_refused() -> None:
 
 
 def test_bf16_on_a_device_without_it_is_said() -> None:
-    said = "Tesla T4 has no bf16 arithmetic: it is emulated and slow, and a run is refused there; fp16 works (preset fp16)"
+    said = (
+        "Tesla T4 has no bf16 arithmetic: it is emulated and slow, and a run is refused there; fp16 works (preset fp16)"
+    )
     assert said in assumed(device("t4"), "bf16-mixed")
     assert said in assumed(device("t4"), "bf16-true")
     assert said not in assumed(device("t4"), "16-mixed")

@@ -125,23 +125,23 @@ def test_callers_mapping_stays_as_it_was() -> None:
     assert given_ == {"precision": "bf16", "callback": {"memory_logger": {"table": True}}}
 
 
-class TestFaultMatrix:
-    def test_row_1_unknown_preset(self) -> None:
+class TestRefusals:
+    def test_unknown_preset_is_refused_with_the_nearest(self) -> None:
         message = refused("bf61")
         assert lines_with(message, "'bf61'", nearest("bf16"), ", ".join(PRESETS))
 
     @pytest.mark.parametrize("mark", ["", "+", "++"])
-    def test_rows_2_and_3_misspelt_field(self, mark: str) -> None:
+    def test_misspelt_field_is_refused_with_the_nearest(self, mark: str) -> None:
         message = refused("bf16", f"{mark}accumulat=4")
         assert lines_with(message, "accumulat=4: ", nearest("accumulate_grad_batches"))
 
     @pytest.mark.parametrize("mark", ["", "+", "++"])
-    def test_rows_2_and_3_inside_a_callback(self, mark: str) -> None:
+    def test_misspelt_setting_is_refused_with_the_nearest(self, mark: str) -> None:
         message = refused("checkpointing", f"{mark}callback.memory_logger.every_n_stepz=4")
         assert "callback.memory_logger.every_n_stepz=4" in message
         assert nearest("every_n_steps") in message
 
-    def test_rows_2_and_3_misspelt_callback(self) -> None:
+    def test_misspelt_callback_is_refused_with_the_nearest(self) -> None:
         for override in (
             "callback.memory_loger.table=true",
             "+callback=memory_loger",
@@ -151,21 +151,21 @@ class TestFaultMatrix:
         assert nearest("memory_logger") in refused("checkpointing", "~callback.memory_loger")
 
     @pytest.mark.parametrize("value", ["abc", "4.7", "true", "1e3", "0", "-1", "[2]", "2.5"])
-    def test_rows_4_to_7_accumulation(self, value: str) -> None:
+    def test_accumulation_must_be_a_whole_number_of_at_least_1(self, value: str) -> None:
         message = refused("bf16", f"accumulate_grad_batches={value}")
         assert message.startswith("accumulate_grad_batches=")
         assert "at least 1" in message
 
     @pytest.mark.parametrize("value", ["abc", "2.5", "true", "null", "[1]"])
-    def test_row_4_wrong_type_in_a_callback(self, value: str) -> None:
+    def test_setting_of_a_wrong_type_is_refused(self, value: str) -> None:
         message = refused("checkpointing", f"callback.memory_logger.every_n_steps={value}")
         assert message.startswith("callback.memory_logger.every_n_steps=")
         assert "integer" in message
 
-    def test_row_9_number_for_a_name(self) -> None:
+    def test_number_is_no_precision(self) -> None:
         assert "precision=123: " in refused("bf16", "precision=123")
 
-    def test_row_10_mandatory_value(self, user_presets: Path) -> None:
+    def test_mandatory_value_must_be_given(self, user_presets: Path) -> None:
         (user_presets / "open.yaml").write_text("precision: ???\n")
         assert "precision" in refused("open")
         assert "precision" in refused({"precision": "???"})
@@ -180,14 +180,14 @@ class TestFaultMatrix:
             ("precision: [bf16\n", "line 2"),
         ],
     )
-    def test_row_11_ill_formed_file(self, user_presets: Path, text: str, where: str) -> None:
+    def test_ill_formed_file_is_refused_with_its_line(self, user_presets: Path, text: str, where: str) -> None:
         path = user_presets / "mine.yaml"
         path.write_text(text)
         message = refused("mine")
         assert str(path) in message
         assert where in message
 
-    def test_row_11_byte_order_mark_is_read(self, user_presets: Path) -> None:
+    def test_file_with_a_byte_order_mark_is_read(self, user_presets: Path) -> None:
         (user_presets / "mine.yaml").write_bytes(b"\xef\xbb\xbf# mine. Runs on: any device.\nprecision: bf16\n")
         assert compose("mine").precision == "bf16-mixed"
         assert describe(preset_files()["mine"]) == "mine. Runs on: any device."
@@ -195,25 +195,25 @@ class TestFaultMatrix:
     @pytest.mark.parametrize(
         "line", ["accumulate_grad_batches: yes", "accumulate_grad_batches: 12:30", "precision: yes"]
     )
-    def test_row_12_yaml_surprises(self, user_presets: Path, line: str) -> None:
+    def test_yaml_booleans_are_refused_and_sexagesimal_numbers_read(self, user_presets: Path, line: str) -> None:
         (user_presets / "mine.yaml").write_text(f"precision: bf16\n{line}\n".replace("precision: bf16\npre", "pre"))
         if line.endswith("12:30"):  # YAML 1.1 reads 750 sexagesimal; documented in README, and shown by `show`
             assert compose("mine").accumulate_grad_batches == 750
         else:
             assert line.split(":")[0] in refused("mine")
 
-    def test_row_13_one_option_set_twice(self) -> None:
+    def test_option_set_twice_is_refused(self) -> None:
         message = refused("bf16", "precision=16-true", "precision=32-true")
         assert "'precision=16-true' and 'precision=32-true'" in message
 
-    def test_row_17_schedule_under_deepspeed(self) -> None:
+    def test_schedule_is_allowed_under_deepspeed_but_not_under_zenflow(self) -> None:
         composed = compose("zero_offload", ["+callback=accumulation_schedule"])  # the engine follows it
         assert "accumulation_schedule" in callbacks(composed)
         message = refused("zenflow", "+callback=accumulation_schedule", error=ConflictError)
         assert "zenflow" in message
         assert "~callback.accumulation_schedule" in message
 
-    def test_row_18_schedule_and_fixed_factor(self) -> None:
+    def test_schedule_and_fixed_factor_are_refused_with_a_milestone(self) -> None:
         message = refused("accumulation", "accumulate_grad_batches=4", error=ConflictError)
         assert "milestones=[[0, 4]]" in message
         compose("accumulation", ["accumulate_grad_batches=1"])
@@ -222,10 +222,10 @@ class TestFaultMatrix:
         assert "precision=32-true" in refused("zero_offload", "precision=64-true", error=ConflictError)
 
     @pytest.mark.parametrize("override", ["devices=2", "+devices=2", "num_nodes=2"])
-    def test_row_23_one_device(self, override: str) -> None:
+    def test_more_than_one_device_is_refused(self, override: str) -> None:
         assert "one device" in refused("bf16", override)
 
-    def test_row_27_bad_precision(self) -> None:
+    def test_misspelt_precision_is_refused_with_the_nearest(self) -> None:
         message = refused("bf16", "precision=bf61")
         assert nearest("bf16") in message
         assert "32-true, 16-mixed, bf16-mixed" in message
@@ -239,7 +239,7 @@ class TestFaultMatrix:
             ("+strategy={_target_:os.system}",),
         ],
     )
-    def test_row_81_targets_outside_the_registry(self, overrides: tuple[str, ...]) -> None:
+    def test_target_that_is_not_allowed_is_refused(self, overrides: tuple[str, ...]) -> None:
         assert "os.system" in refused("bf16", *overrides)
 
     @pytest.mark.parametrize(
@@ -252,15 +252,15 @@ class TestFaultMatrix:
             "+callback.x.z={_target_:torch.load}",
         ],
     )
-    def test_row_81_nested_below_an_allowed_target(self, nested: str) -> None:
+    def test_target_nested_below_an_allowed_one_is_refused(self, nested: str) -> None:
         message = refused("bf16", "+callback.x._target_=mine.X", nested, allow=("mine",))
         assert "allow" in message
 
-    def test_row_81_behind_an_interpolation(self) -> None:
+    def test_target_in_an_interpolation_is_refused(self) -> None:
         cfg = OmegaConf.create({"bad": "os.system", "solo": {"callback": {"x": {"_target_": "${bad}"}}}})
         assert "os.system" in refused(cfg.solo)
 
-    def test_row_92_one_callback_twice(self) -> None:
+    def test_one_callback_under_two_names_is_refused(self) -> None:
         assert "twice" in refused("checkpointing", "+callback.again={name:memory_logger}", error=ConflictError)
 
 
@@ -329,7 +329,7 @@ def test_composing_imports_neither_torch_nor_lightning() -> None:
     factor=st.none() | st.integers(1, 1000),
     every=st.integers(1, 10**6),
 )
-def test_f1_compose_dump_compose_is_the_identity(precision: str, factor: int | None, every: int) -> None:
+def test_composed_fields_compose_to_the_same_configuration(precision: str, factor: int | None, every: int) -> None:
     fields = {
         "precision": precision,
         "accumulate_grad_batches": factor,
@@ -341,14 +341,14 @@ def test_f1_compose_dump_compose_is_the_identity(precision: str, factor: int | N
 
 
 @given(st.text(min_size=1, max_size=20).filter(lambda name: name not in FIELDS))
-def test_f2_any_other_field_is_refused_by_name(name: str) -> None:
+def test_any_other_field_is_refused_by_name(name: str) -> None:
     with pytest.raises(PresetError) as caught:
         compose({name: 1})
     assert name in str(caught.value) or repr(name)[1:-1] in str(caught.value)
 
 
 @given(st.from_regex(r"[a-z_]{1,8}(\.[a-zA-Z_]{1,8}){0,3}", fullmatch=True).filter(lambda p: not p.startswith("mine")))
-def test_f13_any_target_not_allowed_is_refused(path: str) -> None:
+def test_any_target_that_is_not_allowed_is_refused(path: str) -> None:
     with pytest.raises(PresetError):
         compose({"callback": {"x": {"_target_": path}}}, allow=["mine"])
 
