@@ -21,12 +21,13 @@ from typing import Any
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import own_cards
-from lightning_solo.ladder.display import HEADINGS, cells, details, noise_in_words
+from lightning_solo.ladder.display import COLUMNS, details, noise_in_words
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.planner.device import CAPABILITIES, device
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import describe
 from lightning_solo.sweeps.outcome import FINISHED
+from lightning_solo.tables import Cell, Column, Table, filled_table, markdown
 from lightning_solo.techniques.low_precision_matmul.card import FORMATS, formats_of
 from lightning_solo.units import MiB
 
@@ -39,25 +40,24 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table; columns of which most cells begin with a number are right-aligned."""
     columns = [[cell for cell in column if cell] for column in zip(*rows, strict=True)]
     numbers = [sum(cell[0] in "0123456789+-~±" for cell in column) * 2 > len(column) for column in columns]
-    rule = ["---:" if number else "---" for number in numbers]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [headers, rule, *rows]) + "\n"
+    return markdown(
+        Table("", headers, [[Cell(text, n or None) for text, n in zip(row, numbers, strict=True)] for row in rows])
+    )
 
 
 def ladder_table(result: dict[str, Any]) -> str:
-    """Return what `lightning-solo ladder` has written to `ladder.json`; a column without a figure is left out."""
-    found = [Figures(**{**row, "overrides": tuple(row["overrides"])}) for row in result["rows"]]
-    figures = [cells(row) if row.status == FINISHED else [""] * len(HEADINGS) for row in found]
-    filled = [n for n in range(len(HEADINGS)) if any(row[n] for row in figures)]
-    rows = [[f"`{row.name}`", *(shown[n] for n in filled)] for row, shown in zip(found, figures, strict=True)]
-    for row, cells_ in zip(found, rows, strict=True):
-        cells_[1] = cells_[1] if row.status == FINISHED else row.status
+    """Return the rows of `ladder.json`; a column without a figure is left out."""
+    rungs = [Figures(**{**row, "overrides": tuple(row["overrides"])}) for row in result["rows"]]
+    name = Column[Figures](
+        "rung", lambda row: Cell(f"`{row.name}`{'' if row.status == FINISHED else f': {row.status}'}")
+    )
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     note = (
         f"\n{result['hardware']}; {versions}; {result['steps']} optimizer steps each, in a fresh process. "
-        f"Memory: {result['memory']}. {capitalized(noise_in_words(found))}. Command: `{result['command']}`\n"
+        f"Memory: {result['memory']}. {capitalized(noise_in_words(rungs))}. Command: `{result['command']}`\n"
     )
-    said = "".join(f"- {line}\n" for line in details(found))
-    return table(["rung", *(HEADINGS[n] for n in filled)], rows) + note + (f"\n{said}" if said else "")
+    remarks = "".join(f"- {line}\n" for line in details(rungs))
+    return markdown(filled_table("", (name, *COLUMNS), rungs)) + note + (f"\n{remarks}" if remarks else "")
 
 
 def capitalized(text: str) -> str:
@@ -587,16 +587,13 @@ def presets() -> str:
     for path in sorted(PRESETS.glob("*.yaml")):
         purpose, _, device = describe(path).partition(" Runs on: ")
         rows.append([f"`{path.stem}`", purpose, device.rstrip(".")])
-    return "| preset | what it is for | runs on |\n| --- | --- | --- |\n" + "".join(
-        "| " + " | ".join(row) + " |\n" for row in rows
-    )
+    return table(["preset", "what it is for", "runs on"], rows)
 
 
 def techniques() -> str:
     """Return the techniques, each with a link to its page and what it saves."""
-    return "| technique | what it saves | costs |\n| --- | --- | --- |\n" + "".join(
-        f"| [`{name}`]({name}.md) | {prose(card.saves)} | {prose(card.costs)} |\n" for name, card in own_cards().items()
-    )
+    rows = [[f"[`{name}`]({name}.md)", prose(card.saves), prose(card.costs)] for name, card in own_cards().items()]
+    return table(["technique", "what it saves", "costs"], rows)
 
 
 def card(name: str) -> str:
@@ -624,12 +621,8 @@ def card(name: str) -> str:
     return (
         "".join(f"{term}\n: {text}\n\n" for term, text in rows)
         + "**Settings**, in Python, YAML and on the command line:\n\n"
-        "| setting | default | what it is |\n| --- | --- | --- |\n" + _rows(settings)
+        + markdown(Table("", ("setting", "default", "what it is"), [[Cell(text) for text in row] for row in settings]))
     )
-
-
-def _rows(rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 
 def _plain(default: Any) -> str:

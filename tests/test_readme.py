@@ -67,7 +67,7 @@ def test_the_ladders_table_says_what_it_was_measured_with() -> None:
     }
     lines = TABLES.ladder_table({**said, "command": "the command", "rows": as_json(rows)}).splitlines()
     assert lines[3] == "| `a` | 512 MiB | -50% | 1024 MiB | 500 ms ±10% | ~ +2% | 2 |"  # (0.55 - 0.45) / 2 / 0.5
-    assert lines[4].startswith("| `b` | not run here |")
+    assert lines[4].startswith("| `b`: not run here |")
     assert {line.count("|") for line in lines[:5]} == {8}
     for text in ("2 cores; torch 2.13; 7 optimizer steps", "~: ", "Command: `the command`"):
         assert text in lines[6]

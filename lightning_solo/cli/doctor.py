@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from lightning_solo.errors import CapabilityError, PresetError, SoloError
 from lightning_solo.machine import PACKAGES, cxx_compiler, host_memory, ninja_executable, nvidia_driver, versions
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.requirements import check_machine
+from lightning_solo.tables import Cell, Table, terminal
 from lightning_solo.units import format_bytes
 
 
@@ -28,21 +28,18 @@ def run(arguments: Sequence[str]) -> int:
         return build()
     if arguments:
         raise PresetError(f"doctor takes --build or nothing, got {' '.join(arguments)!r}")
+    machine = {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools()}
+    presets = {name: lacks(name) or "ready" for name in sorted(preset_files())}
     console = Console()
-    machine = Table(box=None, pad_edge=False, show_header=False)
-    machine.add_column(style="bold", no_wrap=True)
-    machine.add_column()
-    for name, value in {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools()}.items():
-        machine.add_row(name, value)
-    console.print(machine)
-    presets = Table(title="presets", box=None, pad_edge=False, title_justify="left")
-    presets.add_column("preset", style="bold", no_wrap=True)
-    presets.add_column("here")
-    for name in sorted(preset_files()):
-        presets.add_row(name, lacks(name) or "ready")
+    console.print(terminal(table("", ("", " "), machine), (" ",), headings=False))
     console.print()
-    console.print(presets)
+    console.print(terminal(table("presets", ("preset", "here"), presets), ("here",)))
     return 0
+
+
+def table(caption: str, headings: tuple[str, str], texts: dict[str, str]) -> Table:
+    """Return a table of names, in bold, and texts."""
+    return Table(caption, headings, [(Cell(name, style="bold"), Cell(text)) for name, text in texts.items()])
 
 
 def build() -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 from rich.text import Text
 
 from lightning_solo.cli.command_line import CheckedConfig
@@ -23,6 +22,7 @@ from lightning_solo.planner.table import COLOURS
 from lightning_solo.planner.table import table as plan_table
 from lightning_solo.presets.files import descriptions, names_in
 from lightning_solo.report.plan_chart import CATEGORIES, OVERHEAD, length, parts
+from lightning_solo.tables import Cell, Table, terminal
 from lightning_solo.units import format_bytes
 
 INKS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_black")
@@ -167,19 +167,20 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
 def print_readings(device: Device, readings: Readings, path: Path) -> None:
     """Print the readings of a device, beside its peaks, and where they are stored."""
     console = Console()
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for kind, speed in readings.flops.items():
-        peak = device.flops[kind]
-        if speed is not None and peak is not None:
-            table.add_row(f"{kind} product", f"{speed / 1e12:.2f} TFLOP/s", f"{speed / peak:.0%} of {peak / 1e12:g}")
+    rows = [
+        (f"{kind} product", f"{speed / 1e12:.2f} TFLOP/s", f"{speed / peak:.0%} of {peak / 1e12:g}")
+        for kind, speed in readings.flops.items()
+        if speed is not None and (peak := device.flops[kind]) is not None
+    ]
     peak = device.memory_bandwidth
-    table.add_row("copy", f"{readings.bandwidth / 1e9:.1f} GB/s", f"{readings.bandwidth / peak:.0%} of {peak / 1e9:g}")
+    rows.append(("copy", f"{readings.bandwidth / 1e9:.1f} GB/s", f"{readings.bandwidth / peak:.0%} of {peak / 1e9:g}"))
     if device.name != CPU:
-        table.add_row("from pinned host memory", f"{readings.host_bandwidth / 1e9:.1f} GB/s")
-        table.add_row("CUDA context", format_bytes(readings.context_bytes))
-        table.add_row("workspace", format_bytes(readings.workspace_bytes))
+        rows.append(("from pinned host memory", f"{readings.host_bandwidth / 1e9:.1f} GB/s", ""))
+        rows.append(("CUDA context", format_bytes(readings.context_bytes), ""))
+        rows.append(("workspace", format_bytes(readings.workspace_bytes), ""))
+    table = Table("", ("what", "reading", "of peak"), [tuple(map(Cell, row)) for row in rows])
     print_lines(console, [f"{device.label}, measured on {readings.date}"])
-    console.print(table)
+    console.print(terminal(table, headings=False))
     print_lines(console, [f"kept for plans for the device that is here: {path}"])
 
 

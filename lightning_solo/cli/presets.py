@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.files import describe, preset_files, user_conf_folder
+from lightning_solo.tables import Cell, Table, terminal
+
+FOR = "what it is for, and where it runs"
+SAVES = "what it saves; added by +solo/callback=<name>, or +solo/strategy=<name>"
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the tables of presets and of techniques."""
     if arguments:
         raise PresetError(f"presets takes no arguments, got {' '.join(arguments)!r}; for one preset write: show <name>")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("preset", style="bold", no_wrap=True)
-    table.add_column("what it is for, and where it runs")
     user_folder = user_conf_folder()
+    presets = []
     for name, path in sorted(preset_files().items()):
         yours = " (yours)" if user_folder is not None and user_folder in path.parents else ""
-        table.add_row(name + yours, describe(path))
-    techniques = Table(box=None, pad_edge=False)
-    techniques.add_column("technique", style="bold", no_wrap=True)
-    techniques.add_column("what it saves; added by +solo/callback=<name>, or +solo/strategy=<name>")
+        presets.append((Cell(name + yours, style="bold"), Cell(describe(path))))
+    techniques = []
     for card in catalogue().cards.values():
         saves = card.saves.replace("``", "")  # marks for the documentation
-        techniques.add_row(card.name, Text(f"{saves}{' (strategy)' if card.group == 'strategy' else ''}"))
+        strategy = " (strategy)" if card.group == "strategy" else ""
+        techniques.append((Cell(card.name, style="bold"), Cell(saves + strategy)))
     console = Console()
-    console.print(table)
+    console.print(terminal(Table("", ("preset", FOR), presets), (FOR,)))
     console.print()
-    console.print(techniques)
+    console.print(terminal(Table("", ("technique", SAVES), techniques), (SAVES,)))
     return 0

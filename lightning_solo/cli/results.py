@@ -8,46 +8,36 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, nearest
-from lightning_solo.report.sweep_folder import common_overrides, fronts_of, own_overrides, pruned
+from lightning_solo.report.sweep_folder import columns, common_overrides
 from lightning_solo.sweeps.files import RESULTS, STATE, SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.output import FILE
 from lightning_solo.sweeps.results import Row, read_all
-from lightning_solo.units import format_bytes, format_duration, shorter_numbers
+from lightning_solo.tables import Cell, Column, csv_row, filled_table, terminal
 
 DEPTH = 3
 """How many folders deep sweeps are looked for."""
-COLUMNS: dict[str, Callable[[Row], Any]] = {
-    "job": lambda row: row.number,
-    "overrides": lambda row: " ".join(row.overrides),
-    "status": lambda row: row.status,
-    "loss": lambda row: row.loss,
-    "peak_device_bytes": lambda row: row.peak_device_bytes,
-    "peak_host_bytes": lambda row: row.peak_host_bytes,
-    "tokens_per_s": lambda row: row.tokens_per_s,
-    "seconds": lambda row: row.seconds,
-    "steps": lambda row: row.steps,
-    "attempt": lambda row: row.attempt,
-    "detail": lambda row: row.detail,
-}
-"""Name, as for `--sort` and in a CSV's head -> its value."""
-WORDS: dict[str, Callable[[Any], str]] = {
-    "loss": lambda value: f"{value:.4g}",
-    "peak_device_bytes": format_bytes,
-    "peak_host_bytes": format_bytes,
-    "tokens_per_s": lambda value: f"{value:,.0f}",
-    "seconds": format_duration,
-}
-SHOWN = ("job", "overrides", "status", "loss", "peak_device_bytes", "peak_host_bytes", "tokens_per_s", "seconds")
+SHOWN = (
+    "job",
+    "overrides",
+    "status",
+    "loss",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "tokens_per_s",
+    "seconds",
+    "best",
+)
+COLUMNS = [name for name in columns([]) if name != "best"]
+"""As for `--sort` and in a CSV's head."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -62,7 +52,8 @@ def run(arguments: Sequence[str]) -> int:
     rows, column = rows_of(options.run), options.sort
     if column not in COLUMNS:
         raise PresetError(f"--sort {column}: no such column{nearest(column, COLUMNS)}one of {', '.join(COLUMNS)}")
-    rows = sorted(rows, key=lambda row: _order(COLUMNS[column](row)), reverse=options.descending)
+    cell = columns(rows)[column].cell
+    rows = sorted(rows, key=lambda row: (cell(row).value is None, cell(row).value), reverse=options.descending)
     if options.csv is not None:
         write_csv(rows, options.csv)
     else:
@@ -124,17 +115,12 @@ def _offered(sweeps: Sequence[Path]) -> str:
 
 def print_sweeps(sweeps: Sequence[Path]) -> None:
     """Print a table of sweeps: when each ran last, and how its jobs ended."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("sweep", "last run", "jobs"):
-        table.add_column(name, overflow="fold")
-    for sweep in sweeps:
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_last_run(sweep)))
-        table.add_row(Text(str(sweep)), when, _jobs_of(sweep))
-    Console().print(table)
 
+    def when(sweep: Path) -> Cell:
+        return Cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(_last_run(sweep))))
 
-def _order(value: Any) -> tuple[bool, Any]:
-    return value is None or value != value, value  # unknown values come last
+    shown = [Column("sweep", lambda path: Cell(str(path))), Column("last run", when)]
+    Console().print(terminal(filled_table("", [*shown, Column("jobs", lambda path: Cell(_jobs_of(path)))], sweeps)))
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -142,45 +128,21 @@ def print_rows(rows: Sequence[Row]) -> None:
 
     Overrides that do not fit beside the figures are listed below.
     """
-    common = common_overrides(rows)
-    console, names = Console(), {row.number: shorter_numbers(" ".join(own_overrides(row, common))) for row in rows}
-    figures = table_of(rows, {})
-    longest = max((len(word) for name in names.values() for word in name.split()), default=0)
+    console, common, shown = Console(), common_overrides(rows), columns(rows)
+    names = [shown["overrides"].cell(row).text for row in rows]
+    figures = terminal(filled_table("", [shown[name] for name in SHOWN if name != "overrides"], rows))
+    longest = max((len(word) for name in names for word in name.split()), default=0)
     fits = console.measure(figures).maximum + longest + 2 <= console.width  # 2 of padding
-    console.print(table_of(rows, names) if fits else figures)
+    whole = terminal(filled_table("", [shown[name] for name in SHOWN], rows), wrapped=("overrides",))
+    console.print(whole if fits else figures)
     if not fits:
-        console.print(*(Text(f"#{number} {name}") for number, name in names.items() if name), sep="\n")
+        named = [f"#{row.number} {name}" for row, name in zip(rows, names, strict=True) if name]
+        console.print(*map(Text, named), sep="\n")
     if common:
         console.print(Text(f"in all jobs: {' '.join(common)}", style="italic"))
     for row in rows:
         if row.status != FINISHED and row.detail:
             console.print(Text(f"#{row.number} {row.detail} ({Path(row.folder, FILE)})"), soft_wrap=True)
-
-
-def table_of(rows: Sequence[Row], names: Mapping[int, str]) -> Table:
-    """Return a row per job, with its name where it has one."""
-    fronts = fronts_of(rows)
-    shown = [name for name in SHOWN if any(COLUMNS[name](row) is not None for row in rows)]
-    if not any(names.values()):
-        shown.remove("overrides")
-    table = Table(box=None, pad_edge=False)
-    for name in shown:
-        heading = name.removesuffix("_bytes").replace("_", " ")
-        table.add_column(
-            heading, justify="left" if name in SHOWN[1:3] else "right", no_wrap=bool(names) and name != "overrides"
-        )
-    table.add_column("best in loss against")
-    for row in rows:
-        own = {"overrides": names.get(row.number, ""), **({"status": row.detail} if pruned(row) else {})}
-        cells = [Text(own[name] if name in own else _words(name, COLUMNS[name](row))) for name in shown]
-        table.add_row(*cells, " and ".join(fronts[row.number]))
-    return table
-
-
-def _words(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    return WORDS.get(name, str)(value)
 
 
 def write_csv(rows: Sequence[Row], target: str) -> None:
@@ -190,10 +152,9 @@ def write_csv(rows: Sequence[Row], target: str) -> None:
         PresetError: the file can't be written.
     """
     metrics = sorted({name for row in rows for name in row.metrics})
+    cells = [columns(rows)[name].cell for name in COLUMNS]
     lines: list[list[Any]] = [[*COLUMNS, *metrics]]
-    lines += [
-        [*(value(row) for value in COLUMNS.values()), *(row.metrics.get(name) for name in metrics)] for row in rows
-    ]
+    lines += [[*csv_row(cell(row) for cell in cells), *(row.metrics.get(name) for name in metrics)] for row in rows]
     if target == "-":
         try:
             csv.writer(sys.stdout).writerows(lines)

@@ -23,7 +23,6 @@ from hydra.types import RunMode
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import make, trainer_arguments
@@ -46,7 +45,7 @@ from lightning_solo.presets.files import conf_folder
 from lightning_solo.requirements import check_machine
 from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss
-from lightning_solo.units import GiB
+from lightning_solo.tables import Cell, Table, size, terminal
 
 AUTO_FILE = "auto.json"
 """The plan of the preset that `auto` chose, in a run's folder."""
@@ -313,25 +312,19 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     from lightning_solo.sweeps.observer import figures
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    table = Table(
-        title=f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s", title_justify="left"
-    )
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in sorted(metrics.items()):
-        table.add_row(name, f"{value:.4f}")
+    cells = [(Cell(name), Cell(f"{value:.4f}", value)) for name, value in sorted(metrics.items())]
     unigram = getattr(data, "unigram_perplexity", None)
     if unigram is not None:
-        table.add_row("perplexity of byte frequencies alone", f"{unigram:.4f}")
+        cells.append((Cell("perplexity of byte frequencies alone"), Cell(f"{unigram:.4f}", unigram)))
     reading = read(trainer.strategy.root_device)
     where, peak = (
         ("device", reading.peak_allocated) if reading.peak_allocated else ("this process", reading.peak_resident)
     )
-    table.add_row(f"peak memory, {where}", f"{(peak or 0) / GiB:.3f} GiB")
-    for name, value in figures(trainer).items():
-        table.add_row(name, f"{value:,.2f}")
+    cells.append((Cell(f"peak memory, {where}"), size(peak or 0)))
+    cells += [(Cell(name), Cell(f"{value:,.2f}", value)) for name, value in figures(trainer).items()]
+    title = f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s"
     console = Console(markup=False)
-    console.print(table)
+    console.print(terminal(Table(title, ("what", "value"), cells)))
     for what, path in written(trainer, folder).items():
         console.print(f"{what}: {path}", soft_wrap=True, highlight=False)
 

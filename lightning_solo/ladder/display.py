@@ -4,66 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.ladder.rungs import BASELINE
 from lightning_solo.sweeps.outcome import FINISHED
+from lightning_solo.tables import Cell, Column, filled_table, percent, terminal
 from lightning_solo.units import GiB, MiB, format_bytes, format_seconds
 
-HEADINGS = ("training", "change", "peak", "step", "change", "loss", "differs", "exact")
 
-
-def table(rows: Sequence[Figures], steps: int) -> Table:
+def table(rows: Sequence[Figures], steps: int) -> RichTable:
     """Return the table: memory, time and loss of each rung, with their changes against the baseline."""
     title = f"after {steps} optimizer steps; changes and difference are against {BASELINE}"
-    # collapsed and folded, it fits eighty columns
-    rungs = Table(box=None, pad_edge=False, collapse_padding=True, title=title, title_justify="left", title_style="")
-    rungs.add_column("rung", overflow="fold")
-    for name in HEADINGS:
-        rungs.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        if row.status == FINISHED:
-            rungs.add_row(row.name, *cells(row))
-        else:
-            rungs.add_row(f"{row.name}: {row.status}", style="dim")
-    return rungs
+    return terminal(filled_table(title, (RUNG, *COLUMNS), rows), wrapped=(RUNG.heading,), narrow=True)
 
 
-def cells(row: Figures) -> list[str]:
-    """Return the figures of a row as text, empty where there is none.
+def size(count: int | None) -> Cell:
+    """Return bytes with three digits or so, which leave room for the other columns.
 
-    >>> cells(Figures("bf16", "finished", counted_bytes=2**30, counted_change=-0.25, peak_bytes=3 * 2**29, loss=2.5))
-    ['1024 MiB', '-25%', '1536 MiB', '', '', '2.5', '', '']
-    >>> cells(Figures("a", "", step_s=0.5, step_quartiles_s=(0.48, 0.54), step_change=0.04, step_within_noise=True))
-    ['', '', '', '500 ms ±6%', '~ +4%', '', '', '']
-    """
-    noise, spread = "~ " if row.step_within_noise else "", ""
-    if row.step_s is not None and row.step_quartiles_s is not None:
-        first, third = row.step_quartiles_s
-        spread = f" ±{(third - first) / 2 / row.step_s:.0%}"
-    return [
-        size(row.counted_bytes),
-        "" if row.counted_change is None else f"{row.counted_change:+.0%}",
-        size(row.peak_bytes),
-        "" if row.step_s is None else f"{format_seconds(row.step_s)}{spread}",
-        "" if row.step_change is None else f"{noise}{row.step_change:+.0%}",
-        "" if row.loss is None else f"{row.loss:.4g}",
-        "" if row.loss_difference is None else f"{row.loss_difference:+.1e}" if row.loss_difference else "0",
-        "" if row.exact is None else "yes" if row.exact else "no",
-    ]
-
-
-def size(count: int | None) -> str:
-    """Return bytes with three digits or so, which leave room for the other columns; empty for None.
-
-    >>> size(3 * 2**19), size(399 * 2**20), size(2**34), size(None)
-    ('1.5 MiB', '399 MiB', '16.0 GiB', '')
+    >>> [size(count).text for count in (3 * 2**19, 399 * 2**20, 2**34, None)]
+    ['1.5 MiB', '399 MiB', '16.0 GiB', '']
     """
     if count is None:
-        return ""
+        return Cell()
     value, unit = (count / GiB, "GiB") if count >= 10 * GiB else (count / MiB, "MiB")
-    return f"{value:.{0 if value >= 100 else 1}f} {unit}"
+    return Cell(f"{value:.{0 if value >= 100 else 1}f} {unit}", count)
+
+
+def step_time(row: Figures) -> Cell:
+    """Return the median step time, and half the interquartile range as a share of it.
+
+    >>> step_time(Figures("a", "finished", step_s=0.5, step_quartiles_s=(0.48, 0.54))).text
+    '500 ms ±6%'
+    """
+    if row.step_s is None:
+        return Cell()
+    spread = ""
+    if row.step_s and row.step_quartiles_s is not None:
+        first, third = row.step_quartiles_s
+        spread = f" ±{(third - first) / 2 / row.step_s:.0%}"
+    return Cell(f"{format_seconds(row.step_s)}{spread}", row.step_s)
+
+
+def _rung(row: Figures) -> Cell:
+    finished = row.status == FINISHED
+    return Cell(row.name if finished else f"{row.name}: {row.status}", row.name, "" if finished else "dim")
+
+
+def _difference(row: Figures) -> Cell:
+    value = row.loss_difference
+    return Cell() if value is None else Cell(f"{value:+.1e}" if value else "0", value)
+
+
+RUNG = Column("rung", _rung)
+COLUMNS = (
+    Column[Figures]("training", lambda row: size(row.counted_bytes)),
+    Column[Figures]("change", lambda row: percent(row.counted_change)),
+    Column[Figures]("peak", lambda row: size(row.peak_bytes)),
+    Column[Figures]("step", step_time),
+    Column[Figures]("change", lambda row: percent(row.step_change, "~ " if row.step_within_noise else "")),
+    Column[Figures]("loss", lambda row: Cell() if row.loss is None else Cell(f"{row.loss:.4g}", row.loss)),
+    Column[Figures]("differs", _difference),
+    Column[Figures]("exact", lambda row: Cell() if row.exact is None else Cell("yes" if row.exact else "no")),
+)
+ALL = (
+    Column[Figures]("rung", lambda row: Cell(row.name, row.name)),
+    Column[Figures]("status", lambda row: Cell(row.status, row.status)),
+    *COLUMNS[:3],
+    Column[Figures]("change", lambda row: percent(row.peak_change)),
+    *COLUMNS[3:],
+    Column[Figures]("detail", lambda row: Cell(row.detail)),
+)
+"""Columns of the report's table, which has room for the change of the peak and for the details."""
 
 
 def noise_in_words(rows: Sequence[Figures]) -> str:

@@ -14,6 +14,8 @@ from lightning_solo.sweeps.results import Row
 
 NOT_RUN = "not run here"
 REFUSED = "refused"
+CHANGES = {"counted_bytes": "counted_change", "peak_bytes": "peak_change", "step_s": "step_change"}
+"""Figure -> its relative change against the baseline."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Figures:
         counted_bytes: peak of what training stores in tensors, as `memory.ledger` counts them; None for a single step.
         counted_change: against the baseline; -0.25 is a quarter less.
         peak_bytes: of the device, or of this process where there is none.
+        peak_change: against the baseline.
         before_bytes: of the same memory, before training.
         step_s: median seconds of an optimizer step, the loader aside.
         step_quartiles_s: first and third quartile of the step times; None where too few were timed.
@@ -42,6 +45,7 @@ class Figures:
     counted_bytes: int | None = None
     counted_change: float | None = None
     peak_bytes: int | None = None
+    peak_change: float | None = None
     step_s: float | None = None
     step_quartiles_s: tuple[float, float] | None = None
     step_change: float | None = None
@@ -78,11 +82,9 @@ def compare(
         status=status,
         detail="; ".join(text for text in remarks_ if text),
         counted_bytes=measures.get("counted_bytes"),
-        counted_change=change(measures.get("counted_bytes"), base.get("counted_bytes")),
         peak_bytes=measures.get("peak_bytes"),
         step_s=measures.get("step_s"),
         step_quartiles_s=measures.get("step_quartiles_s") and tuple(measures["step_quartiles_s"]),
-        step_change=change(measures.get("step_s"), base.get("step_s")),
         step_within_noise=within_noise(measures, base) if techniques else None,
         loss=finite(measures.get("loss")),
         loss_difference=difference(measures.get("loss"), base.get("loss")),
@@ -91,6 +93,7 @@ def compare(
         samples_per_step=measures.get("samples_per_step"),
         device=measures.get("device"),
         overrides=row.overrides,
+        **changes(measures, base),
     )
 
 
@@ -133,6 +136,11 @@ def remarks(
             f"differs from {without}; a module that differs from run to run does too (trainer.deterministic=true)"
         )
     return notes
+
+
+def changes(row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's relative changes of memory and step time, by the attribute of `Figures`."""
+    return {name: change(row.get(key), base.get(key)) for key, name in CHANGES.items()}
 
 
 def change(value: float | None, base: float | None) -> float | None:

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-from rich.text import Text
+from rich.table import Table as RichTable
 
 from lightning_solo.planner.plan import Plan
-from lightning_solo.units import format_bytes
+from lightning_solo.tables import Cell, Column, filled_table, number, size, terminal
 
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
-HEADINGS = ("verdict", "peak", "needed", "host", "step", "batch", "peak in")
 
 
-def table(plans: Sequence[Plan], chosen: Plan | None = None) -> Table:
+def table(plans: Sequence[Plan], chosen: Plan | None = None) -> RichTable:
     """Return a row per preset, with a star after the chosen one; times are per example, relative to the fastest."""
     times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
     fastest = min(times)
-    # collapsed, with cells of two lines, it fits into eighty columns
-    rows = Table(box=None, pad_edge=False, collapse_padding=True)
-    rows.add_column("preset", no_wrap=True)
-    for name in HEADINGS:
-        rows.add_column(name, justify="left" if name in ("verdict", "peak in") else "right", overflow="fold")
-    for plan in plans:
-        rows.add_row(
-            Text(f"{plan.preset} *" if plan is chosen else plan.preset),  # a list of presets is in brackets, as markup
-            Text(plan.verdict, style=COLOURS[plan.verdict]),
-            format_bytes(plan.peak_bytes),
-            format_bytes(plan.needed_bytes),
-            format_bytes(plan.host_bytes) if plan.host_bytes else "",
-            f"{plan.seconds_per_example / fastest:.2f} x" if fastest else "",
-            "?" if plan.largest_micro_batch is None else str(plan.largest_micro_batch),
-            max(plan.phases, key=lambda phase: plan.phases[phase], default="").replace("_", " "),
-        )
-    return rows
+    columns: tuple[Column[Plan], ...] = (
+        Column("preset", lambda plan: Cell(f"{plan.preset} *" if plan is chosen else plan.preset)),
+        Column("verdict", lambda plan: Cell(plan.verdict, style=COLOURS[plan.verdict])),
+        Column("peak", lambda plan: size(plan.peak_bytes)),
+        Column("needed", lambda plan: size(plan.needed_bytes)),
+        Column("host", lambda plan: size(plan.host_bytes or None)),
+        Column("step", lambda plan: _times(plan.seconds_per_example, fastest)),
+        Column(
+            "batch", lambda plan: Cell("?") if plan.largest_micro_batch is None else number(plan.largest_micro_batch)
+        ),
+        Column(
+            "peak in", lambda plan: Cell(max(plan.phases, key=plan.phases.__getitem__, default="").replace("_", " "))
+        ),
+    )
+    return terminal(filled_table("", columns, plans), [column.heading for column in columns[1:]], narrow=True)
+
+
+def _times(seconds: float, fastest: float) -> Cell:
+    return Cell(f"{seconds / fastest:.2f} x", seconds / fastest) if fastest else Cell()

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from lightning_solo.report.charts import areas, lines
-from lightning_solo.report.model import Cell, Draw, Figure, Table, number, plain
+from lightning_solo.report.model import Draw, Figure, plain
 from lightning_solo.report.series import Series, thin, thin_together
+from lightning_solo.tables import Cell, Table, number
 
 ROWS = 60
 """Points per series in the table beside a chart, about."""

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import CheckpointError
+from lightning_solo.ladder.display import ALL
+from lightning_solo.ladder.figures import CHANGES, Figures, changes
 from lightning_solo.report.charts import bars
-from lightning_solo.report.model import Cell, Figure, Report, Table, number, plain
+from lightning_solo.report.model import Figure, Report, plain
+from lightning_solo.tables import Cell, Table, filled_table
 from lightning_solo.units import GiB, format_bytes, format_seconds
 
 FILE = "ladder.json"
@@ -29,21 +32,22 @@ def read_ladder(folder: Path) -> Report:
         return report
     if not ladder["rows"]:  # no rung has ended yet
         return report
-    rows, baseline = ladder["rows"], str(ladder.get("baseline", ""))
+    baseline = str(ladder.get("baseline", ""))
+    rows = figures_of(ladder["rows"], baseline)
     facts = {
         "Ladder": ladder.get("command"),
         "Ladder's hardware": ladder.get("hardware"),
         "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions_of(ladder).items()),
     }
     report.facts.update({name: plain(value) for name, value in facts.items() if value})
-    counted = any(row["counted_bytes"] is not None for row in rows)  # not before 0.2.0, nor of a single step
+    counted = any(row.counted_bytes is not None for row in rows)  # not before 0.2.0, nor of a single step
     title, key = ("Ladder: memory of training", "counted_bytes") if counted else ("Ladder: peak memory", "peak_bytes")
     drawn = [
         bar_figure("ladder_memory", title, rows, baseline, key, "GiB", format_bytes),
         bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", format_seconds),
     ]
     report.figures.extend(figure for figure in drawn if figure is not None)
-    report.tables.append(ladder_table(rows, baseline))
+    report.tables.append(filled_table("Ladder", ALL, rows, sortable=True))
     return report
 
 
@@ -70,9 +74,25 @@ def load(path: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path}: {row['name']}: {key}={value!r} is no number; {allowed}")
             if value is not None and not math.isfinite(value):
                 row[key] = None
-        row["name"] = plain(row["name"])
-        row["step_quartiles_s"] = quartiles_of(row)
     return ladder
+
+
+def figures_of(rows: list[dict[str, Any]], baseline: str) -> list[Figures]:
+    """Return checked rows as figures, with their changes against the baseline, if it is there."""
+    base = next((row for row in rows if row["name"] == baseline), {})
+    return [
+        Figures(
+            name=plain(row["name"]),
+            status=plain(row.get("status") or ""),
+            detail=plain(row.get("detail") or ""),
+            step_quartiles_s=quartiles_of(row),
+            step_within_noise=row.get("step_within_noise") is True,
+            exact=row["exact"] if isinstance(row.get("exact"), bool) else None,
+            **{key: row[key] for key in NUMBERS},
+            **changes(row, base),
+        )
+        for row in rows
+    ]
 
 
 def quartiles_of(row: dict[str, Any]) -> tuple[float, float] | None:
@@ -93,44 +113,33 @@ def versions_of(ladder: dict[str, Any]) -> dict[str, Any]:
     return versions if isinstance(versions, dict) else {}
 
 
-def change(rows: list[dict[str, Any]], baseline: str, row: dict[str, Any], key: str) -> float | None:
-    """Return by how much a figure differs from the baseline's, as a share of it."""
-    before = next((other[key] for other in rows if other["name"] == baseline), None)
-    return None if not before or row[key] is None else row[key] / before - 1.0
-
-
-def noise(row: dict[str, Any], key: str) -> str:
-    """Return the mark of a change that is within the spread of the steps."""
-    return "~ " if key == "step_s" and row.get("step_within_noise") is True else ""
-
-
 def bar_figure(
     name: str,
     title: str,
-    rows: list[dict[str, Any]],
+    rows: list[Figures],
     baseline: str,
     key: str,
     unit: str,
     shown: Callable[[Any], str],
 ) -> Figure | None:
     """Return bars of one figure, or None where no row has it."""
-    if all(row[key] is None for row in rows):
+    if all(getattr(row, key) is None for row in rows):
         return None
     scale = GiB if unit == "GiB" else 1
-    drawn, cells = [], []
-    for row, distinct in zip(rows, distinct_names([row["name"] for row in rows]), strict=True):
-        differs = change(rows, baseline, row, key)
-        share = "" if differs is None or row["name"] == baseline else f" ({noise(row, key)}{differs:+.0%})"
-        text = plain(row.get("status") or "no figure") if row[key] is None else f"{shown(row[key])}{share}"
-        value = None if row[key] is None else row[key] / scale
-        drawn.append({"name": distinct, "value": value, "label": text, "first": row["name"] == baseline})
+    drawn, cells, noisy = [], [], key == "step_s" and any(row.step_within_noise for row in rows)
+    for row, distinct in zip(rows, distinct_names([row.name for row in rows]), strict=True):
+        figure, differs = getattr(row, key), getattr(row, CHANGES[key])
+        mark = "~ " if key == "step_s" and row.step_within_noise else ""
+        share = "" if differs is None or row.name == baseline else f" ({mark}{differs:+.0%})"
+        text = row.status or "no figure" if figure is None else f"{shown(figure)}{share}"
+        value = None if figure is None else figure / scale
+        drawn.append({"name": distinct, "value": value, "label": text, "first": row.name == baseline})
         cells.append((Cell(distinct, distinct), Cell(text, value)))
     values = "; ".join(f"{row['name']}: {row['label']}" for row in drawn)
     return Figure(
         name=name,
         title=title,
-        caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}."
-        + (NOISE if any(noise(row, key) for row in rows) else ""),
+        caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}." + (NOISE if noisy else ""),
         alternative=f"Bar chart: {title}. {values}.",
         draw=partial(bars, drawn, unit),
         table=Table(f"{title}: data", ("combination", unit), cells, sortable=True),
@@ -149,39 +158,3 @@ def distinct_names(names: list[str]) -> list[str]:
         counted[name] += 1
         distinct.append(name if counted[name] == 1 else f"{name} ({counted[name]})")
     return distinct
-
-
-def ladder_table(rows: list[dict[str, Any]], baseline: str) -> Table:
-    """Return every row with its changes against the baseline."""
-    headings = ("combination", "status", "training", "change", "peak memory", "change", "step time", "spread",
-                "change", "loss", "loss − baseline's", "exact", "detail")  # fmt: skip
-    cells = []
-    for row in rows:
-        changes = [change(rows, baseline, row, key) for key in ("counted_bytes", "peak_bytes", "step_s")]
-        counted, peak, step = row["counted_bytes"], row["peak_bytes"], row["step_s"]
-        cells.append((
-            Cell(row["name"], row["name"]),
-            Cell(plain(row.get("status") or "–"), plain(row.get("status") or "")),
-            Cell("–") if counted is None else Cell(format_bytes(int(counted)), counted), percent(changes[0]),
-            Cell("–") if peak is None else Cell(format_bytes(int(peak)), peak), percent(changes[1]),
-            Cell("–") if step is None else Cell(format_seconds(step), step), spread(row),
-            percent(changes[2], noise(row, "step_s")),
-            number(row["loss"]), number(row["loss_difference"]),
-            Cell({"True": "yes", "False": "no"}.get(str(row.get("exact")), "–")),
-            Cell(plain(row.get("detail") or "")),
-        ))  # fmt: skip
-    return Table("Ladder", headings, cells, sortable=True)
-
-
-def spread(row: dict[str, Any]) -> Cell:
-    """Return half the interquartile range of the step times, as a share of their median."""
-    if not row["step_s"] or row["step_quartiles_s"] is None:
-        return Cell("–")
-    first, third = row["step_quartiles_s"]
-    share = (third - first) / 2 / row["step_s"]
-    return Cell(f"±{share:.1%}", share)
-
-
-def percent(share: float | None, mark: str = "") -> Cell:
-    """Return a change as a cell."""
-    return Cell("–") if share is None else Cell(f"{mark}{share:+.1%}", share)

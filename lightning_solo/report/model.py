@@ -1,38 +1,16 @@
-"""The parts of a report as plain data: cells, tables, figures."""
+"""The parts of a report as plain data: figures, tables, documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_solo.report.palette import Palette
+from lightning_solo.tables import Table
 
 Draw = Callable[[Palette], dict[str, Any]]
 """Palette -> Vega-Lite specification, of a width that fits its surroundings."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A text, and the value by which its column is sorted."""
-
-    text: str
-    order: float | str | None = None
-
-    @property
-    def is_number(self) -> bool:
-        """Whether it is aligned to the right."""
-        return isinstance(self.order, float | int)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with a heading for each column."""
-
-    caption: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    sortable: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,20 +61,6 @@ class Report:
     def has_content(self) -> bool:
         """Whether there is anything to show."""
         return bool(self.figures or self.tables or self.documents)
-
-
-def number(value: float | int | None, digits: int = 5) -> Cell:
-    """Return a number as a cell; a missing one sorts last.
-
-    >>> number(1234.5678).text, number(None).text, number(float("nan")).text
-    ('1,234.6', '–', 'nan')
-    """
-    if value is None:
-        return Cell("–")
-    if value != value or value in (float("inf"), float("-inf")):
-        return Cell(str(value))
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}g}"
-    return Cell(f"{value:,.0f}" if "e" in text and 1e4 <= abs(value) < 1e15 else text, value)
 
 
 def plain(text: object) -> str:

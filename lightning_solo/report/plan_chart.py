@@ -12,8 +12,9 @@ from lightning_solo.errors import PresetError
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.timeline import COMPUTE, STREAMS, busy
 from lightning_solo.report.charts import spans, stacks
-from lightning_solo.report.model import Cell, Figure, Table, number
+from lightning_solo.report.model import Figure
 from lightning_solo.report.pictures import png
+from lightning_solo.tables import Cell, Table, number
 from lightning_solo.units import GiB, MiB, format_bytes
 
 CATEGORIES = {

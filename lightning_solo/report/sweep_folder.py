@@ -13,12 +13,13 @@ from lightning_solo.errors import CheckpointError
 from lightning_solo.report.charts import scatter
 from lightning_solo.report.csv_files import read_metrics
 from lightning_solo.report.figures import line_figure
-from lightning_solo.report.model import Cell, Figure, Report, Table, number, plain
+from lightning_solo.report.model import Figure, Report, plain
 from lightning_solo.report.run_folder import documents, newest
 from lightning_solo.report.series import Series
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.results import Row, read_all
-from lightning_solo.units import GiB, format_bytes, shorter_numbers
+from lightning_solo.tables import Cell, Column, Table, duration, filled_table, number, size
+from lightning_solo.units import GiB, shorter_numbers
 
 MOST_CURVES = 35  # pairs of colour and dash that differ
 MOST_DETAIL = 300
@@ -42,7 +43,7 @@ def read_sweep(folder: Path) -> Report:
         return report
     common = common_overrides(rows)
     report.facts.update(facts(rows, common))
-    report.tables.append(jobs_table(rows, common))
+    report.tables.append(filled_table("All jobs", columns(rows).values(), rows, sortable=True))
     peak = peak_of(rows)
     x = f"peak memory of the {'device' if peak == 'peak_device_bytes' else 'process'}, GiB"
     drawn = [
@@ -91,30 +92,31 @@ def peak_of(rows: Sequence[Row]) -> str:
     return "peak_device_bytes" if any(row.peak_device_bytes for row in rows) else "peak_host_bytes"
 
 
-def jobs_table(rows: Sequence[Row], common: Sequence[str]) -> Table:
-    """Return a row per job, failed ones too."""
-    fronts = fronts_of(rows)
-    headings = ("job", "overrides", "status", "loss", "peak, device", "peak, process", "tokens/s", "seconds", "steps",
-                "Pareto front", "detail")  # fmt: skip
-    cells = []
-    for row in rows:
-        on = " and ".join(f"loss/{cost}" for cost in fronts[row.number])
-        detail = plain(row.detail)
-        cells.append((
-            Cell(f"#{row.number}", row.number),
-            Cell(own(row, common), own(row, common)),
-            Cell(plain(row.status), plain(row.status)),
-            number(row.loss), size(row.peak_device_bytes), size(row.peak_host_bytes), number(row.tokens_per_s, 4),
-            number(None if row.seconds is None else float(row.seconds), 4), number(row.steps),
-            Cell(on or "–", on),
-            Cell(detail if len(detail) <= MOST_DETAIL else f"{detail[:MOST_DETAIL]}…", detail[:MOST_DETAIL]),
-        ))  # fmt: skip
-    return Table("All jobs", headings, cells, sortable=True)
+def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
+    """Return the columns of a table of jobs, by name: for `--sort`, and for the head of a CSV."""
+    common, fronts = common_overrides(rows), fronts_of(rows)
 
+    def overrides(row: Row) -> Cell:
+        return Cell(plain(shorter_numbers(" ".join(own_overrides(row, common)))), plain(" ".join(row.overrides)))
 
-def size(count: int | None) -> Cell:
-    """Return bytes as a cell."""
-    return Cell("–") if count is None else Cell(format_bytes(count), count)
+    def detail(row: Row) -> Cell:
+        whole = plain(row.detail)
+        return Cell(whole if len(whole) <= MOST_DETAIL else f"{whole[:MOST_DETAIL]}…", whole)
+
+    return {
+        "job": Column("job", lambda row: Cell(f"#{row.number}", row.number)),
+        "overrides": Column("overrides", overrides),
+        "status": Column("status", lambda row: Cell(plain(row.detail if pruned(row) else row.status), row.status)),
+        "loss": Column("loss", lambda row: number(row.loss, 4)),
+        "peak_device_bytes": Column("peak device", lambda row: size(row.peak_device_bytes)),
+        "peak_host_bytes": Column("peak host", lambda row: size(row.peak_host_bytes)),
+        "tokens_per_s": Column("tokens per s", lambda row: number(row.tokens_per_s, 4)),
+        "seconds": Column("time", lambda row: duration(row.seconds)),
+        "steps": Column("steps", lambda row: number(row.steps)),
+        "attempt": Column("attempt", lambda row: number(row.attempt)),
+        "detail": Column("detail", detail),
+        "best": Column("best in loss against", lambda row: Cell(" and ".join(fronts[row.number]))),
+    }
 
 
 def pruned(row: Row) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from lightning_solo.atomic_files import read_json
@@ -20,7 +19,9 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.output import FILE, tail
 from lightning_solo.sweeps.results import Row
-from lightning_solo.units import GiB, format_duration
+from lightning_solo.tables import Cell, Table, duration, size, terminal
+from lightning_solo.tables import number as figure
+from lightning_solo.units import format_duration
 
 log = logging.getLogger(__name__)
 SHOWN = 12
@@ -94,29 +95,24 @@ class Display:
         line += f", {len(failed)} failed" if failed else ""
         left = self.seconds_left(running)
         line += f", about {format_duration(left)} left" if left is not None else ""
-        table = Table(box=None, pad_edge=False)
-        for name in ("job", "overrides", "state", "step", "loss", "peak memory", "time"):
-            table.add_column(name, justify="left" if name in ("overrides", "state") else "right", no_wrap=name == "job")
-        for number in [*running, *done[::-1]][:SHOWN]:
-            table.add_row(*self._cells(number, number in running))
-        return Group(table, Text(line, style="bold"))
+        rows = [self._cells(number, number in running) for number in [*running, *done[::-1]][:SHOWN]]
+        headings = ("job", "overrides", "state", "step", "loss", "peak memory", "time")
+        return Group(terminal(Table("", headings, rows), headings[1:]), Text(line, style="bold"))
 
-    def _cells(self, number: int, runs: bool) -> list[str | Text]:
+    def _cells(self, number: int, runs: bool) -> list[Cell]:
         progress = read_json(self.folder.job(number).progress) or {} if runs else {}
         state = self.states[number]
         style = "yellow" if runs else "green" if state.startswith(FINISHED) else "red"
-        peak = progress.get("peak_device_bytes")
         step, steps = progress.get("step"), progress.get("of_steps")
-        loss = progress.get("loss")
         took = time.monotonic() - self.started[number] if number in self.started else None
         return [
-            str(number),
-            Text(self.names.get(number, "")),
-            Text("running" if runs else state, style=style),
-            "" if step is None else f"{step}/{steps}" if steps else str(step),
-            "" if loss is None else f"{loss:.4g}",
-            "" if peak is None else f"{peak / GiB:.2f} GiB",
-            "" if took is None else format_duration(took),
+            Cell(f"#{number}", number),
+            Cell(self.names.get(number, "")),
+            Cell("running" if runs else state, style=style),
+            Cell() if step is None else Cell(f"{step}/{steps}" if steps else str(step), step),
+            figure(progress.get("loss"), 4),
+            size(progress.get("peak_device_bytes")),
+            duration(took),
         ]
 
     def seconds_left(self, running: Sequence[int]) -> float | None:
@@ -139,15 +135,16 @@ class Display:
 def failures(rows: Sequence[Row], folder: Path, tail_lines: int = 0, *, rerun: bool = True) -> str:
     """Return a table of the jobs that did not finish, the ends of their outputs, and the numbers of all of them."""
     failed = [row for row in rows if row.status != FINISHED]
-    table = Table(title=f"{len(failed)} of {len(rows)} jobs did not finish", title_justify="left")
-    for name in ("job", "overrides", "status", "why"):
-        table.add_column(name, overflow="fold")
-    for row in failed:
-        table.add_row(str(row.number), Text(" ".join(row.overrides)), row.status, Text(row.detail))
-    terminal = Console(stderr=True)
-    console = Console(width=terminal.width if terminal.is_terminal else 120, force_terminal=False)
+    table = Table(
+        f"{len(failed)} of {len(rows)} jobs did not finish",
+        ("job", "overrides", "status", "why"),
+        [(Cell(f"#{row.number}", row.number), *map(Cell, (" ".join(row.overrides), row.status, row.detail)))
+         for row in failed],
+    )  # fmt: skip
+    screen = Console(stderr=True)
+    console = Console(width=screen.width if screen.is_terminal else 120, force_terminal=False)
     with console.capture() as captured:
-        console.print(table)
+        console.print(terminal(table))
         for row in failed:
             output = Path(row.folder, FILE)
             lines = [f"job {row.number}: {output}", *(f"    {line}" for line in tail(output, tail_lines))]

@@ -163,7 +163,7 @@ def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]
     out, err = called(capsys, *asked)
     printed = out.splitlines()
     assert lines_with(printed[0], "rtx_4090", "700.00 MiB", "batches of 16")
-    assert printed[2].split() == ["preset", "verdict", "peak", "needed", "host", "step", "batch", "peak", "in"]
+    assert printed[2].split() == ["preset", "verdict", "peak", "needed", "step", "batch", "peak", "in"]
     assert re.fullmatch(r"bf16 +fits +\d+\.\d\d MiB +\d{3}\.00 MiB +1\.00 x +\d+ forward *", printed[3])
     assert re.fullmatch(r"bf16 +[WGOA]+[WGOATX]*-+ *\| +\d{3}\.00 MiB", printed[6])
     assert "  A activations  " in printed[8]

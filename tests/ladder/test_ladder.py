@@ -18,7 +18,7 @@ from rich.console import Console
 from lightning_solo.build import trainer_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.ladder import measurement
-from lightning_solo.ladder.display import cells, details, memory_in_words, noise_in_words, table
+from lightning_solo.ladder.display import COLUMNS, details, memory_in_words, noise_in_words, table
 from lightning_solo.ladder.figures import Figures, as_json, change, remarks
 from lightning_solo.ladder.ladder import Ladder, Prepared
 from lightning_solo.ladder.measurement import Clock, fingerprint, measure
@@ -430,7 +430,7 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     }
     rows = by_name(stub(tmp_path, does).run())
     assert [rows[name].step_within_noise for name in ("baseline", "a", "b", "c")] == [None, True, False, True]
-    assert [cells(rows[name])[3:5] for name in ("baseline", "a", "b", "c")] == [
+    assert [[column.cell(rows[name]).text for column in COLUMNS[3:5]] for name in ("baseline", "a", "b", "c")] == [
         ["2 s ±10%", "+0%"], ["2.2 s ±5%", "~ +10%"], ["2.4 s ±4%", "+20%"], ["2.4 s", "~ +20%"],
     ]  # fmt: skip
     found = json.loads(json.dumps(as_json([rows["a"]])))[0]

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from lightning_solo.errors import CapabilityError, CheckpointError, NothingToDoError, PresetError
-from lightning_solo.report.model import Cell, Report, Table
+from lightning_solo.report.model import Report
 from lightning_solo.report.page import page
 from lightning_solo.report.palette import DARK, DASHES, LIGHT, SCREEN, Palette
 from lightning_solo.report.pictures import size_of
 from lightning_solo.report.sweep_folder import MOST_CURVES
 from lightning_solo.report.write import read, write_report
+from lightning_solo.tables import Cell, Table
 from tests.messages import mentions, nearest
 from tests.report.folders import HOSTILE, make_ladder, make_row, make_run, make_sweep
 

@@ -12,12 +12,12 @@ import pytest
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.report.charts import scatter
-from lightning_solo.report.model import Table
 from lightning_solo.report.palette import LIGHT
 from lightning_solo.report.sweep_folder import MOST_CURVES, front_of, job_folder, read_sweep
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import BEGUN
 from lightning_solo.sweeps.results import Row, line_of
+from lightning_solo.tables import Table
 from lightning_solo.units import GiB
 from tests.messages import lines_with
 from tests.report.folders import HOSTILE, make_row, make_sweep, write_csv
@@ -34,7 +34,7 @@ def test_all_jobs_are_in_the_table_failed_ones_too(tmp_path: Path) -> None:
     assert column(table, "job") == ["#0", "#1", "#2"]
     assert column(table, "status") == ["finished", "finished", "crashed"]
     assert column(table, "overrides") == ["optimizer.lr=0", "optimizer.lr=1", "optimizer.lr=2"]
-    assert column(table, "peak, device") == ["1.00 GiB", "2.00 GiB", "–"]
+    assert column(table, "peak device") == ["1.00 GiB", "2.00 GiB", ""]
     assert "model.width=8" in report.facts.values()
     assert report.facts["Jobs"] == "3: 2 finished, 1 crashed"
     assert report.facts["Hardware"] == "a GPU"
@@ -49,7 +49,7 @@ def test_the_front_is_marked(tmp_path: Path) -> None:
     on_front = {row["job"] for row in memory.draw(LIGHT)["datasets"]["data"] if row["front"]}
     assert on_front == {"#0", "#1"}  # 5.0 at 1 GiB, 4.0 at 2 GiB; 4.5 at 3 GiB is worse than #1 in both
     assert {row["job"] for row in time.draw(LIGHT)["datasets"]["data"] if row["front"]} == {"#1", "#2"}
-    assert column(report.tables[0], "Pareto front") == ["loss/memory", "loss/memory and loss/time", "loss/time"]
+    assert column(report.tables[0], "best in loss against") == ["memory", "memory and time", "time"]
     points = next(layer for layer in memory.draw(LIGHT)["layer"] if layer["mark"]["type"] == "point")["encoding"]
     assert points["shape"]["scale"]["range"] == ["diamond", "circle"]  # not by colour alone
     assert "#0, optimizer.lr=0: loss 5; #1" in memory.alternative
@@ -77,7 +77,7 @@ def test_a_pruned_job_is_left_out_where_jobs_are_compared(tmp_path: Path) -> Non
     report = read_sweep(make_sweep(tmp_path, rows))
     assert [f.draw(LIGHT)["datasets"]["data"][0]["job"] for f in report.figures[:2]] == ["#0", "#0"]
     assert "1 of 2 jobs" in report.figures[1].caption
-    assert column(report.tables[0], "Pareto front") == ["loss/memory and loss/time", "–"]
+    assert column(report.tables[0], "best in loss against") == ["memory and time", ""]
     assert {row["series"][:2] for row in report.figures[2].draw(LIGHT)["datasets"]["data"]} == {"#0", "#1"}
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_has_only_begun_is_a_row(tmp_path: Path) -> None:
     write_json(SweepFolder(sweep).job(0).start, {"attempt": 1, "overrides": []})  # of which there is a row
     (table,) = read_sweep(sweep).tables
     assert column(table, "status") == ["finished", BEGUN]
-    assert column(table, "loss") == ["5", "–"]  # which is of the last batch
+    assert column(table, "loss") == ["5", ""]  # which is of the last batch
     (sweep / "results.jsonl").unlink()
     assert column(read_sweep(sweep).tables[0], "job") == ["#0", "#1"]
 

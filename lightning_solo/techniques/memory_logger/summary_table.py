@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
-from lightning_solo.units import format_bytes
+from lightning_solo.tables import Cell, Table, size, terminal
 
 
 class SummaryTable:
@@ -31,12 +30,8 @@ class SummaryTable:
 
     def print(self, title: str, below: str = "") -> None:
         """Print the table, and a line below it."""
-        table = Table(title=title)
-        for heading in ("", "mean", "largest"):
-            table.add_column(heading, justify="right" if heading else "left")
-        for name, (mean, largest) in self.rows().items():
-            table.add_row(name.replace("_", " "), format_bytes(mean), format_bytes(largest))
+        rows = [(Cell(name.replace("_", " ")), *map(size, counts)) for name, counts in self.rows().items()]
         console = Console()
-        console.print(table)
+        console.print(terminal(Table(title, ("", "mean", "largest"), rows)))
         if below:
             console.print(below, soft_wrap=True, markup=False)

@@ -1,0 +1,145 @@
+"""Tables: a column is defined once, and rendered for the terminal, an HTML page, Markdown or CSV.
+
+The page's own template, `report/page.html`, renders a `Table` as HTML.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from lightning_solo.units import format_bytes, format_duration
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, empty where nothing is known, and its value.
+
+    Attributes:
+        value: a page sorts by it, a CSV holds it; a number is aligned to the right.
+        style: for rich, on the terminal.
+    """
+
+    text: str = ""
+    value: float | str | None = None
+    style: str = ""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is aligned to the right."""
+        return isinstance(self.value, float | int)
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A heading and a function that returns a row's cell."""
+
+    heading: str
+    cell: Callable[[Row], Cell]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a heading for each column; `sortable` by a reader of the page."""
+
+    caption: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    sortable: bool = False
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column has a number, and is aligned to the right."""
+        return [any(row[n].is_number for row in self.rows) for n in range(len(self.headings))]
+
+
+def filled_table(caption: str, columns: Iterable[Column[Row]], rows: Sequence[Row], *, sortable: bool = False) -> Table:
+    r"""Return the table of the columns that have a text in any row.
+
+    >>> columns = (Column("name", Cell), Column("length", lambda text: number(len(text))), Column("", lambda _: Cell()))
+    >>> print(markdown(filled_table("", columns, ["a|b"])), end="")
+    | name | length |
+    | --- | ---: |
+    | a\|b | 3 |
+    """
+    drawn = [(column.heading, [column.cell(row) for row in rows]) for column in columns]
+    drawn = [(heading, cells) for heading, cells in drawn if any(cell.text for cell in cells)]
+    lines = [tuple(cells[n] for _, cells in drawn) for n in range(len(rows))]
+    return Table(caption, tuple(heading for heading, _ in drawn), lines, sortable)
+
+
+def terminal(
+    table: Table, wrapped: Collection[str] | None = None, *, headings: bool = True, narrow: bool = False
+) -> RichTable:
+    """Return the table for rich to print.
+
+    Only columns of the headings in `wrapped` take several lines, all where it is None. Where it is `narrow`, one space
+    is between columns, else two.
+    """
+    drawn = RichTable(
+        box=None,
+        pad_edge=False,
+        collapse_padding=narrow,
+        show_header=headings,
+        title=Text(table.caption) if table.caption else None,
+        title_justify="left",
+        title_style="",
+    )
+    for heading, number_ in zip(table.headings, table.numeric, strict=True):
+        whole = wrapped is not None and heading not in wrapped
+        drawn.add_column(Text(heading), justify="right" if number_ else "left", no_wrap=whole, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(cell.text, style=cell.style) for cell in row))
+    return drawn
+
+
+def markdown(table: Table) -> str:
+    """Return the table as Markdown, without its caption."""
+    rule = ["---:" if number_ else "---" for number_ in table.numeric]
+    rows = [[cell.text.replace("|", "\\|") for cell in row] for row in table.rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [table.headings, rule, *rows])
+
+
+def csv_row(cells: Iterable[Cell]) -> list[Any]:
+    """Return a row for `csv.writer`: values, and the texts of cells without one."""
+    return [cell.text if cell.value is None else cell.value for cell in cells]
+
+
+def number(value: float | int | None, digits: int = 5) -> Cell:
+    """Return a number as a cell; a missing one, or one that is not finite, sorts last.
+
+    >>> number(1234.5678).text, number(None).text, number(float("nan")).text
+    ('1,234.6', '', 'nan')
+    """
+    if value is None:
+        return Cell()
+    if not math.isfinite(value):
+        return Cell(str(value))
+    text = f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}g}"
+    return Cell(f"{value:,.0f}" if "e" in text and 1e4 <= abs(value) < 1e15 else text, value)
+
+
+def size(count: int | None) -> Cell:
+    """Return bytes as a cell."""
+    return Cell() if count is None else Cell(format_bytes(int(count)), count)
+
+
+def duration(seconds: float | None) -> Cell:
+    """Return a long time as a cell."""
+    return Cell() if seconds is None else Cell(format_duration(seconds), seconds)
+
+
+def percent(share: float | None, mark: str = "") -> Cell:
+    """Return a relative change as a cell, after a mark.
+
+    >>> percent(-0.25).text, percent(0.04, "~ ").text
+    ('-25%', '~ +4%')
+    """
+    return Cell() if share is None else Cell(f"{mark}{share:+.0%}", share)
