@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.back_ends import converted, state_sizes, summary, uncompressed
 from lightning_solo.optim.library_optimizers import optimizer_class
 from tests.messages import mentions
+from tests.training import backward, contents, equal, train
 
 needs_torchao = pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
 needs_bitsandbytes = pytest.mark.skipif(not is_installed("bitsandbytes"), reason="needs bitsandbytes")
@@ -46,37 +46,12 @@ def adamw(module: nn.Module, kind: Any = torch.optim.AdamW, **kwargs: Any) -> An
     return kind([{"params": [first], "weight_decay": 0.3}, {"params": others}], lr=1e-2, eps=1e-6, **kwargs)
 
 
-def train(module: nn.Module, steps: range, step: Any, zero: Any, windows: int = 1) -> None:
-    kind = next(module.parameters()).dtype
+def train_windows(module: nn.Module, steps: range, step: Any, zero: Any, windows: int = 1) -> None:
     for number in steps:
         for part in range(windows):
-            generator = torch.Generator().manual_seed(10 * number + part)
-            module(torch.randn(8, 128, generator=generator).to(kind)).float().square().mean().backward()
+            backward(module, 10 * number + part)
         step()
         zero()
-
-
-def train_with(module: nn.Module, optimizer: Any, steps: range = range(5)) -> None:
-    train(module, steps, optimizer.step, optimizer.zero_grad)
-
-
-def contents(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return copies of weights and states, without the subclasses that wrap them."""
-    every = [*module.parameters(), *chain.from_iterable(optimizer.state[p].values() for p in module.parameters())]
-    ledger_like = chain.from_iterable(back_tensors(value) for value in every)
-    return [value.detach().clone() for value in ledger_like]
-
-
-def back_tensors(value: Any) -> list[Tensor]:
-    if hasattr(value, "__tensor_flatten__"):
-        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
-    return [value if isinstance(value, Tensor) else torch.tensor(value)]
-
-
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
 
 
 # --- acted ---
@@ -89,11 +64,11 @@ def test_acted_with_the_librarys_states_and_the_users_groups(back_end: str) -> N
     start = [p.detach().clone() for p in module.parameters()]
     optimizer = converted(users, back_end=back_end)
     assert all(ours is theirs for ours, theirs in zip(optimizer.param_groups, users.param_groups, strict=True))
-    train_with(module, optimizer)
+    train(module, optimizer)
     kinds = {type(value).__name__ for value in optimizer.state[module[0].weight].values()}
     codes = {"torchao_8bit": "OptimState8bit", "torchao_4bit": "OptimState4bit", "bitsandbytes_8bit": "Tensor"}
     assert codes[back_end] in kinds
-    names = {value.dtype for value in contents(module, optimizer)}
+    names = {value.dtype for value in contents(optimizer)}
     assert torch.uint8 in names
     assert not any(torch.equal(p, before) for p, before in zip(module.parameters(), start, strict=True))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.01]
@@ -106,7 +81,7 @@ def test_acted_compiled_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.set_stance("default")
     one, other = net(torch.bfloat16), net(torch.bfloat16)
     optimizer = converted(torch.optim.AdamW([one[0].weight], eps=1e-6), back_end="torchao_8bit")
-    train_with(one, optimizer, range(2))
+    train(one, optimizer, range(2))
     assert (one[0].weight != other[0].weight).float().mean() > 0.9
 
 
@@ -125,8 +100,8 @@ def test_parity_with_torch(back_end: str, kind: Any) -> None:
         for group in optimizer.param_groups:
             group.update(decay)
     theirs = converted(users[1], back_end=back_end)
-    train_with(plain, users[0])
-    train_with(ours, theirs)
+    train(plain, users[0])
+    train(ours, theirs)
     for p, q, before in zip(plain.parameters(), ours.parameters(), start.parameters(), strict=True):
         off = (q - p).norm() / (p - before).norm()
         assert off < (0.3 if back_end == "torchao_4bit" else 0.2)
@@ -160,10 +135,10 @@ def test_schedulers_and_hooks_go_over(back_end: str) -> None:
         assert isinstance(optimizer.param_groups[0]["lr"], Tensor) == back_end.startswith("torchao")
         for group in own.param_groups:
             group["lr"] = 1e-2 / (1 + step)  # a number, as people write it: torchao alone would refuse it
-        train_with(module, optimizer, range(step, step + 1))
-        train_with(by_hand, own, range(step, step + 1))
+        train(module, optimizer, range(step, step + 1))
+        train(by_hand, own, range(step, step + 1))
         scheduler.step()
-    assert_same(contents(module, optimizer), contents(by_hand, own))
+    assert equal(contents(optimizer), contents(own))
     assert seen == [1] * 5
 
 
@@ -181,11 +156,11 @@ def test_released_is_unreleased(back_end: str, arguments: dict[str, Any]) -> Non
         plain.step()
 
     windows = arguments.get("accumulation", 1)
-    train(one, range(4), clip_and_step, plain.zero_grad, windows)
+    train_windows(one, range(4), clip_and_step, plain.zero_grad, windows)
     release = GradientRelease(released, **arguments)
-    train(other, range(4), release.step, lambda: None, windows)
+    train_windows(other, range(4), release.step, lambda: None, windows)
     assert all(p.grad is None for p in other.parameters())
-    assert_same(contents(one, plain), contents(other, released))
+    assert equal(contents(plain), contents(released))
     assert not torch.equal(one[0].weight, net()[0].weight)
 
 
@@ -196,10 +171,10 @@ def test_released_is_unreleased_in_bf16_but_for_random_numbers(monkeypatch: pyte
     monkeypatch.setattr(torchao.optim.adam, "_fp32_to_bf16_sr", lambda x: x.to(torch.bfloat16))
     one, other = net(torch.bfloat16), net(torch.bfloat16)
     plain, released = (converted(adamw(module), back_end="torchao_8bit") for module in (one, other))
-    train_with(one, plain)
+    train_windows(one, range(5), plain.step, plain.zero_grad)
     release = GradientRelease(released)
-    train(other, range(5), release.step, lambda: None)
-    assert_same(contents(one, plain), contents(other, released))
+    train_windows(other, range(5), release.step, lambda: None)
+    assert equal(contents(plain), contents(released))
 
 
 @needs_torchao
@@ -232,7 +207,7 @@ def test_memory_is_what_is_said(back_end: str) -> None:
     module = net(torch.bfloat16 if BACK_ENDS[back_end].bf16_weights else torch.float32)
     optimizer = converted(adamw(module), back_end=back_end)
     said = sum(sum(state_sizes(p, back_end).values()) for p in module.parameters())
-    train_with(module, optimizer, range(1))
+    train(module, optimizer, range(1))
     live = Ledger(module, [optimizer]).live()["optimizer_states"]
     large = sum(
         "parameter" in name for name in (f"parameter {i}" for i in range(4)) if name not in uncompressed(optimizer)
@@ -278,10 +253,10 @@ def test_trace_resumes_bit_for_bit(back_end: str, tmp_path: Path) -> None:
     whole, half, resumed = net(kind), net(kind), net(kind)
     torch.manual_seed(0)
     one = converted(adamw(whole), back_end=back_end)
-    train_with(whole, one, range(6))
+    train(whole, one, range(6))
     torch.manual_seed(0)
     two = converted(adamw(half), back_end=back_end)
-    train_with(half, two, range(3))
+    train(half, two, range(3))
     random = torch.get_rng_state()
     torch.save({"module": half.state_dict(), "optimizer": two.state_dict()}, tmp_path / "half.pt")
     # a function for map_location, as Lightning has: torch refuses torchao's class then
@@ -290,14 +265,14 @@ def test_trace_resumes_bit_for_bit(back_end: str, tmp_path: Path) -> None:
     three = converted(adamw(resumed), back_end=back_end)
     three.load_state_dict(file["optimizer"])
     torch.set_rng_state(random)
-    train_with(resumed, three, range(3, 6))
-    assert_same(contents(resumed, three), contents(whole, one))
+    train(resumed, three, range(3, 6))
+    assert equal(contents(three), contents(one))
 
 
 def test_states_of_torchs_own_are_compressed_or_refused() -> None:
     module = net()
     plain = adamw(module)
-    train_with(module, plain)
+    train(module, plain)
     if is_installed("torchao"):
         ours = converted(adamw(module), back_end="torchao_8bit")
         ours.load_state_dict(plain.state_dict())
@@ -305,7 +280,7 @@ def test_states_of_torchs_own_are_compressed_or_refused() -> None:
         assert type(state["exp_avg"]).__name__ == "OptimState8bit"
         off = (state["exp_avg"].dequantize() - plain.state[module[0].weight]["exp_avg"]).abs().max()
         assert 0 < off < 0.05 * plain.state[module[0].weight]["exp_avg"].abs().max()
-        train_with(module, ours, range(1))
+        train(module, ours, range(1))
         other = converted(adamw(module), back_end="torchao_4bit")
         with pytest.raises(CheckpointError, match=mentions("'scale': [32]", "'scale': [64]")):
             other.load_state_dict(ours.state_dict())
@@ -339,7 +314,7 @@ def test_refusals_name_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapabilityError, match=mentions("pip install lightning-solo[compact]")):
         converted(adamw(module), back_end="torchao_8bit")
     stepped = adamw(module)
-    train_with(module, stepped)
+    train(module, stepped)
     with pytest.raises(ConflictError, match="stepped already"):
         converted(stepped, back_end="torchao_8bit")
 

@@ -22,6 +22,7 @@ from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import BLOCK, LEAST
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, split_parameters
 from tests.messages import mentions
+from tests.training import backward, contents, equal, train
 
 BITS = [
     pytest.param(
@@ -38,10 +39,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 110), nn.Tanh(), nn.Linear(110, 7))  # 4,400 + 110 + 770 + 7 parameters
 
 
-def batch(step: int) -> Tensor:
-    return torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
-
-
 def tensors(sizes: Iterable[int] = SIZES, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     torch.manual_seed(2)
     return [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
@@ -53,29 +50,6 @@ def give_gradients(parameters: Iterable[Tensor], step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], scheduler: Any = None) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        x = batch(step).to(next(module.parameters()).dtype)
-        module(x).square().mean().backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-
-
-def contents(optimizer: CompactAdamW) -> list[Tensor]:
-    """Return copies of all weights and states, in order."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [value for p in every for _, value in sorted(optimizer.state.get(p, {}).items())]
-    return [value.detach().clone() for value in [*every, *states]]
-
-
-def assert_same(left: Iterable[Tensor], right: Iterable[Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-
-
 # --- equal to torch's ---
 
 
@@ -85,10 +59,12 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.99)}]
 
 
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "none": lambda optimizer: None,
-    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "one_cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),  # cycles betas
+SCHEDULERS: dict[str, Callable[[Any], list[Any]]] = {
+    "none": lambda optimizer: [],
+    "lambda": lambda optimizer: [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))],
+    "one_cycle": lambda optimizer: [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
+    ],  # cycles betas
 }
 
 
@@ -101,10 +77,10 @@ def test_on_fp32_it_is_torchs(adam: bool, schedule: str):
     theirs = kind(groups_of(plain), foreach=False, fused=False, **kwargs)
     optimizer = CompactAdamW(groups_of(ours), master_bits=32, moment_bits=32, decoupled_weight_decay=not adam, **kwargs)
     before = [p.detach().clone() for p in ours.parameters()]
-    train(plain, theirs, range(20), SCHEDULERS[schedule](theirs))
-    train(ours, optimizer, range(20), SCHEDULERS[schedule](optimizer))
+    train(plain, theirs, range(20), *SCHEDULERS[schedule](theirs))
+    train(ours, optimizer, range(20), *SCHEDULERS[schedule](optimizer))
     assert all(not torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
-    assert_same(ours.parameters(), plain.parameters())
+    assert equal(ours.parameters(), plain.parameters())
 
 
 def test_a_tensor_as_learning_rate():
@@ -114,7 +90,7 @@ def test_a_tensor_as_learning_rate():
     optimizer = CompactAdamW(ours.parameters(), lr=torch.tensor(0.01), master_bits=32, moment_bits=32)  # type: ignore[arg-type]
     train(plain, theirs, range(5))
     train(ours, optimizer, range(5))
-    assert_same(ours.parameters(), plain.parameters())
+    assert equal(ours.parameters(), plain.parameters())
     assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
 
 
@@ -151,11 +127,10 @@ def test_split_weights_are_a_master_kept_by_hand(bits: int):
         ours.parameters(), lr=1e-3, weight_decay=0.1, master_bits=bits, moment_bits=32, corrections=corrections
     )
     for step in range(20):
-        x = batch(step).bfloat16()
         for p, master in zip(by_hand.parameters(), masters, strict=True):
             p.data.copy_(weight(master))
             p.grad = None
-        by_hand(x).square().mean().backward()
+        backward(by_hand, step)
         for p, master in zip(by_hand.parameters(), masters, strict=True):
             assert p.grad is not None
             master.grad = p.grad.float()
@@ -336,7 +311,7 @@ def test_any_order_in_memory(layout: str, master_bits: int | str, moment_bits: i
     assert p.stride() == strides
     assert torch.equal(p.permute(order).flatten(), flat)
     assert torch.equal(optimizers[0].master_weight(p).permute(order).flatten(), optimizers[1].master_weight(flat))
-    assert_same(optimizers[0].state[p].values(), optimizers[1].state[flat].values())
+    assert equal(optimizers[0].state[p].values(), optimizers[1].state[flat].values())
 
 
 def test_tied_weights_are_stepped_once():
@@ -360,8 +335,8 @@ def test_the_size_of_chunks_changes_nothing(master_bits: int | str, moment_bits:
             give_gradients(parameters, step)
             optimizer.step()
         found.append(contents(optimizer))
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
 
 
 # --- checkpoints ---
@@ -398,7 +373,7 @@ def test_resume_is_bit_exact(master_bits: int | str, moment_bits: int, tmp_path:
         if "unused" in name:  # never stepped, and yet its lower bits are in the file
             assert torch.equal(fresh.master_weight(p), masters[name])
     train(again, fresh, range(5, 10), fresh_scheduler)
-    assert_same(contents(fresh), contents(optimizer))
+    assert equal(contents(fresh), contents(optimizer))
     assert fresh.state[next(again.parameters())]["step"] == 10
 
 
@@ -410,7 +385,7 @@ def test_bf16_weights_of_a_new_process_get_their_lower_bits_from_the_file():
     again = copy.deepcopy(module)
     fresh = CompactAdamW(again.parameters())  # of bf16 parameters, which have no correction of their own
     fresh.load_state_dict(states)
-    assert_same([fresh.master_weight(p) for p in again.parameters()], masters)
+    assert equal([fresh.master_weight(p) for p in again.parameters()], masters)
 
 
 @pytest.mark.parametrize("bits", [(32, 32), (24, 8)])
@@ -423,7 +398,7 @@ def test_states_of_torchs_adamw_are_converted(bits: tuple[int, int]):
     masters = [optimizer.master_weight(p) for p in ours.parameters()]
     optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.param_groups[0]["lr"] == 3e-3
-    assert_same([optimizer.master_weight(p) for p in ours.parameters()], masters)  # the lower bits stay
+    assert equal([optimizer.master_weight(p) for p in ours.parameters()], masters)  # the lower bits stay
     for own, theirs_ in zip(optimizer.adamw_state_dict()["state"].values(), theirs.state.values(), strict=True):
         assert own["step"] == theirs_["step"]
         scale = theirs_["exp_avg"].abs().max(), theirs_["exp_avg_sq"].max()
@@ -432,7 +407,7 @@ def test_states_of_torchs_adamw_are_converted(bits: tuple[int, int]):
     train(plain, theirs, range(5, 8))
     train(ours, optimizer, range(5, 8))
     if bits == (32, 32):
-        assert_same(ours.parameters(), plain.parameters())
+        assert equal(ours.parameters(), plain.parameters())
 
 
 def test_torchs_states_loaded_into_an_optimizer_that_has_stepped_leave_the_master_weights():
@@ -443,7 +418,7 @@ def test_torchs_states_loaded_into_an_optimizer_that_has_stepped_leave_the_maste
     train(ours, optimizer, range(3))
     masters = [optimizer.master_weight(p) for p in ours.parameters()]
     optimizer.load_state_dict(theirs.state_dict())
-    assert_same([optimizer.master_weight(p) for p in ours.parameters()], masters)
+    assert equal([optimizer.master_weight(p) for p in ours.parameters()], masters)
 
 
 def test_torchs_adamw_goes_on_from_our_states():
@@ -461,7 +436,7 @@ def test_torchs_adamw_goes_on_from_our_states():
         p.grad = own.grad.float()
     optimizer.step()
     theirs.step()
-    assert_same([optimizer.master_weight(p) for p in ours.parameters()], [p.detach() for p in plain.parameters()])
+    assert equal([optimizer.master_weight(p) for p in ours.parameters()], [p.detach() for p in plain.parameters()])
 
 
 def test_asking_for_a_master_weight_leaves_no_trace_in_the_states():
@@ -530,7 +505,7 @@ def test_other_states_are_refused_and_nothing_is_touched(what: str, words: list[
     before = contents(optimizer)
     with pytest.raises(CheckpointError, match=mentions(*words)):
         optimizer.load_state_dict(_changed(source.state_dict(), what))
-    assert_same(contents(optimizer), before)
+    assert equal(contents(optimizer), before)
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
@@ -552,11 +527,11 @@ def test_copies_go_on_as_the_original(how: str):
     train(module, optimizer, range(2))
     both = (module, optimizer)
     again, copied = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
-    assert_same(contents(copied), contents(optimizer))
+    assert equal(contents(copied), contents(optimizer))
     train(module, optimizer, range(2, 5))
     assert not torch.equal(next(again.parameters()), next(module.parameters()))
     train(again, copied, range(2, 5))
-    assert_same(contents(copied), contents(optimizer))
+    assert equal(contents(copied), contents(optimizer))
     assert copied.summary() == optimizer.summary()
 
 
@@ -575,7 +550,7 @@ def test_gradients_that_are_not_finite_touch_nothing(bad: float, master_bits: in
     module[2].bias.grad[0] = bad
     with pytest.raises(GradientError, match=mentions("2.weight", "not finite")):
         optimizer.step()
-    assert_same(contents(optimizer), before)
+    assert equal(contents(optimizer), before)
     give_gradients(module.parameters(), 0)
     optimizer.step()
     assert not torch.equal(module[0].weight, before[0])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.conversion import compacted
+from tests.training import equal, train
 
 WIDTH = 64  # each matrix has 4,096 elements
 
@@ -19,27 +20,17 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
-    module(x).square().mean().backward()
-    optimizer.step()
-
-
 def trained(kind: Any, *, convert: bool, **arguments: Any) -> list[Tensor]:
     """Return the weights after five steps of the first layer, of which two are before, and five of all."""
     module = net()
     optimizer = kind(module[0].parameters(), foreach=False, **arguments)
-    for number in range(2):
-        step(module, optimizer, number)
+    train(module, optimizer, 2)
     if convert:
         optimizer = compacted(optimizer, master_bits=32, moment_bits=32)
         assert type(optimizer) is CompactAdamW
-    for number in range(2, 5):
-        step(module, optimizer, number)
+    train(module, optimizer, range(2, 5))
     optimizer.add_param_group({"params": list(module[2].parameters())})  # as one unfreezes layers; by the defaults
-    for number in range(5, 10):
-        step(module, optimizer, number)
+    train(module, optimizer, range(5, 10))
     return [p.detach() for p in module.parameters()]
 
 
@@ -49,7 +40,7 @@ def test_parity_with_the_users_own(kind: Any) -> None:
     choices = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}
     plain = trained(kind, convert=False, **choices)
     ours = trained(kind, convert=True, **choices)
-    assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
+    assert equal(ours, plain)
     for name in choices:
         others = trained(kind, convert=False, **{key: value for key, value in choices.items() if key != name})
         assert not any(torch.equal(left, right) for left, right in zip(others, plain, strict=True)), name

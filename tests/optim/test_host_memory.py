@@ -28,6 +28,7 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.staging import Staging
 from tests.conftest import long
 from tests.messages import lines_with, mentions
+from tests.training import contents, equal, train
 
 BITS = [(24, 8), (32, 32), (32, 8), ("16-stochastic", 8), ("16-stochastic", 4)]
 every_bits = pytest.mark.parametrize("bits", BITS, ids=str)
@@ -45,28 +46,10 @@ def batches(count: int, seed: int = 5) -> Iterator[Tensor]:
     yield from (torch.randn(6, 70, generator=generator) for _ in range(count))
 
 
-def train(module: nn.Module, optimizer: Any, steps: int, seed: int = 5) -> None:
-    for x in batches(steps, seed):
-        optimizer.zero_grad()
-        module(x.to(next(module.parameters()).dtype)).square().mean().backward()
-        optimizer.step()
-
-
 def optimizer_of(module: nn.Module, bits: Any, budget: Any = None, fused: bool = False) -> CompactAdamW:
     """Not fused by default: the step in C++ does without staging, for on a CPU all memory is the host's."""
     kwargs: dict[str, Any] = {"master_bits": bits[0], "moment_bits": bits[1], "state_budget": budget}
     return CompactAdamW(module.parameters(), lr=1e-2, fused=fused, **kwargs)
-
-
-def everything(module: nn.Module, optimizer: CompactAdamW) -> list[Tensor]:
-    states = [optimizer.state[p] for p in module.parameters()]
-    return [*module.parameters(), *(state[name] for state in states for name in sorted(state))]
-
-
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
 
 
 # --- acted ---
@@ -137,7 +120,7 @@ def test_what_the_first_step_leaves_free_is_filled_from_the_first_parameter_on(m
     assert set(optimizers[0].host_states) == {ours[2].weight, ours[4].weight}
     train(plain, optimizers[1], 1)
     train(plain, optimizers[1], 3)
-    assert_same(everything(ours, optimizers[0]), everything(plain, optimizers[1]))
+    assert equal(contents(optimizers[0]), contents(optimizers[1]))
 
 
 def test_what_the_host_has_no_room_for_stays_on_the_device_from_the_start(monkeypatch: pytest.MonkeyPatch):
@@ -161,8 +144,8 @@ def test_compiled_states_on_the_host_are_those_on_the_device(monkeypatch: pytest
         module = net()
         optimizer = optimizer_of(module, (24, 32), budget=budget, fused=True)  # staged in two types
         train(module, optimizer, 2)
-        trained.append(everything(module, optimizer))
-    assert_same(*trained)
+        trained.append(contents(optimizer))
+    assert equal(*trained)
 
 
 def test_states_that_a_file_lacks_start_anew():
@@ -174,7 +157,7 @@ def test_states_that_a_file_lacks_start_anew():
         module.load_state_dict(before[0])
         optimizer.load_state_dict(before[1])
         train(module, optimizer, 2)
-    assert_same(list(ours.parameters()), list(plain.parameters()))
+    assert equal(list(ours.parameters()), list(plain.parameters()))
 
 
 def test_placing_twice_or_without_a_budget_does_nothing():
@@ -201,7 +184,7 @@ def test_parity_with_states_on_the_device(bits: Any, chunk: int, budget: Any, mo
     optimizers = optimizer_of(ours, bits, budget=budget), optimizer_of(plain, bits)
     train(ours, optimizers[0], 4)
     train(plain, optimizers[1], 4)
-    assert_same(everything(ours, optimizers[0]), everything(plain, optimizers[1]))
+    assert equal(contents(optimizers[0]), contents(optimizers[1]))
     assert optimizers[0].host_bytes > 0
     assert not torch.equal(ours[0].weight.float(), net()[0].weight)
 
@@ -228,7 +211,7 @@ def test_parity_for_any_sizes_and_budget(sizes: list[int], budget: int, bits: An
             release.step() if release else optimizer.step()
             optimizer.zero_grad()
         results.append([*parameters, *(x for p in parameters for _, x in sorted(optimizer.state[p].items()))])
-    assert_same(*results)
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("compact", [True, False])
@@ -317,7 +300,7 @@ def test_host_bytes_over_useful_bytes():
 def test_trace_resumed_is_undisturbed(bits: Any, budgets: tuple[Any, Any]):
     straight, first, second = net(), net(), net()
     train(straight, whole := optimizer_of(straight, bits), 3)
-    train(straight, whole, 3, seed=6)
+    train(straight, whole, range(3, 6))
     train(first, begun := optimizer_of(first, bits, budget=budgets[0]), 3)
     file = io.BytesIO()
     torch.save({"module": first.state_dict(), "optimizer": begun.state_dict()}, file)
@@ -326,8 +309,8 @@ def test_trace_resumed_is_undisturbed(bits: Any, budgets: tuple[Any, Any]):
     resumed = optimizer_of(second, bits, budget=budgets[1])
     second.load_state_dict(saved["module"])
     resumed.load_state_dict(saved["optimizer"])
-    train(second, resumed, 3, seed=6)
-    assert_same(everything(second, resumed), everything(straight, whole))
+    train(second, resumed, range(3, 6))
+    assert equal(contents(resumed), contents(whole))
     assert (resumed.host_bytes > 0) == (budgets[1] is not None)
 
 
@@ -337,14 +320,14 @@ def test_trace_loaded_again_into_a_place_that_is_there():
     train(module, optimizer, 2)
     saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
     homes = {p: dict(home) for p, home in optimizer.host_states.items()}
-    train(module, optimizer, 2, seed=6)
-    after = [x.clone() for x in everything(module, optimizer)]
+    train(module, optimizer, range(2, 4))
+    after = [x.clone() for x in contents(optimizer)]
     module.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     for p, home in homes.items():
         assert all(optimizer.state[p][name] is tensor for name, tensor in home.items())
-    train(module, optimizer, 2, seed=6)
-    assert_same(everything(module, optimizer), after)
+    train(module, optimizer, range(2, 4))
+    assert equal(contents(optimizer), after)
 
 
 def test_trace_master_weights_are_read_and_set():
@@ -353,11 +336,11 @@ def test_trace_master_weights_are_read_and_set():
     for module, optimizer in zip((ours, plain), optimizers, strict=True):
         train(module, optimizer, 2)
     masters = [[o.master_weight(p) for p in m.parameters()] for m, o in zip((ours, plain), optimizers, strict=True)]
-    assert_same(*masters)
+    assert equal(*masters)
     optimizers[0].set_master_weight(ours[0].weight, masters[0][0] * 1.001)
     torch.testing.assert_close(optimizers[0].master_weight(ours[0].weight), masters[0][0] * 1.001, rtol=2**-15, atol=0)
     states = [optimizer.adamw_state_dict()["state"] for optimizer in optimizers]
-    assert_same(*([x for state in both.values() for x in state.values()] for both in states))
+    assert equal(*([x for state in both.values() for x in state.values()] for both in states))
 
 
 def test_trace_a_copy_steps_by_itself():
@@ -365,9 +348,9 @@ def test_trace_a_copy_steps_by_itself():
     optimizer = optimizer_of(module, (24, 8), budget=0)
     train(module, optimizer, 2)
     other, own = copy.deepcopy((module, optimizer))
-    train(module, optimizer, 2, seed=6)
-    train(other, own, 2, seed=6)
-    assert_same(everything(other, own), everything(module, optimizer))
+    train(module, optimizer, range(2, 4))
+    train(other, own, range(2, 4))
+    assert equal(contents(own), contents(optimizer))
     assert own.host_bytes == optimizer.host_bytes
 
 
@@ -448,8 +431,8 @@ def test_gpu_parity_with_states_on_the_device(released: bool, monkeypatch: pytes
             release.step() if release else optimizer.step()
             optimizer.zero_grad()
         optimizer.state_dict()  # waits
-        results.append([x.cpu() for x in everything(module, optimizer)])
+        results.append([x.cpu() for x in contents(optimizer)])
         if budget == 0:
             assert optimizer.host_bytes > 0
             assert all(x.device.type == "cpu" for home in optimizer.host_states.values() for x in home.values())
-    assert_same(*results)
+    assert equal(*results)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.split_weights import STOCHASTIC, split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
 from tests.messages import mentions
+from tests.training import backward, contents, equal, train
 
 RULES: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1},
@@ -60,20 +60,6 @@ def split_net(rule: str, master_bits: int | str = 32) -> tuple[nn.Module, Master
     return module, MasterWeights(made(rule, module), master_bits=master_bits, corrections=corrections)
 
 
-def backward(module: nn.Module, step: int) -> None:
-    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
-    module(x.to(next(module.parameters()).dtype)).float().square().mean().backward()
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int] = range(8), *others: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward(module, step)
-        optimizer.step()
-        for other in others:
-            other.step()
-
-
 def by_hand(rule: str, scheduled: bool = False) -> tuple[list[Tensor], torch.optim.Optimizer]:
     """Return fp32 masters after eight steps of torch's optimizer, and it; each forward has them rounded to bf16."""
     module = net()
@@ -96,19 +82,6 @@ def by_hand(rule: str, scheduled: bool = False) -> tuple[list[Tensor], torch.opt
         if scheduler is not None:
             scheduler.step()
     return masters, optimizer
-
-
-def contents(module: nn.Module, optimizer: MasterWeights) -> list[Any]:
-    """Return copies of all weights and states, in order."""
-    every = list(module.parameters())
-    states = [value for p in every for _, value in sorted(optimizer.state.get(p, {}).items())]
-    return [torch.as_tensor(value).detach().clone() for value in [*every, *states]]
-
-
-def assert_same(left: Iterable[Tensor], right: Iterable[Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
 
 
 # --- acted ---
@@ -148,10 +121,10 @@ def test_parity_with_fp32_masters_by_hand(rule: str, release: bool) -> None:
     for p, master in zip(module.parameters(), masters, strict=True):
         assert torch.equal(optimizer.master_weight(p), master)
         own = {name: value for name, value in optimizer.state[p].items() if name != "correction"}
-        assert own.keys() == plain.state[master].keys()
-        assert_same(
-            *([torch.as_tensor(s[name]) for name in own if s[name] is not None] for s in (own, plain.state[master]))
-        )
+        theirs = plain.state[master]
+        assert own.keys() == theirs.keys()
+        values = [(torch.as_tensor(own[name]), torch.as_tensor(theirs[name])) for name in own if own[name] is not None]
+        assert all(equal(*both) for both in values)
 
 
 @every_rule
@@ -170,7 +143,7 @@ def test_parity_of_fp32_parameters_that_are_not_split(rule: str) -> None:
     one, other = made(rule, plain), MasterWeights(made(rule, ours), master_bits=32)
     train(plain, one)
     train(ours, other)
-    assert_same(plain.parameters(), ours.parameters())
+    assert equal(plain.parameters(), ours.parameters())
 
 
 @pytest.mark.parametrize("rule", ["SGD with momentum", "Adafactor", "Adagrad"])
@@ -222,8 +195,8 @@ def test_chunks_change_nothing(master_bits: int | str, monkeypatch: pytest.Monke
         monkeypatch.setitem(CHUNK, "cpu", size)
         module, optimizer = split_net("NAdam", master_bits)
         train(module, optimizer)
-        results.append(contents(module, optimizer))
-    assert_same(*results)
+        results.append(contents(optimizer))
+    assert equal(*results)
 
 
 def test_stochastic_rounding_moves_the_mean() -> None:
@@ -304,9 +277,9 @@ def test_trace_resumes_bit_for_bit(rule: str, master_bits: int | str, tmp_path: 
     resumed, three = split_net(rule, master_bits)
     resumed.load_state_dict(file["module"])
     three.load_state_dict(file["optimizer"])
-    assert_same(contents(resumed, three), contents(half, two))
+    assert equal(contents(three), contents(two))
     train(resumed, three, range(4, 8))
-    assert_same(contents(resumed, three), contents(whole, one))
+    assert equal(contents(three), contents(one))
 
 
 @every_rule
@@ -336,17 +309,17 @@ def test_trace_copies_and_pickles() -> None:
     train(module, optimizer, range(3, 6))
     for other in (both, again):
         train(*other, range(3, 6))
-        assert_same(contents(*other), contents(module, optimizer))
+        assert equal(contents(other[1]), contents(optimizer))
 
 
 def test_trace_a_failing_step_leaves_its_states() -> None:
     module, optimizer = split_net("NAdam", 24)
     train(module, optimizer, range(2))
-    before = contents(module, optimizer)
+    before = contents(optimizer)
     optimizer._inner.step = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert_same(contents(module, optimizer), before)
+    assert equal(contents(optimizer), before)
 
 
 def test_groups_that_are_added_later() -> None:
@@ -384,7 +357,7 @@ def test_refusals_name_what_to_write() -> None:
 def test_files_of_others_are_refused() -> None:
     module, optimizer = split_net("SGD with momentum", 24)
     train(module, optimizer)
-    before = contents(module, optimizer)
+    before = contents(optimizer)
     with pytest.raises(CheckpointError, match=mentions("group 0", "momentum", "SGD")):
         optimizer.load_state_dict(made("AdamW", net()).state_dict())
     wide, other = split_net("SGD with momentum", 32)
@@ -393,7 +366,7 @@ def test_files_of_others_are_refused() -> None:
         optimizer.load_state_dict(other.state_dict())
     with pytest.raises(CheckpointError, match=mentions("1 parameters", " 4")):
         optimizer.load_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9).state_dict())
-    assert_same(contents(module, optimizer), before)
+    assert equal(contents(optimizer), before)
 
 
 def test_hooks_of_loading_see_the_states() -> None:
