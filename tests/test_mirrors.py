@@ -13,7 +13,7 @@ from tests.test_architecture import FILES, PACKAGE, ROOT, imports
 
 TESTS = ROOT / "tests"
 ELSEWHERE = {
-    "cards/test_lightning_callbacks.py": "cards/composition",
+    "cards/test_lightning_callbacks.py": "cards/configuration",
     "cli/test_command_line.py": "cli/hydra_section cli/presets cli/show",
     "cli/test_ladder.py": "cli/ladder_line cli/options cli/terminal",
     "cli/test_plan.py": "cli/plan_display cli/plan_line report/plan_chart",
@@ -44,7 +44,7 @@ ELSEWHERE = {
     "planner/test_kernels.py": "planner/autocast planner/index_bounds planner/rules cards/tracing",
     "planner/test_plan.py": "planner/preset_plans planner/table",
     "planner/test_timeline.py": "planner/step_time planner/tracer",
-    "presets/test_compose.py": "presets/files presets/schema",
+    "presets/test_compose.py": "presets/files presets/overrides presets/parse presets/targets",
     "presets/test_signature.py": "presets/registry",
     "report/test_page.py": "report/model report/palette report/pictures report/write",
     "report/test_run_folder.py": "report/figures report/step_times",
@@ -74,6 +74,7 @@ ELSEWHERE = {
     "techniques/test_tiled_mlp.py": "nn/tiling",
     "test_attach.py": "callbacks",
     "test_fitting.py": "cards/footprint memory/sizes",
+    "test_build.py": "requirements",
     "test_docs.py": "errors units",
     "test_guard.py": "optim/window_gradients",
     "zero/test_engine.py": "zero/deepspeed_patches zero/refusals zero/run",

@@ -103,7 +103,7 @@ def test_on_a_cpu_nothing_is_free_of_a_device():
     assert "first step" in optimizer.summary()
     train(module, optimizer, 1)
     assert len(optimizer.host_states) == 3
-    assert lines_with(optimizer.summary(), "on the host", "free")
+    assert lines_with(optimizer.summary(), "on the host", "return")
     train(module, optimizer, 1)
     assert len(optimizer.host_states) == 3
     assert "from where" not in optimizer.summary()
