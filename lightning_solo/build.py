@@ -81,6 +81,8 @@ def built(part: Chosen | Target, lightning: str = "lightning.pytorch") -> Any:
         from lightning_solo.seams.homes import for_home
 
         cls = for_home(cls, lightning)
+    if issubclass(cls, type(part.settings)):
+        return cls.from_settings(part.settings)
     arguments = {field.name: getattr(part.settings, field.name) for field in fields(part.settings)}
     accepted = parameters_of_class(cls)
     if accepted is not None and (lacking := [name for name in arguments if name not in accepted]):

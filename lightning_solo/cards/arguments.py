@@ -17,6 +17,9 @@ from lightning_solo.errors import PresetError, nearest
 
 REQUIRED: Any = inspect.Parameter.empty
 
+Check = Callable[[Any], str | None]
+"""Returns what is wrong with a value and what to write, or None."""
+
 
 class Foreign:
     """Stands for a type that only its own module knows, such as a Tensor: no plain value of a configuration is one."""
@@ -38,7 +41,7 @@ class Parameter:
     default: Any = REQUIRED
     allowed: tuple[Any, ...] = ()
     at_least: float | None = None
-    check: Callable[[Any], str | None] | None = None
+    check: Check | None = None
 
     def complaint(self, value: Any) -> str | None:
         """Return what is wrong with a value and what to write instead, or None."""
@@ -56,20 +59,6 @@ class Parameter:
         if self.allowed:
             return " or ".join(map(repr, self.allowed))
         return describe(self.kind) + (f" of at least {self.at_least}" if self.at_least is not None else "")
-
-
-def setting(
-    default: Any,
-    text: str,
-    *,
-    allowed: Sequence[Any] = (),
-    at_least: float | None = None,
-    check: Callable[[Any], str | None] | None = None,
-) -> Any:
-    """Return a field of a technique's settings, as `Parameter` has it; ``text``: what it means, with its unit."""
-    return dataclasses.field(
-        default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
-    )
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.settings import setting
 
 AUTO = "auto"
 """The repeated blocks of a module, found by how they are built."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.settings import setting
 from lightning_solo.units import MiB, parse_bytes
 
 _NUMBER = re.compile(r"\d+|\d*\.\d+")

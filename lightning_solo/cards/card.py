@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_solo.cards.arguments import check_arguments, parameters_of
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings
 
 if TYPE_CHECKING:
     from lightning_solo.cards.configuration import Configuration
@@ -108,7 +108,7 @@ class Card:
     name: str
     target: str
     phase: Phase
-    settings: type[Any]
+    settings: type[TechniqueSettings]
     saves: str
     costs: str
     numerics: str
@@ -129,34 +129,32 @@ class Card:
     planned: str = "attached"
     footprint: str | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.settings, type) and issubclass(self.settings, TechniqueSettings):
+            self.settings.technique = self.name
+
     @property
     def class_name(self) -> str:
         """The name of its class."""
         return self.target.partition(":")[2]
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default of each setting."""
+        return {each.name: each.default for each in fields(self.settings)}
+
     def check(self, values: Mapping[str, Any], option: str | None = None) -> Any:
-        """Return the settings that plain values stand for; those left out have their defaults.
-
-        Args:
-            values: by the settings' names.
-            option: the path that messages name; the technique's name by default.
-
-        Raises:
-            PresetError: an unknown setting, or a value that is not allowed.
-            ConflictError: two settings that contradict each other.
-        """
-        check_arguments(values, parameters_of(self.settings), option or self.name)  # type: ignore[arg-type]
-        return self.settings(**values)
+        """Return the settings that plain values describe; see `TechniqueSettings.parse`."""
+        return self.settings.parse(values, option or self.name)
 
     def check_call(self, arguments: Mapping[str, Any], option: str | None = None) -> Any:
         """Return the settings that a constructor of its class was called with: `check` of its ``locals()``."""
-        names = parameters_of(self.settings)  # type: ignore[arg-type]
-        return self.check({name: arguments[name] for name in names}, option)
+        return self.check({each.name: arguments[each.name] for each in fields(self.settings)}, option)
 
     def repr(self, technique: Any) -> str:
         """Return the call that builds a technique again."""
-        names = parameters_of(self.settings)  # type: ignore[arg-type]
-        return f"{self.class_name}({', '.join(f'{name}={getattr(technique, name)!r}' for name in names)})"
+        values = ", ".join(f"{each.name}={getattr(technique, each.name)!r}" for each in fields(self.settings))
+        return f"{self.class_name}({values})"
 
 
 def resources(of: Resources, settings: Any) -> frozenset[str]:

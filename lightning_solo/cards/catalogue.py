@@ -19,6 +19,7 @@ from typing import Any
 from lightning_solo.cards.card import RESOURCES, Card, Requirement, Rung
 from lightning_solo.cards.configuration import Chosen
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import PresetError, unknown_name
 
 GROUP = "lightning_solo.techniques"
@@ -31,7 +32,7 @@ class Catalogue:
 
     Attributes:
         cards: by name; ours first.
-        folders: of configuration files that other packages bring; each has a folder ``solo``.
+        folders: of the presets that other packages bring; each has a folder ``solo``.
         broken: entry point -> why its technique is left out.
     """
 
@@ -40,7 +41,7 @@ class Catalogue:
     broken: MappingProxyType[str, str]
 
     def group(self, group: str) -> dict[str, Card]:
-        """Return the cards of a group of configuration files, by name."""
+        """Return the cards of Hydra's group ``callback`` or ``strategy``, by name."""
         return {name: card for name, card in self.cards.items() if card.group == group}
 
 
@@ -61,12 +62,12 @@ def catalogue() -> Catalogue:
             card = _loaded(point)
             if card.name in cards:
                 raise PresetError(f"the name {card.name!r} is taken by {cards[card.name].target}")
-            folder = _configuration(point, card)
+            folder = _configuration(point)
         except Exception as error:  # whatever another package does, ours must still work
             broken[f"{point.name} = {point.value}"] = f"{type(error).__name__}: {error}"
             continue
         cards[card.name] = card
-        folders += [folder] if folder not in folders else []
+        folders += [folder] if folder is not None and folder not in folders else []
     for point_text, reason in broken.items():
         warnings.warn(f"the technique of entry point {point_text!r} is left out: {reason}", stacklevel=2)
     return Catalogue(MappingProxyType(cards), tuple(folders), MappingProxyType(broken))
@@ -120,10 +121,11 @@ def problems(card: Card) -> Iterator[str]:
         yield f"{card.name}: phase={card.phase!r} is none of Phase's: {', '.join(phase.name for phase in Phase)}"
     if card.group not in ("callback", "strategy"):
         yield f"{card.name}: group={card.group!r}: write 'callback' or 'strategy'"
-    if not (is_dataclass(card.settings) and isinstance(card.settings, type)):
-        yield f"{card.name}: settings={card.settings!r}: a frozen dataclass is needed"
+    settings = card.settings
+    if not (isinstance(settings, type) and issubclass(settings, TechniqueSettings) and is_dataclass(settings)):
+        yield f"{card.name}: settings={settings!r}: write a frozen dataclass with the base TechniqueSettings"
     else:
-        for field in fields(card.settings):
+        for field in fields(settings):
             if field.default is MISSING:
                 yield f"{card.name}: the setting {field.name!r} has no default; write {field.name} = setting(<default>)"
     yield from _missing_target(card)
@@ -171,41 +173,8 @@ def module_file(module: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _configuration(point: EntryPoint, card: Card) -> Path:
-    """Return the folder of configuration files of the package that brings a card; refuses one without its YAML."""
+def _configuration(point: EntryPoint) -> Path | None:
+    """Return the folder of the presets that come with a card's package, if there are any."""
     root = module_file(point.module.split(".")[0])
     folder = (root or Path()).parent / "conf"
-    yaml = folder / "solo" / card.group / f"{card.name}.yaml"
-    if not yaml.is_file():
-        package = point.module.split(".")[0]
-        raise PresetError(
-            f"{card.name}: {yaml} is missing; it holds every setting with its default. If your source tree has it, the"
-            f" wheel does not: with setuptools write [tool.setuptools.package-data] {package} = ['conf/**/*.yaml']"
-        )
-    _check_yaml(yaml, card)
-    return folder
-
-
-def _check_yaml(path: Path, card: Card) -> None:
-    """Refuse a YAML file that doesn't hold each setting with the card's default."""
-    from omegaconf import OmegaConf  # for other packages' techniques alone; it reads 1e-3 as a number, as Hydra will
-
-    node = OmegaConf.to_container(OmegaConf.load(path))
-    if card.group == "callback":
-        if not isinstance(node, dict) or list(node) != [card.name]:
-            raise PresetError(
-                f"{card.name}: {path}: the settings of a callback are below its name; write `{card.name}:`"
-            )
-        node = node[card.name]
-    written = {str(key): value for key, value in node.items() if key != "name"} if isinstance(node, dict) else {}
-    expected = {field.name: field.default for field in fields(card.settings)}
-    for name in sorted({*written, *expected}):
-        if name not in written or name not in expected or _plain(written[name]) != _plain(expected[name]):
-            raise PresetError(
-                f"{card.name}: {path} has {name}={written.get(name, 'nothing')!r}, the card's settings"
-                f" {expected.get(name, 'nothing')!r}; write the same in both"
-            )
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return folder if root is not None and (folder / "solo").is_dir() else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.settings import setting
 
 WAYS = "``auto``, ``collated``, the name of a column, or in Python a function of an item"
 

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.files import check_file, conf_folder, preset_files, user_conf_folder, written_fields
@@ -32,10 +33,17 @@ VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswi
 
 
 def register_schema() -> None:
-    """Register the typed schema that presets inherit: `- /solo/schema@_here_: solo` in their defaults list."""
+    """Register what has no file: the schema that presets inherit, and each technique with its defaults.
+
+    `- /solo/schema@_here_: solo` in a defaults list names the schema, `+solo/callback=<name>` a technique.
+    """
     store = ConfigStore.instance()
-    if "schema" not in store.repo.get("solo", {}):  # each compose comes by; Hydra 1.5 refuses the second time
-        store.store(group="solo/schema", name="solo", node=PresetSchema, provider="lightning-solo")
+    if "schema" in store.repo.get("solo", {}):  # each compose comes by; Hydra 1.5 refuses the second time
+        return
+    store.store(group="solo/schema", name="solo", node=PresetSchema, provider="lightning-solo")
+    for card in catalogue().cards.values():
+        node = {"name": card.name, **card.defaults} if card.group == "strategy" else {card.name: card.defaults}
+        store.store(group=f"solo/{card.group}", name=card.name, node=node, provider="lightning-solo")
 
 
 Preset = str | Sequence[str] | Mapping[str, Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def _settings_of(group: str, word: Any) -> dict[str, Any]:
         return {}
     path = "strategy" if group == "strategy" else f"callback.{word}"
     named = {"strategy.name": word} if group == "strategy" else {}
-    return named | {f"{path}.{field.name}": field.default for field in fields(card.settings)}
+    return named | {f"{path}.{name}": default for name, default in card.defaults.items()}
 
 
 def _other_form(name: str) -> str:
@@ -147,13 +146,14 @@ def _other_form(name: str) -> str:
 
 
 def check_choice(group: str, value: object) -> None:
-    """Refuse a callback or strategy for which there is no file.
+    """Refuse a callback or strategy for which there is neither a technique nor a file of the user's.
 
     Raises:
         PresetError: names the nearest one and what there is.
     """
-    folders = [*library_folders(), user_conf_folder() or Path()]
-    choices = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
+    folders = [*catalogue().folders, user_conf_folder() or Path()]
+    files = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
+    choices = [*catalogue().group(group), *files]
     for name in value if isinstance(value, list) else [value]:
         if name is not None and name not in choices:
             raise PresetError(unknown_name(group, name, group, choices))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from lightning_solo.cards.arguments import parameters_of
 from lightning_solo.cards.card import RESOURCES, Card, resources
 from lightning_solo.cards.catalogue import load_class, own_cards, problems
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.presets.compose import compose_yaml
+from lightning_solo.presets.overrides import parse_overrides
 
 ROOT = Path(__file__).parents[2]
 CARDS = list(own_cards().values())
@@ -32,14 +34,12 @@ def test_its_word_is_in_its_places(card: Card) -> None:
     folder = ROOT / "lightning_solo" / "techniques" / card.name
     assert card.target.startswith(f"lightning_solo.techniques.{card.name}.")
     assert (folder / "card.py").is_file()
-    assert (ROOT / "conf" / "library" / "solo" / card.group / f"{card.name}.yaml").is_file()
     assert (ROOT / "tests" / "techniques" / f"test_{card.name}.py").is_file()
 
 
-def test_every_yaml_has_a_card_and_every_folder_too() -> None:
-    yamls = {path.stem for group in ("callback", "strategy") for path in (ROOT / "conf/library/solo" / group).glob("*")}
+def test_every_folder_has_a_card() -> None:
     folders = {path.parent.name for path in (ROOT / "lightning_solo" / "techniques").glob("*/__init__.py")}
-    assert yamls == folders == {card.name for card in CARDS}
+    assert folders == {card.name for card in CARDS}
 
 
 @every_card
@@ -62,17 +62,33 @@ def test_the_class_takes_the_settings(card: Card) -> None:
 
 
 @every_card
-def test_the_yaml_has_every_setting_with_its_default(card: Card) -> None:
-    path = ROOT / "conf" / "library" / "solo" / card.group / f"{card.name}.yaml"
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    node: Any = OmegaConf.to_container(OmegaConf.create(text))
-    if card.group == "callback":
-        assert list(node) == [card.name]
-        node = node[card.name]
-    else:
-        assert node.pop("name") == card.name
-    assert plain(node) == plain({name: p.default for name, p in parameters_of(card.settings).items()})
+def test_hydra_composes_its_defaults(card: Card) -> None:
+    choice = f"+strategy={card.name}" if card.group == "strategy" else f"+callback={card.name}"
+    composed = compose_yaml({"precision": "32-true"}, parse_overrides([choice]))
+    node = composed["strategy"] if card.group == "strategy" else composed["callback"][card.name]
+    named = {"name": card.name} if card.group == "strategy" else {}
+    assert node == {**named, **plain(card.defaults)}
+
+
+@every_card
+def test_its_documentation_names_every_setting(card: Card) -> None:
+    doc = load_class(card).__doc__
+    assert all(re.search(rf"^        {name}: ", doc, re.MULTILINE) for name in card.defaults)
+
+
+@every_card
+def test_it_is_equal_only_to_itself_and_refuses_new_settings(card: Card) -> None:
+    cls = load_class(card)
+    if not issubclass(cls, card.settings):
+        pytest.skip("a strategy has settings, and isn't its settings")
+    technique, other = cls(), cls.from_settings(card.settings())
+    assert technique != other
+    assert len({technique, other}) == 2
+    assert vars(technique).keys() == vars(other).keys()
+    for name, value in card.defaults.items():
+        assert getattr(other, name) == value
+        with pytest.raises(AttributeError):
+            setattr(technique, name, value)
 
 
 def wrong_values(card: Card) -> list[tuple[str, Any]]:

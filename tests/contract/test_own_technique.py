@@ -15,13 +15,13 @@ from tests.messages import lines_with, nearest
 ROOT = Path(__file__).parents[2]
 CARD = """
 from dataclasses import dataclass
-from lightning_solo.cards.arguments import setting
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
 from frozen_embeddings.card import CARD as OTHER
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     size: int = {default}
 
 CARD = Card(
@@ -125,11 +125,10 @@ with initialize_config_dir(os.getcwd(), version_base=None):
     assert "{'min_rows': 7}" in run(application, installed, cwd=tmp_path)
 
 
-def package(folder: Path, name: str, card: str, group: str = "callback", technique: str = "adapter") -> None:
+def package(folder: Path, name: str, card: str) -> None:
     """Write a package as pip would have installed it, with an entry point of its name."""
     home = folder / name
-    (home / "conf" / "solo" / group).mkdir(parents=True)
-    (home / "conf" / "solo" / group / f"{technique}.yaml").write_text(f"{technique}:\n  size: 1\n")
+    home.mkdir()
     (home / "__init__.py").write_text("")
     (home / "card.py").write_text(card)
     info = folder / f"{name}-1.0.dist-info"
@@ -162,21 +161,18 @@ BROKEN = {
     "same_name": (CARD.format(**{**GOOD, "name": "memory_logger"}), "the name 'memory_logger' is taken"),
     "no_default": (CARD.format(**{**GOOD, "default": "field()"}).replace("import dataclass", "import dataclass, field"),
                    "the setting 'size' has no default"),
+    "no_base": (CARD.format(**GOOD).replace("(TechniqueSettings)", ""), "with the base TechniqueSettings"),
     "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: BATCHES, DATA"),
     "no_need": (CARD.format(**GOOD).replace('reference=""', 'reference="", requires=(1,)'), "a tuple of Requirement"),
     "no_plan": (CARD.format(**GOOD).replace('reference=""', 'reference="", planned="left-out"'), "write 'attached'"),
     "no_caveat": (CARD.format(**GOOD).replace('reference=""', 'reference="", caveat="late"'), "caveat='late'"),
     "typo": (CARD.format(**GOOD).replace("trained_parameters", "saved_tensor"), nearest("saved_tensors")),
-    "other_default": (CARD.format(**{**GOOD, "default": 'setting(2, "rows")'}), "size=1, the card's settings 2"),
-    "no_yaml": (CARD.format(**{**GOOD, "name": "without_yaml"}), "[tool.setuptools.package-data] no_yaml = ['conf/**"),
-    "flat_yaml": (CARD.format(**{**GOOD, "name": "flat"}), "below its name; write `flat:`"),
 }  # fmt: skip
 
 
 def test_broken_ones_are_named_and_left_out(installed: Path, tmp_path: Path) -> None:
     for name, (card, _) in BROKEN.items():
         package(tmp_path, name, card)
-    (tmp_path / "flat_yaml" / "conf" / "solo" / "callback" / "flat.yaml").write_text("size: 1\n")
     code = """
 import json, warnings
 import lightning_solo as solo
@@ -191,17 +187,6 @@ print(json.dumps([str(warning.message) for warning in caught if "left out" in st
     for name, (_, reason) in BROKEN.items():
         (message,) = [message for message in messages if f"'{name} = {name}.card:CARD'" in message]
         assert reason in message
-
-
-def test_numbers_of_its_yaml_are_read_as_hydra_reads_them(installed: Path, tmp_path: Path) -> None:
-    card = CARD.format(**{**GOOD, "default": "setting(1e-3, 'rate')"}).replace("size: int", "size: float")
-    package(tmp_path, "adapters", card)
-    (tmp_path / "adapters" / "conf" / "solo" / "callback" / "adapter.yaml").write_text("adapter:\n  size: 1e-3\n")
-    code = """
-from lightning_solo.cards.catalogue import catalogue
-print(dict(catalogue().broken), "adapter" in catalogue().cards)
-"""
-    assert run(code, installed, tmp_path, cwd=tmp_path).strip() == "{} True"
 
 
 @pytest.mark.long
@@ -222,6 +207,7 @@ except solo.PresetError as error:
 def test_a_preset_named_as_one_of_ours_is_named_and_left_out(installed: Path, tmp_path: Path) -> None:
     package(tmp_path, "adapters", CARD.format(**GOOD))
     theirs = tmp_path / "adapters" / "conf" / "solo" / "bf16.yaml"
+    theirs.parent.mkdir(parents=True)
     theirs.write_text("# theirs\nprecision: 32-true\n")
     code = """
 import warnings

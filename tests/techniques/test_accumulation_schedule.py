@@ -160,7 +160,7 @@ def test_the_callers_container_is_neither_kept_nor_changed() -> None:
     given = [[1, 2], [3, 4]]
     schedule = AccumulationSchedule(given)
     given[0][1] = 7
-    assert schedule.milestones == ((1, 2), (3, 4))
+    assert schedule.milestones == [[1, 2], [3, 4]]
     assert repr(eval(repr(schedule))) == repr(schedule)
 
 

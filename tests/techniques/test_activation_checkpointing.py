@@ -8,7 +8,6 @@ import io
 import pickle
 import random
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,6 @@ import lightning.pytorch as lightning_pytorch
 import numpy
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -241,22 +239,6 @@ def test_repr_builds_it_again_and_the_callers_list_is_not_kept():
     names.append("Linear")
     assert callback.blocks == ["Block"]
     assert vars(eval(repr(callback))) | {"_undo": 0} == vars(callback) | {"_undo": 0}
-
-
-def test_yaml_has_every_argument_with_its_default():
-    path = Path(__file__).parents[2] / "conf/library/solo/callback/activation_checkpointing.yaml"
-    text = path.read_text()
-    assert text.startswith("# ")
-    default = ActivationCheckpointing()
-    assert yaml.safe_load(text) == {
-        "activation_checkpointing": {
-            "blocks": default.blocks,
-            "every_k": default.every_k,
-            "keep": default.keep,
-            "budget": default.budget,
-            "verify_recomputation": default.verify_recomputation,
-        }
-    }
 
 
 # Keeping the results of operators

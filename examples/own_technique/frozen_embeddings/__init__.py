@@ -1,1 +1,1 @@
-"""A technique of one's own: a card, a class, a configuration file; lightning-solo finds it by its entry point."""
+"""A technique of one's own: a card and a class; lightning-solo finds it by its entry point."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of FrozenEmbeddings."""
 
     min_rows: int = setting(256, "rows of the smallest embedding that is frozen", at_least=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from frozen_embeddings.card import CARD
+from frozen_embeddings.card import CARD, Settings
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -19,24 +19,14 @@ def large_embeddings(module: nn.Module, min_rows: int) -> dict[str, nn.Embedding
     }
 
 
-class FrozenEmbeddings(Technique):
+class FrozenEmbeddings(Technique, Settings):
     """Freezes embeddings before optimizers are made, and lets them be trained again after the fit.
-
-    Args:
-        min_rows: Rows of the smallest embedding that is frozen.
 
     Raises:
         PresetError: ``min_rows`` is no integer of at least 1.
     """
 
     phase = CARD.phase
-
-    def __init__(self, min_rows: int = 256) -> None:
-        CARD.check_call(locals())
-        self.min_rows = min_rows
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def transform(self, ctx: Run) -> None:
         """Freeze them: behind ``configure_model``, before the optimizers; undone after the fit or its failure."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PresetError
 
@@ -22,16 +22,20 @@ def _not_rising_pairs(milestones: Sequence[Sequence[int]]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of AccumulationSchedule."""
 
     milestones: Sequence[Sequence[int]] = setting(
-        ((0, 4),), "pairs [first, factor]: from ``first`` on, ``factor`` batches make a step", check=_not_rising_pairs
+        ((0, 4),),
+        "pairs ``[first, factor]``, rising in ``first``: from there on ``factor`` batches make one step; before the "
+        "first pair the factor is 1",
+        check=_not_rising_pairs,
     )
     by: Literal["epoch", "step", "samples", "tokens", "noise_scale"] = setting(
         "epoch",
-        "what ``first`` counts: epochs, optimizer steps, samples or valid tokens seen, or samples of the gradient's"
-        " noise scale as measured",
+        "what ``first`` counts: epochs, optimizer steps (Lightning's ``global_step``), samples or tokens (labels "
+        "other than -100) of all batches so far, or the gradient's noise scale: the number of samples at which its "
+        "noise equals its signal",
     )
     weight_by: str = setting(
         "batches",
@@ -39,7 +43,7 @@ class Settings:
         " shifted_tokens (those without each row's first), or the sum of a key of the batch",
     )
 
-    def __post_init__(self) -> None:
+    def _check_together(self) -> None:
         if self.by == "noise_scale" and first_factor(self) < 2:
             raise PresetError(
                 f"accumulation_schedule.milestones={[list(pair) for pair in self.milestones]} by=noise_scale: a window"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +23,7 @@ from lightning_solo.optim.window_gradients import warn_of_dropped_window
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.accumulation_schedule.card import CARD
+from lightning_solo.techniques.accumulation_schedule.card import CARD, Settings
 from lightning_solo.techniques.accumulation_schedule.milestones import (
     Epoch,
     count_optimizer_steps,
@@ -61,7 +61,7 @@ def short_window_weight(factor: int, batches_ahead: float) -> float:
     return factor / min(factor, batches_ahead)
 
 
-class AccumulationSchedule(Technique):
+class AccumulationSchedule(Technique, Settings):
     """Sets how many batches make an optimizer step: by epochs, optimizer steps, samples, tokens or gradient noise.
 
     A change takes effect with the next window, at any batch; it is logged as ``accumulation/factor``. The step of a
@@ -76,35 +76,13 @@ class AccumulationSchedule(Technique):
 
     By ``"noise_scale"`` the gradient of a window's first batch is compared with the window's; the factor never falls.
 
-    Args:
-        milestones: pairs ``[first, factor]``, rising in ``first``: from epoch, optimizer step, sample, token or noise
-            scale ``first`` on, ``factor`` batches make one step. Before the first milestone the factor is 1.
-        by: what ``first`` counts: ``"epoch"``, ``"step"`` (optimizer steps, Lightning's ``global_step``), ``"samples"``
-            or ``"tokens"`` (labels other than -100) of all batches so far, or ``"noise_scale"``, the number of samples
-            at which the gradient's noise equals its signal.
-        weight_by: ``"batches"``, which all count alike; or what a batch counts by: ``"samples"``, ``"tokens"``,
-            ``"shifted_tokens"`` or a key, as `lightning_solo.data.loss_weights.weight_of` has them.
-
     Raises:
         PresetError: the milestones are ill-formed, or begin with one batch by noise.
     """
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        milestones: Sequence[Sequence[int]] = ((0, 4),),
-        by: Literal["epoch", "step", "samples", "tokens", "noise_scale"] = "epoch",
-        weight_by: str = "batches",
-    ) -> None:
-        super().__init__()
-        CARD.check_call(locals())
-        self.milestones = tuple((first, factor) for first, factor in milestones)
-        self.by: Literal["epoch", "step", "samples", "tokens", "noise_scale"] = by
-        self.weight_by = weight_by
-        self._begin()
-
-    def _begin(self) -> None:
+    def _init_state(self) -> None:
         """Begin a run."""
         self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
         self._start = 0  # index of the window's first batch; survives the fit, too
@@ -121,9 +99,6 @@ class AccumulationSchedule(Technique):
         self._ahead = 0  # samples of the current batch, until its backward
         self._first: tuple[float, int] | None = None  # squared norm and samples of the window's first gradient
 
-    def __repr__(self) -> str:
-        return CARD.repr(self)
-
     @property
     def noise_scale(self) -> float | None:
         """The noise scale in samples as measured so far; None if unmeasured, or measured too few times."""
@@ -136,7 +111,7 @@ class AccumulationSchedule(Technique):
         refuse_conflicts(trainer, pl_module, self)
         super().setup(trainer, pl_module, stage)
         ctx = self._ctx
-        self._begin()
+        self._init_state()
         ctx.window.varies = True
         ctx.undo.callback(setattr, trainer, "accumulate_grad_batches", trainer.accumulate_grad_batches)
         ctx.undo.enter_context(patches.stepping_batches(trainer, self._count_steps))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.budget import budget_setting, parse_budget
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError
 
@@ -24,22 +24,31 @@ def _not_operators(keep: str | Sequence[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of ActivationCheckpointing."""
 
     blocks: str | Sequence[str] = blocks_setting()
-    every_k: int = setting(1, "wrap blocks 0, k, 2k, ...", at_least=1)
+    every_k: int = setting(
+        1, "wrap blocks 0, k, 2k, ...; 2 keeps half of the activations and costs half of the recomputation", at_least=1
+    )
     keep: str | Sequence[str] = setting(
         NOTHING,
-        "results not computed again; products: of matrices, convolutions, attention; or operators, as [aten.mm]",
+        "results inside the blocks that are kept and not computed again: nothing; products of matrices, "
+        "convolutions and attention, which take nearly all of the time; or operators, as [aten.mm]",
         check=_not_operators,
     )
     budget: int | float | str | None = budget_setting(
-        "recompute as little as it takes: bytes of a step on the device, as 6GiB; or a share of what blocks keep"
+        "recompute only as much as needed, chosen by bytes and FLOPs of each block. Bytes, as 6GiB, of the peak of "
+        "a training step on the device, model states included; or a share from 0 to 1 of what the blocks keep "
+        "without recomputation"
     )
-    verify_recomputation: bool = setting(True, "compare each block's first recomputation with its forward")
+    verify_recomputation: bool = setting(
+        True,
+        "compare each block's first recomputation in a fit with its forward, and raise ``ConflictError`` where they "
+        "differ; torch compares shapes only",
+    )
 
-    def __post_init__(self) -> None:
+    def _check_together(self) -> None:
         if self.budget is not None and self.keep != NOTHING:
             raise ConflictError(
                 f"activation_checkpointing: budget={self.budget} decides for whole blocks, keep={self.keep!r} inside"

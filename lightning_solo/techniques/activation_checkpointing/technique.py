@@ -19,7 +19,7 @@ from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, h
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.activation_checkpointing.budget import BudgetedBatches
-from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING
+from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS, CARD, NOTHING, Settings
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
@@ -40,24 +40,11 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
     return dict(list(named_blocks(module, blocks).items())[::every_k])
 
 
-class ActivationCheckpointing(Technique):
+class ActivationCheckpointing(Technique, Settings):
     """Wraps the model's blocks for the length of a fit, so that backward recomputes their activations.
 
     The blocks are chosen after ``configure_model`` and before the optimizer, so they may be built anywhere.
     Validation, test and prediction are unchanged.
-
-    Args:
-        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
-            of what is to be one block, such as ``[GPT2Block]``.
-        every_k: Wrap blocks 0, k, 2k, ...; 2 keeps half of the activations and costs half of the recomputation.
-        keep: Results inside the blocks that are kept, and not computed again: ``nothing``; ``products`` of matrices,
-            convolutions and attention, which take nearly all of the time; or a list of operators, ``["aten.mm"]``.
-        budget: Recompute only as much as it takes, chosen by bytes and FLOPs of each block. As bytes, ``"6GiB"`` or an
-            int, of the peak of a training step on the device, model states included. As a share, from 0 to 1, of what
-            the blocks would keep without recomputation.
-        verify_recomputation: In each fit compare each block's first recomputation with its forward, and raise
-            ``ConflictError`` where they differ. Torch compares shapes only: without this, a block that can't be
-            repeated would silently train with wrong gradients.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -66,28 +53,12 @@ class ActivationCheckpointing(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        blocks: str | Sequence[str] = AUTO,
-        every_k: int = 1,
-        keep: str | Sequence[str] = NOTHING,
-        budget: int | float | str | None = None,
-        verify_recomputation: bool = True,
-    ) -> None:
-        CARD.check_call(locals())
-        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
-        self.every_k = every_k
-        self.keep: str | list[str] = keep if isinstance(keep, str) else list(keep)
-        self.budget = budget
-        self.verify_recomputation = verify_recomputation
+    def _init_state(self) -> None:
         self._batches: BudgetedBatches | None = None
         self._first_step = 0
         self._loss_scale = 0.0
         self._kept: Kept | None = None
         self._wrapped: dict[str, nn.Module] = {}
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def wrapped(self) -> tuple[str, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.budget import budget_setting, parse_budget
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError
 
@@ -16,23 +16,30 @@ BLOCK_INPUTS, ALL, DISK = "block_inputs", "all", "disk"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of ActivationOffloading."""
 
     mode: str = setting(
         BLOCK_INPUTS,
-        "block_inputs: what recomputed blocks keep; all: all that is saved, at the price of the bus; disk:"
-        " block_inputs, to a local SSD",
+        "block_inputs: the inputs that recomputed blocks keep; all: all that forward saves, at the price of the "
+        "bus; disk: block_inputs, to a local SSD through four buffers on the host",
         allowed=(BLOCK_INPUTS, ALL, DISK),
     )
-    min_offload_bytes: int = setting(2**20, "smaller tensors stay on the device", at_least=1)
-    keep_on_device: int | float | str | None = budget_setting(
-        "of what is to be moved, the last saved stays: bytes, as 2GiB, or a share; null: what is on its way to the host"
+    min_offload_bytes: int = setting(
+        2**20, "smaller tensors stay on the device: a copy takes some 10 microseconds however small it is", at_least=1
     )
-    folder: str | None = setting(None, "on a local SSD, for mode=disk; null: the system's for temporary files")
+    keep_on_device: int | float | str | None = budget_setting(
+        "of the tensors to be moved, those saved last stay on the device. Bytes, as 2GiB, of at least 1 MiB; or a "
+        "share from 0 to 1 of a micro-batch's bytes; null: those on their way to the host"
+    )
+    folder: str | None = setting(
+        None,
+        "on a local SSD, for mode=disk; null: the system's for temporary files. The file is gone after the fit, and "
+        "if the process is killed",
+    )
     allow_cpu: bool = setting(False, "move to a second buffer on the CPU, for tests and for trying: it saves nothing")
 
-    def __post_init__(self) -> None:
+    def _check_together(self) -> None:
         if self.folder is not None and self.mode != DISK:
             raise ConflictError(
                 f"activation_offloading: folder={self.folder!r} is for mode=disk, and mode={self.mode}; write"

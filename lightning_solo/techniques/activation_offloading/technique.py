@@ -17,27 +17,15 @@ from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import inputs_kept_in
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPUTS, CARD, DISK
+from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPUTS, CARD, DISK, Settings
 from lightning_solo.units import format_bytes
 
 IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4, DISK: 1}
 """Share of the largest tensor: block inputs are saved at equal intervals, with ``all`` tensors come in bursts."""
 
 
-class ActivationOffloading(Technique):
+class ActivationOffloading(Technique, Settings):
     """Keeps saved tensors in page-locked host memory between forward and backward, for the length of a fit.
-
-    Args:
-        mode: ``block_inputs`` moves the inputs that recomputed blocks keep, and needs a technique that recomputes;
-            ``all`` moves everything that forward saves; ``disk`` moves the inputs to a local disk, through four buffers
-            on the host.
-        min_offload_bytes: smaller tensors stay on the device: a copy takes some 10 microseconds however small it is.
-        keep_on_device: move only what doesn't fit: of what ``mode`` moves, the tensors saved last stay on the device,
-            which backward needs first. As bytes, ``"2GiB"`` or an int of at least 1 MiB; or as a share, from 0 to 1, of
-            the bytes of a micro-batch. By default those stay that are on their way to the host.
-        folder: of ``mode="disk"``: a folder on a local SSD, by default the system's for temporary files. The file has
-            no name there; it is gone after the fit, and if the process is killed.
-        allow_cpu: on a CPU, move to a second buffer; for tests and for trying.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -46,25 +34,9 @@ class ActivationOffloading(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        mode: str = BLOCK_INPUTS,
-        min_offload_bytes: int = 2**20,
-        keep_on_device: int | float | str | None = None,
-        folder: str | None = None,
-        allow_cpu: bool = False,
-    ) -> None:
-        CARD.check_call(locals())
-        self.mode = mode
-        self.min_offload_bytes = min_offload_bytes
-        self.keep_on_device = keep_on_device
-        self.folder = folder
-        self.allow_cpu = allow_cpu
+    def _init_state(self) -> None:
         self._offloader: Offloader | None = None
         self._is_reported = False
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def moved_bytes(self) -> int:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of Attention."""
 
     kernel: str = setting(
         AUTO,
-        "auto: torch's choice, which is named; or the only kernel that may run in training",
+        "auto: torch's choice, which is named; or the only kernel that may run in training, recomputation included",
         allowed=(AUTO, "flash", "cudnn", "efficient", "math"),
     )
 

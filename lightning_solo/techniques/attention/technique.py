@@ -18,18 +18,14 @@ from lightning_solo.nn.attention_kernels import (
 )
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.attention.card import AUTO, CARD
+from lightning_solo.techniques.attention.card import AUTO, CARD, Settings
 
 
-class Attention(Technique):
+class Attention(Technique, Settings):
     """Runs attention by a fused kernel, and names the kernel of the first micro-batch of a fit.
 
     Hugging Face models with ``attn_implementation="eager"`` call torch's ``scaled_dot_product_attention`` for the
     length of a fit. In validation, test and prediction torch chooses the kernel.
-
-    Args:
-        kernel: ``auto`` for torch's choice; ``flash``, ``cudnn``, ``efficient`` or ``math``: the only one that may run
-            in training, recomputation included.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -37,15 +33,10 @@ class Attention(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, kernel: str = AUTO) -> None:
-        CARD.check_call(locals())
-        self.kernel = kernel
+    def _init_state(self) -> None:
         self._enabled = ExitStack()
         self._kernels: dict[str, int] | None = None  # None: not recorded yet
         self._changed: list[str] = []
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def kernels(self) -> dict[str, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 
@@ -15,7 +15,7 @@ def _not_empty(head: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of ChunkedCrossEntropy."""
 
     head: str = setting(
@@ -23,7 +23,9 @@ class Settings:
     )
     chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", at_least=1)
     backend: str = setting(
-        "torch", "of a chunk's losses: torch's operators, or Liger's fused kernel", allowed=("torch", "liger")
+        "torch",
+        "of a chunk's losses: torch's operators, or Liger's fused kernel from logits to losses and gradients, on a GPU",
+        allowed=("torch", "liger"),
     )
 
 

@@ -8,22 +8,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.nn import liger
-from lightning_solo.nn.deferred_logits import AUTO, Use, defer_logits, output_heads, restore_head
+from lightning_solo.nn.deferred_logits import Use, defer_logits, output_heads, restore_head
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.chunked_cross_entropy.card import CARD
+from lightning_solo.techniques.chunked_cross_entropy.card import CARD, Settings
 
 
-class ChunkedCrossEntropy(Technique):
+class ChunkedCrossEntropy(Technique, Settings):
     """Computes a module's ``F.cross_entropy`` of its head's output in chunks of tokens, for the length of a fit.
 
     The module's code is unchanged: its head returns logits that are computed only if something other than a
     cross-entropy needs them (`lightning_solo.nn.deferred_logits`).
-
-    Args:
-        head: ``auto`` for the output layer of a language model, or the name of the linear layer, such as ``net.head``.
-        chunk_tokens: Tokens whose logits exist at a time.
-        backend: ``torch``, or ``liger`` for its fused kernel from a chunk's logits to losses and gradients, on a GPU.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -31,15 +26,8 @@ class ChunkedCrossEntropy(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, head: str = AUTO, chunk_tokens: int = 1024, backend: str = "torch") -> None:
-        CARD.check_call(locals())
-        self.head = head
-        self.chunk_tokens = chunk_tokens
-        self.backend = backend
+    def _init_state(self) -> None:
         self._uses: dict[str, Use] = {}
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def heads(self) -> tuple[str, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError, PlanError
 from lightning_solo.optim.back_end_facts import BACK_ENDS
@@ -30,7 +30,7 @@ def _not_a_budget(value: int | str | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of CompactStates."""
 
     master_bits: int | str = setting(
@@ -38,15 +38,20 @@ class Settings:
     )
     moment_bits: int = setting(8, "of each of Adam's moments; 4 needs torchao", allowed=(32, 8, 4))
     state_budget: int | str | None = setting(
-        None, "bytes of optimizer states that stay on the device; auto: what fits; null: all", check=_not_a_budget
+        None,
+        "bytes of optimizer states that stay on the device, as 8GiB, the others in pinned memory of the host; auto: as many"
+        " as the first step leaves room for; null: all",
+        check=_not_a_budget,
     )
     checkpoint_weights: str = setting(
         "bf16", "weights in a checkpoint: as they are, with corrections beside the states; or masters in fp32",
         allowed=("bf16", "fp32"),
     )  # fmt: skip
-    back_end: str = setting("own", "whose optimizer steps", allowed=("own", *BACK_ENDS))
+    back_end: str = setting(
+        "own", "whose optimizer steps; another library's has its own bits", allowed=("own", *BACK_ENDS)
+    )
 
-    def __post_init__(self) -> None:
+    def _check_together(self) -> None:
         bits = (self.master_bits, self.moment_bits, self.state_budget, self.checkpoint_weights)
         if self.back_end != "own" and bits != (24, 8, None, "bf16"):
             raise ConflictError(

@@ -33,20 +33,10 @@ from lightning_solo.units import format_bytes
 BF16 = ("bf16-true", "bf16-mixed")
 
 
-class CompactStates(Technique):
+class CompactStates(Technique, Settings):
     """Trains with compact weights and optimizer states, whatever AdamW or Adam ``configure_optimizers`` returns.
 
     Of torch's other optimizers that step each parameter by itself the weights are as compact, the states in fp32.
-
-    Args:
-        master_bits: of the weights that are stepped: 32, 24, or "16-stochastic" for bf16 rounded stochastically.
-        moment_bits: of each of Adam's moments: 32, 8, or 4, which needs torchao.
-        state_budget: bytes of optimizer states that stay on the device, or a text such as "8GiB"; the others are kept
-            in pinned memory of the host. "auto": as many as the first step leaves room for; None: all.
-        checkpoint_weights: what a checkpoint has: "bf16" weights, with the corrections among the optimizer's states,
-            or "fp32" master weights.
-        back_end: whose optimizer steps: "own", or another library's, which has its own bits: "torchao_8bit",
-            "torchao_4bit", "bitsandbytes_8bit", "bitsandbytes_paged_8bit", "flashoptim".
 
     Raises:
         PresetError: a value that is none of those allowed.
@@ -55,26 +45,10 @@ class CompactStates(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        master_bits: int | str = 24,
-        moment_bits: int = 8,
-        state_budget: int | str | None = None,
-        checkpoint_weights: str = "bf16",
-        back_end: str = "own",
-    ) -> None:
-        self.settings: Settings = CARD.check_call(locals())
-        self.master_bits = master_bits
-        self.moment_bits = moment_bits
-        self.state_budget = state_budget
-        self.checkpoint_weights = checkpoint_weights
-        self.back_end = back_end
-        self._layout = StateLayout(master_bits, moment_bits, self.settings.budget, back_end)
+    def _init_state(self) -> None:
+        self._layout = StateLayout(self.master_bits, self.moment_bits, self.budget, self.back_end)
         self._weights = WeightSplit()
         self._settles = False  # whether it isn't known yet what of the states stays on the device
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     # --- weights ---
 
@@ -121,7 +95,7 @@ class CompactStates(Technique):
             ConflictError: a precision that these bits or this back end can't have.
         """
         precision = ctx.precision
-        if message := self.settings.precision_refusal(precision):
+        if message := self.precision_refusal(precision):
             raise ConflictError(message)
         ctx.undo.callback(self._join, ctx)
         bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours

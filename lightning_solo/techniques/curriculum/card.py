@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 
 SEQUENCES = "sequence_length"
 """Positions by which sequences are cut; items are chosen by all others."""
@@ -26,19 +26,26 @@ def _no_share(start: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of Curriculum."""
 
     by: str | Callable[[Any], float] = setting(  # noqa: RUF009 - the default is a string
         "length",
-        "sequence_length, which cuts batches; or the difficulty of an item: length, collated, loss, the name of a"
-        " column, or in Python a function of an item",
+        "sequence_length, which cuts batches; or the difficulty of an item, larger numbers being more difficult: "
+        "length (the data set's column, or an item's first sequence), collated (the length after the collate "
+        "function), loss, the name of a column, key or attribute, or in Python a function of an item",
         check=_no_difficulty,
     )
     start: float = setting(0.1, "share of the items, or of the longest sequence, at the beginning", check=_no_share)
     duration: int = setting(1000, "steps or tokens until all of it is used", at_least=1)
-    schedule: Literal["linear", "root"] = setting("linear", "how the share grows; root: fast at first")
-    pace: Literal["steps", "tokens"] = setting("steps", "what the duration counts: optimizer steps or tokens")
+    schedule: Literal["linear", "root"] = setting(
+        "linear", "how the share grows; root: fast at first, the square of the share grows linearly"
+    )
+    pace: Literal["steps", "tokens"] = setting(
+        "steps",
+        "what the duration counts: optimizer steps, or tokens of the items without padding, by sequence_length all "
+        "places of the cut batches",
+    )
     multiple: int = setting(8, "tokens cut off a sequence are a multiple of it", at_least=1)
     seed: int = setting(0, "of the draws of items", at_least=0)
 

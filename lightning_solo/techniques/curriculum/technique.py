@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -21,14 +21,14 @@ from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoErr
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.curriculum.card import CARD, SEQUENCES
+from lightning_solo.techniques.curriculum.card import CARD, SEQUENCES, Settings
 from lightning_solo.techniques.curriculum.item_losses import item_losses
 
 LOOKED_AT = 10
 """Number of first batches that are inspected on the device: one must be long enough to be cut."""
 
 
-class Curriculum(Technique):
+class Curriculum(Technique, Settings):
     """Begins training with the easiest items or with short sequences, and adds the rest until ``duration``.
 
     By difficulty the loader draws each batch from the easiest items, a share of all that grows from ``start`` to 1. An
@@ -40,43 +40,14 @@ class Curriculum(Technique):
     the undisturbed one, with any number of workers. Losses are those of the module at the start of training, and of
     each epoch in which Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints contain them.
 
-    Args:
-        by: ``"sequence_length"``; or what is difficult: ``"length"`` (the data set's column of that name, or an item's
-            first sequence), ``"collated"`` (what the collate function makes of an item), ``"loss"``, the name of a
-            column, key or attribute, or a function of an item. Larger numbers are more difficult.
-        start: The share at the beginning.
-        duration: Optimizer steps, or tokens, until the share is 1.
-        schedule: ``"linear"``, or ``"root"``: the square of the share grows linearly.
-        pace: What ``duration`` counts. Tokens are those of the items, without padding; by ``"sequence_length"`` all
-            places of the cut batches.
-        multiple: What is cut off a sequence is a multiple of it.
-        seed: Of the draws.
-
     Raises:
         PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        by: str | Callable[[Any], float] = "length",
-        start: float = 0.1,
-        duration: int = 1000,
-        schedule: Literal["linear", "root"] = "linear",
-        pace: Literal["steps", "tokens"] = "steps",
-        multiple: int = 8,
-        seed: int = 0,
-    ) -> None:
-        CARD.check_call(locals())
-        self.by = by
-        self.start = start
-        self.duration = duration
-        self.schedule: Literal["linear", "root"] = schedule
-        self.pace: Literal["steps", "tokens"] = pace
-        self.multiple = multiple
-        self.seed = seed
-        self._pace = Pace(start, duration, schedule)
+    def _init_state(self) -> None:
+        self._pace = Pace(self.start, self.duration, self.schedule)
         self._begin()
 
     def _begin(self) -> None:
@@ -95,9 +66,6 @@ class Curriculum(Technique):
         self._value: float | None = None  # the last logged share
         self._came = 0  # batches of this fit that could be cut
         self._warned = False
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Begin a run, unless the Trainer continues one."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of EarlyZeroGrad: none."""
 
 

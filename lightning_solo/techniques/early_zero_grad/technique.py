@@ -6,10 +6,10 @@ from lightning_solo.errors import ConflictError
 from lightning_solo.seams.patches import zeroing_first
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.early_zero_grad.card import CARD
+from lightning_solo.techniques.early_zero_grad.card import CARD, Settings
 
 
-class EarlyZeroGrad(Technique):
+class EarlyZeroGrad(Technique, Settings):
     """Zeroes gradients before the forward that begins an accumulation window; Lightning zeroes them after it.
 
     The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without. Until then the
@@ -17,12 +17,6 @@ class EarlyZeroGrad(Technique):
     """
 
     phase = CARD.phase
-
-    def __init__(self) -> None:
-        CARD.check_call(locals())
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def transform(self, ctx: Run) -> None:
         """Zero gradients before forward for the length of a fit.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 AUTO = "auto"
@@ -23,13 +23,17 @@ def _complaint(kernels: str | Sequence[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of FusedKernels."""
 
     kernels: str | Sequence[str] = setting(
         AUTO, f"auto: all that the model has a use for; or names of {', '.join(KERNELS)}", check=_complaint
     )
-    allow_cpu: bool = setting(False, "run torch's operators in their place on a CPU, for tests and for trying")
+    allow_cpu: bool = setting(
+        False,
+        "run torch's operators in their place on a CPU, which keep for backward what the kernels keep; for tests "
+        "and for trying",
+    )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:

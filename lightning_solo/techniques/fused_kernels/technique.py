@@ -16,19 +16,14 @@ from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.fused_kernels import Computation, fusable_layers, fuse_layers, restore_layers
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.fused_kernels.card import AUTO, CARD, KERNELS
+from lightning_solo.techniques.fused_kernels.card import AUTO, CARD, KERNELS, Settings
 
 
-class FusedKernels(Technique):
+class FusedKernels(Technique, Settings):
     """Runs normalisations and gated feed-forward parts by Liger's kernels, for the length of a fit, validation too.
 
     Layers of any package are recognised by their computation (`lightning_solo.nn.fused_kernels`). Types, weights and
     checkpoints are unchanged.
-
-    Args:
-        kernels: ``auto``, or names of ``rms_norm``, ``layer_norm``, ``swiglu`` and ``geglu``.
-        allow_cpu: run torch's operators in their place on a CPU, which keep for backward what the kernels keep; for
-            tests and for trying.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -36,15 +31,9 @@ class FusedKernels(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, kernels: str | Sequence[str] = AUTO, allow_cpu: bool = False) -> None:
-        CARD.check_call(locals())
-        self.kernels: str | list[str] = kernels if isinstance(kernels, str) else list(kernels)
-        self.allow_cpu = allow_cpu
+    def _init_state(self) -> None:
         self._layers: dict[str, nn.Module] = {}
         self._computations: dict[str, Computation] = {}
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def layers(self) -> dict[str, str]:

@@ -16,20 +16,17 @@ from lightning_solo.optim.gradient_release import GradientRelease as Release
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALED
+from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALED, Settings
 from lightning_solo.units import format_bytes
 
 VARYING = sys.maxsize
 """Micro-batches in windows of any length: a window is continued only in a run with the same number."""
 
 
-class GradientRelease(Technique):
+class GradientRelease(Technique, Settings):
     """Steps the optimizer from backward, gradient by gradient; with any strategy for one device.
 
     Under manual optimization, as of GANs, gradients are kept until the step, and the log says so.
-
-    Args:
-        buffer: where gradients are kept when accumulation or clipping by norm needs them: "device" or "host".
 
     Raises:
         PresetError: a buffer that is neither.
@@ -37,15 +34,10 @@ class GradientRelease(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, buffer: str = "device") -> None:
-        CARD.check_call(locals())
-        self.buffer = buffer
+    def _init_state(self) -> None:
         self._release: Release | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._warned: set[str] = set()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def release(self) -> Release | None:

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.layer_drop import SkippedBlocks
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.layer_drop.card import CARD
+from lightning_solo.techniques.layer_drop.card import CARD, Settings
 
 STATE = ("draws", "seed")
 
 
-class LayerDrop(Technique):
+class LayerDrop(Technique, Settings):
     """Skips some of the model's blocks in each ``training_step``; always as many, so memory and time are constant.
 
     Each block is skipped equally often on average. The draws have their own seed, drawn from torch's generator when
     the first fit begins and saved in checkpoints, so that a resumed run draws as the undisturbed one would.
-
-    Args:
-        count: Blocks that are skipped in each micro-batch.
-        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
-            of what is to be one block, such as ``[GPT2Block]``.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -38,16 +32,10 @@ class LayerDrop(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, count: int = 1, blocks: str | Sequence[str] = AUTO) -> None:
-        CARD.check_call(locals())
-        self.count = count
-        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
+    def _init_state(self) -> None:
         self._state: dict[str, int] = {}
         self._drop: SkippedBlocks | None = None
         self._named: set[str] = set()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def skipped(self) -> tuple[str, ...]:

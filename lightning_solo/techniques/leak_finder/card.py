@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of LeakFinder."""
 
     every_n_steps: int = setting(50, "optimizer steps between two looks", at_least=1)
     consecutive: int = setting(3, "looks in a row at which a kind of tensor must have grown", at_least=2)
-    min_bytes: int = setting(512, "growth in bytes per optimizer step below which nothing is said", at_least=1)
+    min_bytes: int = setting(
+        512,
+        "growth in bytes per optimizer step below which there is no warning; each tensor counts at least 512",
+        at_least=1,
+    )
 
 
 CARD = Card(

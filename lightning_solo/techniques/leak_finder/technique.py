@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.memory.census import Census, Growth, Kind, growths, take_census
 from lightning_solo.memory.holders import Leak, leaks_of
-from lightning_solo.techniques.leak_finder.card import CARD
+from lightning_solo.techniques.leak_finder.card import Settings
 
 
-class LeakFinder(Callback):
+class LeakFinder(Callback, Settings):
     """Counts all live tensors every ``every_n_steps`` optimizer steps, and warns of kinds that keep growing.
 
     A finding is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals. Some that
@@ -25,26 +25,13 @@ class LeakFinder(Callback):
 
     It doesn't see a tensor that is replaced by ever larger ones, or memory that no Python object refers to.
 
-    Args:
-        every_n_steps: optimizer steps (``global_step``) between two looks.
-        consecutive: intervals in a row that something must grow in.
-        min_bytes: growth per optimizer step below which there is no warning; each tensor counts at least 512.
-
     Raises:
         PresetError: an argument is out of range.
     """
 
-    def __init__(self, every_n_steps: int = 50, consecutive: int = 3, min_bytes: int = 512) -> None:
-        super().__init__()
-        CARD.check_call(locals())
-        self.every_n_steps = every_n_steps
-        self.consecutive = consecutive
-        self.min_bytes = min_bytes
+    def _init_state(self) -> None:
         self._leaks: list[Leak] = []
         self._start()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def leaks(self) -> tuple[Leak, ...]:

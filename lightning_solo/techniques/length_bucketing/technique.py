@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -13,21 +12,14 @@ from lightning_solo.data.loaders import plain_batches, require_own_batches, with
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.length_bucketing.card import CARD
+from lightning_solo.techniques.length_bucketing.card import CARD, Settings
 
 
-class LengthBucketing(Technique):
+class LengthBucketing(Technique, Settings):
     """Makes the training loader batch items of similar length, in a new order in each epoch.
 
     Items, workers, collate function and all else of the loader are unchanged. A run resumed within an epoch continues
     with exactly the remaining batches.
-
-    Args:
-        length: ``auto`` for a column ``length`` of the data set, or else the first sequence of an item; ``collated``
-            for the collate function's result, as where it makes tokens of texts; the name of a column, key or
-            attribute; or a function of an item.
-        max_tokens: The most tokens of a batch, padding included, in place of the loader's batch size.
-        seed: Of the order.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -35,18 +27,9 @@ class LengthBucketing(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self, length: str | Callable[[Any], int] = "auto", max_tokens: int | None = None, seed: int = 0
-    ) -> None:
-        CARD.check_call(locals())
-        self.length = length
-        self.max_tokens = max_tokens
-        self.seed = seed
+    def _init_state(self) -> None:
         self.padding_before: float | None = None
         self.padding_after: float | None = None
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def loader(self, ctx: Run, loader: Any) -> Any:
         """Return the loader with other batches.

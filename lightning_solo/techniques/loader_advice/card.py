@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 
 
 def _not_a_share(value: float) -> str | None:
@@ -14,10 +14,12 @@ def _not_a_share(value: float) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of LoaderAdvice."""
 
-    min_share: float = setting(0.02, "share of the time in training below which nothing is advised", check=_not_a_share)
+    min_share: float = setting(
+        0.02, "share of the time in training below which an option of the loader isn't named", check=_not_a_share
+    )
 
 
 CARD = Card(

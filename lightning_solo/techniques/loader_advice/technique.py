@@ -11,19 +11,16 @@ from torch.utils.data import DataLoader
 from lightning_solo.seams.patches import batches_through, fetches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.loader_advice.card import CARD
+from lightning_solo.techniques.loader_advice.card import CARD, Settings
 from lightning_solo.techniques.loader_advice.savings import Loading, Saving, report, savings
 from lightning_solo.techniques.loader_advice.times import Times, Watch
 
 
-class LoaderAdvice(Technique):
+class LoaderAdvice(Technique, Settings):
     """Measures how long training waits for batches, and at the end of a fit names the options that would help.
 
     It tries none of them: the figures are upper bounds, each for one option alone, from the seconds that the option
     could save. The first batch and validations are left out. On a GPU the seconds are the device's idle times.
-
-    Args:
-        min_share: of the time in training, below which an option isn't named.
 
     Attributes:
         times: of the last fit; None before the first, and for fewer than two batches.
@@ -35,13 +32,8 @@ class LoaderAdvice(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, min_share: float = 0.02) -> None:
-        CARD.check_call(locals())
-        self.min_share = min_share
+    def _init_state(self) -> None:
         self._start()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def _start(self) -> None:
         self.times: Times | None = None

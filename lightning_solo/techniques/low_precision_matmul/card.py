@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 
@@ -47,7 +47,7 @@ def formats_of(capability: tuple[int, int], label: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of LowPrecisionMatmul."""
 
     format: str = setting(

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_solo.cards.blocks import AUTO
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.low_precision import linear_layers, multiply_in_low_precision, product, restore_layers
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, formats_of
+from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, Settings, formats_of
 
 
-class LowPrecisionMatmul(Technique):
+class LowPrecisionMatmul(Technique, Settings):
     """Multiplies in low precision in the linear layers of the model's blocks, for the length of a fit.
 
     Weights, gradients, optimizer, checkpoints, validation, the output head and everything outside blocks are
     unchanged.
-
-    Args:
-        format: ``float8_tensorwise``, ``float8_rowwise``, ``float8_rowwise_with_gw_hp``, ``mxfp8``, ``nvfp4``,
-            ``int8`` or ``fp16_accumulate``.
-        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
-            of what is to be one block, such as ``[GPT2Block]``.
-        allow_cpu: run on a CPU, where all but int8 is emulated; for tests and for trying.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -37,17 +29,8 @@ class LowPrecisionMatmul(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self, format: str = "float8_tensorwise", blocks: str | Sequence[str] = AUTO, allow_cpu: bool = False
-    ) -> None:
-        CARD.check_call(locals())
-        self.format = format
-        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
-        self.allow_cpu = allow_cpu
+    def _init_state(self) -> None:
         self._layers: dict[str, Any] = {}
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.memory.log_files import not_below_a_folder
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of MemoryLogger."""
 
     every_n_steps: int = setting(50, "optimizer steps between two readings", at_least=1)
-    per_phase: bool = setting(False, "read at forward, backward and step, and reset the device's peak before each")
+    per_phase: bool = setting(
+        False,
+        "also log the peaks of forward, backward and step (on a CPU: resident bytes at the end of each). It resets "
+        "the CUDA peak counters between phases, so ``torch.cuda.max_memory_allocated()`` covers the last phase only",
+    )
     file: str = setting(
-        "memory.csv", "CSV file of the readings, below the Trainer's root folder", check=not_below_a_folder
+        "memory.csv",
+        "CSV file of the readings, below the first logger's directory, else ``default_root_dir``; rows are "
+        "appended, and the column ``fit`` tells runs apart",
+        check=not_below_a_folder,
     )
     table: bool = setting(True, "print a table at the end of the fit")
-    category_steps: int = setting(0, "first optimizer steps whose peak is logged by category", at_least=0)
+    category_steps: int = setting(
+        0,
+        "first optimizer steps whose peak is logged by category, which makes them slower; the first has no "
+        "optimizer states yet",
+        at_least=0,
+    )
 
 
 def _frees(settings: Settings) -> frozenset[str]:

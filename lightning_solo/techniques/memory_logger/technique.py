@@ -19,7 +19,7 @@ from lightning_solo.memory.category_peaks import CategoryPeaks, describe
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below_logs
 from lightning_solo.memory.reading import Reading
-from lightning_solo.techniques.memory_logger.card import CARD
+from lightning_solo.techniques.memory_logger.card import Settings
 from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
 from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
@@ -52,7 +52,7 @@ def metrics_of(
     return metrics
 
 
-class MemoryLogger(Callback):
+class MemoryLogger(Callback, Settings):
     """Logs memory every ``every_n_steps`` optimizer steps, with a summary at the end, also of a failed run.
 
     On a GPU it reads the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
@@ -62,40 +62,12 @@ class MemoryLogger(Callback):
     operator and module that set it. It counts the bytes that storages request, before the allocator rounds them,
     without the batch. Compiled parts run uncompiled in these steps, with a warning, since their peak differs.
 
-    Args:
-        every_n_steps: optimizer steps (``global_step``) between two readings.
-        per_phase: also log the peak of forward, backward and optimizer step (on a CPU: the bytes resident at the end
-            of each). Resets the CUDA peak counters between phases, so ``torch.cuda.max_memory_allocated()`` then
-            covers the last phase only, for everyone in this process; the peaks logged here stay those of the whole run.
-        file: CSV, relative to the first logger's directory, else to ``default_root_dir``; rows are appended, and
-            column ``fit`` tells runs apart.
-        table: print a table at the end.
-        category_steps: optimizer steps at the start of a fit whose peak is logged by category, such as 2: the first has
-            no optimizer states yet. 0 by default, as these steps are slower; `log_categories` requests more later.
-
     Raises:
         PresetError: an argument is out of range, or ``file`` does not stay inside the directory.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 50,
-        per_phase: bool = False,
-        file: str = "memory.csv",
-        table: bool = True,
-        category_steps: int = 0,
-    ) -> None:
-        super().__init__()
-        CARD.check_call(locals())
-        self.every_n_steps = every_n_steps
-        self.per_phase = per_phase
-        self.file = file
-        self.table = table
-        self.category_steps = category_steps
+    def _init_state(self) -> None:
         self._start("", torch.device("cpu"))
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def peak_bytes(self) -> int:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.memory.log_files import not_below_a_folder
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of MemorySnapshot."""
 
     folder: str = setting(
-        "memory_snapshots", "where the files are written, below the Trainer's root folder", check=not_below_a_folder
+        "memory_snapshots",
+        "where the files are written, below the first logger's directory, else ``default_root_dir``",
+        check=not_below_a_folder,
     )
-    max_entries: int = setting(100_000, "allocations and frees that the history keeps", at_least=1)
-    native_frames: bool = setting(False, "also name the operators of backward; reading the history takes minutes then")
+    max_entries: int = setting(
+        100_000,
+        "allocations and frees in the history of one batch; older ones are dropped, and a peak before them is not seen",
+        at_least=1,
+    )
+    native_frames: bool = setting(
+        False, "also record C++ frames, which name the operators of backward; reading the history then takes minutes"
+    )
 
 
 CARD = Card(

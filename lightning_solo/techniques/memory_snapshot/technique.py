@@ -23,13 +23,13 @@ from lightning_solo.memory.snapshot import (
     read_counters,
     write_snapshot,
 )
-from lightning_solo.techniques.memory_snapshot.card import CARD
+from lightning_solo.techniques.memory_snapshot.card import Settings
 
 NOTABLE = 1.01
 """Factor over the last written peak from which a peak is written again, so that slightly longer batches aren't."""
 
 
-class MemorySnapshot(Callback):
+class MemorySnapshot(Callback, Settings):
     """Records the CUDA allocator's history during a fit, and keeps that of the batch with the highest peak.
 
     ``step-<global_step>-peak.pickle`` is for https://docs.pytorch.org/memory_viz; the ``.txt`` next to it names the
@@ -39,28 +39,13 @@ class MemorySnapshot(Callback):
     A peak counts only if it is the highest in the process so far: after a larger one (of a validation, or of an earlier
     fit) there is no new one until ``torch.cuda.reset_peak_memory_stats`` is called.
 
-    Args:
-        folder: for the files, relative to the first logger's directory, else to ``default_root_dir``.
-        max_entries: of the history of one batch; older ones are dropped, and a peak before them is not seen.
-        native_frames: also record C++ frames, which name the operators of backward; reading them takes minutes.
-
     Raises:
         PresetError: an argument is out of range, or ``folder`` does not stay inside the directory.
     """
 
-    def __init__(
-        self, folder: str = "memory_snapshots", max_entries: int = 100_000, native_frames: bool = False
-    ) -> None:
-        super().__init__()
-        CARD.check_call(locals())
-        self.folder = folder
-        self.max_entries = max_entries
-        self.native_frames = native_frames
-        self._history = History(max_entries, native_frames)
+    def _init_state(self) -> None:
+        self._history = History(self.max_entries, self.native_frames)
         self._reset()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def words(self) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 
@@ -23,7 +23,7 @@ def _empty(name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of MicroBatching."""
 
     micro_batch: int | Literal["auto"] = setting(
@@ -31,14 +31,20 @@ class Settings:
     )
     global_batch: int | None = setting(
         None,
-        "samples in an optimizer step, a multiple of the loader's batch; null: one batch of the loader",
+        "samples in an optimizer step, a multiple of the loader's batch; null: one batch of the loader, or as many "
+        "as accumulation says",
         at_least=1,
     )
     batch_dim: int | Mapping[str, int | None] = setting(
-        0, "the batch dimension, or by the path of a tensor in the batch: {x: 1, graph.mask: null}; null: shared"
+        0,
+        "the batch dimension of all tensors, or by their paths in the batch: {x: 1, graph.mask: null}; null: all "
+        "samples share the tensor",
     )
     split: Any = setting(  # noqa: RUF009  (a frozen field, as the others; a function has no immutable type)
-        None, "function of (batch, size) that returns a list of (part, its samples)", check=_not_callable
+        None,
+        "function of (batch, size) that returns a list of (part, its samples), at most ``size``; for batches that "
+        "are no nesting of tensors with a batch dimension",
+        check=_not_callable,
     )
     weight_by: str = setting(
         "samples",
@@ -47,9 +53,13 @@ class Settings:
         check=_empty,
     )
     batch_norm: str = setting(
-        "refuse", "ghost: statistics of each micro-batch, other than those of the batch", allowed=("refuse", "ghost")
+        "refuse",
+        "ghost allows batch norm with the statistics of each micro-batch, other than those of the batch",
+        allowed=("refuse", "ghost"),
     )
-    check: bool = setting(False, "compare loss and gradients of a few samples, together and in parts, before training")
+    check: bool = setting(
+        False, "compare loss and gradients of a few samples, together and in parts, in the first batch"
+    )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:

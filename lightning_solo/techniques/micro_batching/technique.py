@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from lightning_solo.optim.window_gradients import WindowGradients
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.micro_batching.card import CARD
+from lightning_solo.techniques.micro_batching.card import CARD, Settings
 from lightning_solo.techniques.micro_batching.global_batch import GlobalBatch
 from lightning_solo.techniques.micro_batching.logged import Logged, merged_outputs, weighted_mean
 
@@ -41,7 +41,7 @@ class Waiting(NamedTuple):
     batch_idx: int
 
 
-class MicroBatching(Technique):
+class MicroBatching(Technique, Settings):
     """Runs each batch in micro-batches that fit on the device, with gradient and logged loss of the whole batch.
 
     After an out-of-memory error in forward or backward the attempt is undone: random numbers, buffers, metrics and
@@ -50,17 +50,6 @@ class MicroBatching(Technique):
 
     Where several batches of the loader make a step, they wait for the last one and run together: only then are the
     token weights known.
-
-    Args:
-        micro_batch: Samples in a micro-batch at most; "auto" begins with the whole batch.
-        global_batch: Samples in an optimizer step, a multiple of the loader's batch; None for one batch of the loader,
-            or as many as accumulation says.
-        batch_dim: The batch dimension of all tensors, or by their paths; None for a tensor that all samples share.
-        split: Function of (batch, size) that returns the parts of a batch, each with its number of samples, at most
-            ``size``; for batches that are no nesting of tensors with a batch dimension.
-        weight_by: "samples", "tokens", "shifted_tokens" or a key of the batch; see `lightning_solo.data.loss_weights`.
-        batch_norm: "ghost" allows layers whose statistics would be those of a micro-batch.
-        check: Compare loss and gradients of a few samples, together and in parts, in the first batch.
 
     Attributes:
         retries: How often batches were run again in this fit.
@@ -71,31 +60,11 @@ class MicroBatching(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        micro_batch: int | Literal["auto"] = "auto",
-        global_batch: int | None = None,
-        batch_dim: int | Mapping[str, int | None] = 0,
-        split: Callable[..., Any] | None = None,
-        weight_by: str = "samples",
-        batch_norm: str = "refuse",
-        check: bool = False,
-    ) -> None:
-        self._settings = CARD.check_call(locals())
-        self.micro_batch: int | Literal["auto"] = micro_batch
-        self.global_batch = global_batch
-        self.batch_dim = dict(batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
-        self.split = split
-        self.weight_by = weight_by
-        self.batch_norm = batch_norm
-        self.check = check
+    def _init_state(self) -> None:
         self.retries = 0
-        self._size = MicroBatchSize(None if micro_batch == "auto" else int(micro_batch))
-        self._splitter = Splitter(self.batch_dim, split, weight_by)
+        self._size = MicroBatchSize(None if self.micro_batch == "auto" else int(self.micro_batch))
+        self._splitter = Splitter(self.batch_dim, self.split, self.weight_by)
         self._forget()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def fits(self) -> int | None:
@@ -123,7 +92,7 @@ class MicroBatching(Technique):
         """Refuse other settings of the batches per step, and make the Trainer count steps by this one."""
         joins = stage == "fit" and self.ctx is None
         if joins and self.global_batch is not None:
-            refuse_callbacks("MicroBatching", resources(CARD.owns, self._settings), trainer.callbacks)
+            refuse_callbacks("MicroBatching", resources(CARD.owns, self), trainer.callbacks)
             if trainer.accumulate_grad_batches != 1:
                 raise ConflictError(
                     f"MicroBatching(global_batch={self.global_batch}) and accumulate_grad_batches="

@@ -23,24 +23,16 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import Seams
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.packing.card import CARD
+from lightning_solo.techniques.packing.card import CARD, Settings
 
 
-class Packing(Technique):
+class Packing(Technique, Settings):
     """Makes the training loader fill each row with several documents, different ones in each epoch.
 
     Batches have ``input_ids``, ``labels`` and ``position_ids``, which restart with every document; the module passes
     all of them to its model. In the first batch `training_step` runs for two documents, to check that the loss of one
     doesn't depend on the other. Hugging Face's models create no cache in a training step, since with one they don't
     look for documents. A run resumed within an epoch continues with exactly the remaining batches.
-
-    Args:
-        capacity: Tokens of a row; None for those of the longest document.
-        rows: Rows of a batch; None for as many as hold about as many documents as the loader's batch.
-        length: ``auto`` for a column ``length`` of the data set, or else the first sequence of an item; ``collated``
-            for the collate function's result, as where it makes tokens of texts; the name of a column, key or
-            attribute; or a function of an item.
-        seed: Of the order.
 
     Attributes:
         padding_before: Share of padding in the loader's own batches.
@@ -52,25 +44,11 @@ class Packing(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        capacity: int | None = None,
-        rows: int | None = None,
-        length: str | Callable[[Any], int] = "auto",
-        seed: int = 0,
-    ) -> None:
-        CARD.check_call(locals())
-        self.capacity = capacity
-        self.rows = rows
-        self.length = length
-        self.seed = seed
+    def _init_state(self) -> None:
         self.padding_before: float | None = None
         self.padding_after: float | None = None
         self._configs: list[Any] = []  # of models that would create caches
         self._documents: TwoDocuments | None = None  # still to be compared
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def transform(self, ctx: Run) -> None:
         """Find the configurations that create caches.

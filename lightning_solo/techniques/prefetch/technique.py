@@ -14,12 +14,12 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.seams.homes import fabric_part, part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.prefetch.card import CARD
+from lightning_solo.techniques.prefetch.card import CARD, Settings
 
 _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
-class Prefetch(Technique):
+class Prefetch(Technique, Settings):
     """Loads training batches ahead of their step, and copies them to the device on a separate stream.
 
     Batches, their order and the weights are those of a run without it. A thread iterates over the loader. Batches that
@@ -27,22 +27,14 @@ class Prefetch(Technique):
     a module or data module overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device``, batches are loaded
     ahead on the host, and transferred when they are due; ``on_after_batch_transfer`` always runs then.
 
-    Args:
-        depth: batches that are loaded ahead of the one in training.
-
     Raises:
         PresetError: an argument is out of range.
     """
 
     phase = CARD.phase
 
-    def __init__(self, depth: int = 2) -> None:
-        CARD.check_call(locals())
-        self.depth = depth
+    def _init_state(self) -> None:
         self._acts = False
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     def loader(self, ctx: Run, loader: Any) -> Any:
         """Put a `Prefetcher` around the loader.

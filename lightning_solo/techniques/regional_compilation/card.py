@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of RegionalCompilation."""
 
     blocks: str | Sequence[str] = blocks_setting()
     mode: str = setting(
         "default",
-        "of Inductor; max-autotune-no-cudagraphs compiles for minutes, and may be faster",
+        "of Inductor; max-autotune-no-cudagraphs tries several kernels of each kind: it compiles for minutes, and "
+        "may be faster",
         allowed=("default", "max-autotune-no-cudagraphs"),
     )
     dynamic: bool | None = setting(None, "null: one graph per shape, and one for all shapes once they change")
     backend: str = setting(
         "inductor",
-        "of torch.compile; to find what fails: aot_eager, which runs torch's own kernels",
+        "of torch.compile; to find what fails: aot_eager, which runs torch's own kernels. Not eager: with it torch "
+        "2.13 recomputes a checkpointed block with other dropout masks",
         allowed=("inductor", "aot_eager"),
     )
 

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_solo.cards.blocks import AUTO
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.regional_compilation.card import CARD
+from lightning_solo.techniques.regional_compilation.card import CARD, Settings
 
 RECOMPILES_TO_WARN = 3
 """Two are usual: other sizes come once, and are then compiled for all sizes."""
 
 
-class RegionalCompilation(Technique):
+class RegionalCompilation(Technique, Settings):
     """Compiles the model's blocks for the length of a fit, including recomputation of their activations.
 
     A model of 32 equal blocks compiles one, not 32: the compile time doesn't grow with depth. Code around the blocks
     runs as before. Weights, checkpoints, copies and pickles of the module keep their names.
-
-    Args:
-        blocks: ``auto`` for the repeated blocks of the model (``lightning_solo.nn.blocks``), or the class name or names
-            of what is to be one block, such as ``[GPT2Block]``.
-        mode: Of Inductor: ``default``, or ``max-autotune-no-cudagraphs``, which tries several kernels of each kind.
-        dynamic: Whether sizes may vary without compiling again; None compiles for the first sizes, and for all sizes
-            once others come.
-        backend: Of ``torch.compile``: ``inductor``; to find what fails ``aot_eager``, which runs torch's own kernels.
-            Not ``eager``: with it torch 2.13 recomputes a checkpointed block with other dropout masks.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -40,26 +29,12 @@ class RegionalCompilation(Technique):
 
     phase = CARD.phase
 
-    def __init__(
-        self,
-        blocks: str | Sequence[str] = AUTO,
-        mode: str = "default",
-        dynamic: bool | None = None,
-        backend: str = "inductor",
-    ) -> None:
-        CARD.check_call(locals())
-        self.blocks: str | list[str] = blocks if isinstance(blocks, str) else list(blocks)
-        self.mode = mode
-        self.dynamic = dynamic
-        self.backend = backend
+    def _init_state(self) -> None:
         self._compiled: dict[str, nn.Module] = {}
         self._counting: CountingBackend | None = None
         self._before = 0
         self._is_reported = False
         self._recompiles = 0
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def compiled(self) -> tuple[str, ...]:

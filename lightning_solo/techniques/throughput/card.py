@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 
 
 def _not_a_rate(tflops: float | None) -> str | None:
@@ -17,16 +17,20 @@ def _not_a_rate(tflops: float | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of Throughput."""
 
     every_n_steps: int = setting(50, "optimizer steps between two logged values", at_least=1)
-    window_size: int = setting(100, "batches over which rates are taken", at_least=2)
-    samples_per_batch: int | None = setting(None, "samples of a batch; null: read from the batch", at_least=1)
-    tokens_per_batch: int | None = setting(None, "tokens of a batch; null: read from the batch", at_least=1)
-    count_flops: bool = setting(True, "count the FLOPs of the first batch's forward")
+    window_size: int = setting(100, "batches over which rates are averaged; shorter runs use what there is", at_least=2)
+    samples_per_batch: int | None = setting(
+        None, "samples of a batch; null: the first dimension of its first tensor", at_least=1
+    )
+    tokens_per_batch: int | None = setting(
+        None, "tokens of a batch; null: counted where the first tensor is (batch, sequence) of integers", at_least=1
+    )
+    count_flops: bool = setting(True, "count the model's FLOPs in the first batch's forward")
     device_tflops: float | None = setting(
-        None, "peak TFLOP/s of the device; null: from the table of devices", check=_not_a_rate
+        None, "peak TFLOP/s of the device at the precision used; null: from the table of devices", check=_not_a_rate
     )
 
 

@@ -9,12 +9,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
-from lightning_solo.techniques.throughput.card import CARD
+from lightning_solo.techniques.throughput.card import Settings
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype, peak_flops
 from lightning_solo.techniques.throughput.rates import Rates
 
 
-class Throughput(Callback):
+class Throughput(Callback, Settings):
     """Logs samples/s, tokens/s, model TFLOP/s and model FLOP utilisation, over the last batches, and seconds per step.
 
     ``throughput/step_s`` is the mean over the optimizer steps since the last log, without the first step of the fit.
@@ -24,39 +24,12 @@ class Throughput(Callback):
     ``training_step`` includes backward, and is counted as it is, with recomputation. Validation, and the time until the
     next batch after it, is not training time; waiting for data is.
 
-    Args:
-        every_n_steps: optimizer steps (``global_step``) between two logs.
-        window_size: batches that a figure is averaged over, at least 2; shorter runs use what there is.
-        samples_per_batch: samples in a batch; by default the first dimension of its first tensor.
-        tokens_per_batch: tokens in a batch; by default counted where the first tensor is (batch, sequence) of integers.
-        count_flops: count the model's FLOPs.
-        device_tflops: the device's peak TFLOP/s at the precision used, for devices that Lightning does not know.
-
     Raises:
         PresetError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 50,
-        window_size: int = 100,
-        samples_per_batch: int | None = None,
-        tokens_per_batch: int | None = None,
-        count_flops: bool = True,
-        device_tflops: float | None = None,
-    ) -> None:
-        super().__init__()
-        CARD.check_call(locals())
-        self.every_n_steps = every_n_steps
-        self.window_size = window_size
-        self.samples_per_batch = samples_per_batch
-        self.tokens_per_batch = tokens_per_batch
-        self.count_flops = count_flops
-        self.device_tflops = device_tflops
+    def _init_state(self) -> None:
         self._start()
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def figures(self) -> dict[str, float]:

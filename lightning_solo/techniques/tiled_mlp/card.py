@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of TiledMlp."""
 
     parts: str | Sequence[str] = blocks_setting("the feed-forward parts of any model", "LlamaMLP")
-    tile_tokens: int = setting(4096, "tokens of a micro-batch that are computed at a time", at_least=1)
+    tile_tokens: int = setting(
+        4096, "tokens of a micro-batch that are computed at a time; those of all its sequences are counted", at_least=1
+    )
 
 
 def _nothing_left_to_compile(settings: Settings, configuration: Configuration) -> str | None:

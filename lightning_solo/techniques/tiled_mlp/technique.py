@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -12,16 +11,11 @@ from lightning_solo.nn.blocks import blocks_of_class, counted, feed_forward_part
 from lightning_solo.nn.tiling import Tiling, restore_parts, tile_parts
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.tiled_mlp.card import CARD
+from lightning_solo.techniques.tiled_mlp.card import CARD, Settings
 
 
-class TiledMlp(Technique):
+class TiledMlp(Technique, Settings):
     """Computes a model's feed-forward parts in tiles of tokens for the length of a fit, forward and backward.
-
-    Args:
-        parts: ``auto`` for what widens and narrows by linear layers (`lightning_solo.nn.blocks.feed_forward_parts`), or
-            the class name or names of what acts on each token alone, such as ``[LlamaMLP]``.
-        tile_tokens: Tokens of a micro-batch that are computed at a time; those of all its sequences are counted.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -29,15 +23,9 @@ class TiledMlp(Technique):
 
     phase = CARD.phase
 
-    def __init__(self, parts: str | Sequence[str] = AUTO, tile_tokens: int = 4096) -> None:
-        CARD.check_call(locals())
-        self.parts: str | list[str] = parts if isinstance(parts, str) else list(parts)
-        self.tile_tokens = tile_tokens
+    def _init_state(self) -> None:
         self._tilings: dict[str, Tiling] = {}
         self._is_reported = False
-
-    def __repr__(self) -> str:
-        return CARD.repr(self)
 
     @property
     def tiled(self) -> tuple[str, ...]:

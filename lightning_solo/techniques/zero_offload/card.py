@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_solo.cards.arguments import setting
 from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PresetError
 from lightning_solo.techniques.zero_offload.footprint import ZeroStates
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(TechniqueSettings):
     """Arguments of ZeroOffloadStrategy."""
 
     stage: int = setting(2, "2 keeps the 16-bit weights on the device, 3 partitions them too", allowed=(2, 3))
@@ -33,7 +33,7 @@ class Settings:
     exclude_frozen_parameters: bool = setting(False, "leave weights that are not trained out of checkpoints")
     allow_cpu: bool = setting(False, "run the engine on the CPU, for tests and for trying: it saves nothing there")
 
-    def __post_init__(self) -> None:
+    def _check_together(self) -> None:
         if self.stage == 2 and (self.offload_parameters or self.nvme_path is not None):
             name = "offload_parameters" if self.offload_parameters else "nvme_path"
             raise PresetError(f"zero_offload.{name} needs stage=3, and stage=2 was given; write strategy.stage=3")

@@ -1,0 +1,121 @@
+"""Settings of a technique: a frozen dataclass, from which constructor, documentation and configuration are derived."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from lightning_solo.cards.arguments import Check, check_arguments, parameters_of
+
+AnySettings = TypeVar("AnySettings", bound="TechniqueSettings")
+
+
+def setting(
+    default: Any, text: str, *, allowed: Sequence[Any] = (), at_least: float | None = None, check: Check | None = None
+) -> Any:
+    """Return a field of a technique's settings, as `Parameter` has it; ``text``: what it means, with its unit."""
+    return field(
+        default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
+    )
+
+
+@dataclass(frozen=True)
+class TechniqueSettings:
+    """Base of the frozen dataclasses that hold a technique's settings, and so of the techniques' classes.
+
+    A technique's class has the dataclass as its last base: ``class Mine(Technique, Settings)``. The dataclass gives
+    it a constructor and a repr; its docstring gets the section ``Args:`` from the fields' texts, and its objects are
+    equal only to themselves. Values are checked once, when settings or a technique are constructed.
+
+    Raises:
+        PresetError: a value that is not allowed; names ``technique.setting``.
+        ConflictError: two settings that contradict each other.
+    """
+
+    technique: ClassVar[str] = "settings"
+    """The technique's name, for messages; its card sets it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if any(not issubclass(base, TechniqueSettings) for base in cls.__bases__):  # a technique, not its settings
+            cls.__eq__ = object.__eq__  # type: ignore[method-assign]
+            cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+            if "__init__" not in vars(cls):  # evaluated, since LightningCLI reads only types that its module can name
+                cls.__init__.__annotations__ = get_type_hints(cls.__init__)
+            if "__doc__" in vars(cls) and cls.__doc__:
+                cls.__doc__ = documented(cls.__doc__, cls)
+
+    def __post_init__(self) -> None:
+        self._check_values(self.technique)
+        self._init_state()
+
+    @classmethod
+    def parse(cls: type[AnySettings], values: Mapping[str, Any], option: str) -> AnySettings:
+        """Return the settings that plain values describe; those left out have their defaults.
+
+        Args:
+            values: by the settings' names.
+            option: the path that messages name.
+
+        Raises:
+            PresetError: an unknown setting, or a value that is not allowed.
+            ConflictError: two settings that contradict each other.
+        """
+        defaults = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
+        settings = cls._with({**defaults, **values})
+        settings._check_values(option)
+        return settings
+
+    @classmethod
+    def from_settings(cls: type[AnySettings], settings: TechniqueSettings) -> AnySettings:
+        """Return a technique with settings that are checked already."""
+        technique = cls._with(vars(settings))
+        technique._init_state()
+        return technique
+
+    @classmethod
+    def _with(cls: type[AnySettings], values: Mapping[str, Any]) -> AnySettings:
+        created = cls.__new__(cls)
+        vars(created).update({name: _copied(value) for name, value in values.items()})
+        return created
+
+    def _check_values(self, option: str) -> None:
+        check_arguments(vars(self), parameters_of(type(self)), option)  # type: ignore[arg-type]
+        vars(self).update({name: _copied(value) for name, value in vars(self).items()})
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that contradict each other."""
+
+    def _init_state(self) -> None:
+        """Set the attributes that a technique has beside its settings; called once per object."""
+
+
+def _copied(value: Any) -> Any:
+    """Return a value with containers of its own, so that the caller's are neither kept nor changed."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_copied(item) for item in value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_copied(item) for item in value]
+    return value
+
+
+def documented(doc: str, settings: type[TechniqueSettings]) -> str:
+    """Return a docstring in Google's style with a section ``Args:`` made from the fields' texts."""
+    lines = []
+    for name, parameter in parameters_of(settings).items():  # type: ignore[arg-type]
+        text = f"{name}: {settings.__dataclass_fields__[name].metadata['text']}"
+        if allowed := parameter.allowed or (get_origin(parameter.kind) is Literal and get_args(parameter.kind)):
+            text += f"; one of {', '.join(map(str, allowed))}"
+        lines += textwrap.wrap(f"{text}.", 112, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    if not lines:
+        return doc
+    section = "\n".join(["    Args:", *lines, "", ""])
+    for head in ("    Attributes:", "    Raises:"):
+        if head in doc:
+            return doc.replace(head, f"{section}{head}", 1)
+    return f"{doc.rstrip()}\n\n{section}".rstrip() + "\n"
