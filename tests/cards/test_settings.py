@@ -64,9 +64,9 @@ def test_wrong_values_are_refused_by_every_way_to_give_them(
 
 
 def test_messages_name_the_option_path() -> None:
-    with pytest.raises(PresetError, match="callback.painter.layers=0"):
+    with pytest.raises(PresetError, match=r"callback\.painter\.layers=0"):
         Settings.parse({"layers": 0}, "callback.painter")
-    with pytest.raises(PresetError, match="callback.painter.colours='red'"):
+    with pytest.raises(PresetError, match=r"callback\.painter\.colours='red'"):
         Settings.parse({"colours": "red"}, "callback.painter")
 
 
