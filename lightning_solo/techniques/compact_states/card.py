@@ -39,8 +39,8 @@ class Settings(TechniqueSettings):
     moment_bits: int = setting(8, "of each of Adam's moments; 4 needs torchao", allowed=(32, 8, 4))
     state_budget: int | str | None = setting(
         None,
-        "bytes of optimizer states that stay on the device, as 8GiB, the others in pinned memory of the host; auto: as many"
-        " as the first step leaves room for; null: all",
+        "bytes of optimizer states that stay on the device, as 8GiB, the others in pinned memory of the host; auto: as"
+        " many as the first step leaves room for; null: all",
         check=_not_a_budget,
     )
     checkpoint_weights: str = setting(
