@@ -43,14 +43,12 @@ PRESETS = {  # name -> further overrides
     "compact_host_checkpointing": ["callback.compact_states.state_budget=0"],
     "zero_offload": [],
     "zero_offload_parameters": [],
-    "super_offload": [],
-    "zenflow": [],
 }
 COMMAND = "python examples/measure_step_cost.py --write examples/results/step_cost.json"
 STEP = 3
 STATES = 1 + 1 + 1 + 2 * 4 / 128  # bytes per parameter: correction, two codes, two scales of a block of 128
 THEORY = {  # bytes per parameter that have to go each way in a step; not of DeepSpeed's, which go their own ways
-    **dict.fromkeys((name for name in PRESETS if not name.startswith(("zero", "super", "zenflow"))), 0.0),
+    **dict.fromkeys((name for name in PRESETS if not name.startswith("zero")), 0.0),
     "compact_host": STATES,
     "compact_host_checkpointing": STATES,
     "compact_host, 4 micro-batches on the host": 3 * 4 + 4 + STATES,  # the fp32 sum to be added to, and to be stepped

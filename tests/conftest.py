@@ -91,6 +91,16 @@ def make_trainer(tmp_path: Path, accelerator: str) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture
+def preset_with_caveat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a user's own preset with a technique that has a caveat."""
+    file = tmp_path / "conf" / "solo" / "thinned.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("defaults:\n  - /solo/schema@_here_: [solo]\n  - callback: [layer_drop]\n  - _self_\n")
+    monkeypatch.chdir(tmp_path)
+    return "thinned"
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves environment variables, the default dtype or a working directory changed."""

@@ -12,7 +12,7 @@ FIRST = (
     if SMALL
     else ("compact", "bf16", "checkpointing", "compact_checkpointing", "compact_host", "baseline", "bf16_true")
 )
-DEEPSPEED = ("zero_offload",) if SMALL else ("zero_offload", "zero_offload_parameters", "super_offload", "zenflow")
+DEEPSPEED = ("zero_offload",) if SMALL else ("zero_offload", "zero_offload_parameters")
 REST = () if SMALL else ("compact_host_checkpointing", "accumulation", "fp16")
 SIZE = (
     ["--model", "tiny", "--context", "16", "--batch", "2"]

@@ -17,6 +17,7 @@ from lightning_solo.machine import is_installed
 from lightning_solo.presets.compose import check_combination
 from lightning_solo.presets.devices import Device, budget_on, device
 from lightning_solo.presets.files import names_in, preset_files
+from lightning_solo.presets.old_spellings import refuse_old_preset
 from lightning_solo.presets.overrides import refuse_twice
 from lightning_solo.report.charts import PIP
 
@@ -122,6 +123,7 @@ def _presets(option: str, text: str | None) -> tuple[str, ...]:
                 f"{option}{text}: auto trains with what a plan picks; drop it, or choose among the others"
             )
         if name not in known:
+            refuse_old_preset(name)
             raise PresetError(f"{option}{text}: no preset {name!r}{nearest(name, known)}there are {', '.join(known)}")
     return names
 

@@ -16,14 +16,14 @@ def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] 
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(new, name, getattr(old, name))
     if hasattr(old.step, "_wrapped_by_lr_sched"):
-        note_steps(new)
+        _note_steps(new)
     for scheduler in schedulers:
         _bind(scheduler, old, new)
 
 
-def note_steps(optimizer: Optimizer, step: Any = None) -> None:
-    """Let schedulers see that the optimizer stepped, as their constructor does; else each warns of a wrong order."""
-    step = step or type(optimizer).step
+def _note_steps(optimizer: Optimizer) -> None:
+    """Record steps for schedulers as their constructor does; otherwise each warns of a wrong order."""
+    step: Any = type(optimizer).step
     reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
 
     @wraps(step)

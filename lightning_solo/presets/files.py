@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError, nearest, unknown_name
+from lightning_solo.presets.old_spellings import refuse_old_preset
 from lightning_solo.presets.registry import leaves
 
 
@@ -87,6 +88,7 @@ def check_file(name: str) -> DictConfig:
     """
     files = preset_files()
     if name not in files:
+        refuse_old_preset(name)
         raise PresetError(f"no preset {name!r}{_other_form(name)}{nearest(name, files)}there are {', '.join(files)}")
     path = files[name]
     try:

@@ -26,7 +26,7 @@ MARGIN = 0.05
 # fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and releases: measured for
 # torch's on the host (examples/results/zero_host_cpu.json); the others as AdamW.
 STATES = {"SGD": (1, 1), "Adagrad": (1, 1), "RMSprop": (1, 1), "Lion": (1, 1), "DeepSpeedCPUAdagrad": (1, 0)}
-STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0), "ZenFlowCPUAdam": (2, 0)}
+STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0)}
 
 
 def states_of(optimizer: Optimizer) -> int:

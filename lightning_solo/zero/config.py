@@ -26,6 +26,7 @@ ELSEWHERE = {
     "zero_allow_untested_optimizer": "nothing (any optimizer is allowed), or strategy.host_optimizer=...",
     "zero_force_ds_cpu_optimizer": "strategy.host_optimizer=deepspeed",
 }
+INSTEAD = "take the preset compact_host"
 BUCKET_ELEMENTS = 50_000_000
 
 
@@ -76,7 +77,8 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
         given: a mapping, or the path of a JSON file.
 
     Raises:
-        ConflictError: a key that belongs to the Trainer or to the strategy's own arguments; names what to write.
+        ConflictError: a key that belongs to the Trainer or to the strategy's own arguments, or with which DeepSpeed
+            trains wrong; names what to write.
         PresetError: the file is not there, or is no JSON mapping; or a section is misspelt, which DeepSpeed would
             pass over.
     """
@@ -91,7 +93,31 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
             raise ConflictError(f"zero_offload.config.{key}={value!r}: write {ELSEWHERE[key]} instead")
         if key not in ELSEWHERE:
             _merge_into(merged, key, value, "zero_offload.config")
+    _refuse_wrong_training(merged["zero_optimization"])
     return merged
+
+
+def _refuse_wrong_training(zero: Mapping[str, Any]) -> None:
+    """Refuse options that DeepSpeed 0.19.8 accepts and then trains wrong with."""
+    option, offload = "zero_offload.config.zero_optimization", zero["offload_optimizer"]
+    ratio = offload.get("ratio", 1)
+    if ratio != 1:
+        raise ConflictError(
+            f"{option}.offload_optimizer.ratio={ratio}: the rest is stepped on the device by a second AdamW, which"
+            " learning-rate schedules don't reach and whose states no checkpoint has; allowed is 1, all on the host:"
+            " leave ratio out"
+        )
+    if zero.get("zenflow") is not None:
+        raise ConflictError(
+            f"{option}.zenflow: DeepSpeed's ZenFlow trains from transposed weights, and applies most of each update"
+            f" late; leave zenflow out, or {INSTEAD}"
+        )
+    if offload.get("super_offload"):
+        raise ConflictError(
+            f"{option}.offload_optimizer.super_offload=True: SuperOffload skips parameters that got no gradient, and"
+            f" its optimizer states are in another process, which no checkpoint has; leave super_offload out, or"
+            f" {INSTEAD}"
+        )
 
 
 def _is_empty(value: object) -> bool:
@@ -167,7 +193,6 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
 
     Raises:
         PresetError: names each.
-        ConflictError: what DeepSpeed takes, and then steps wrong or not at all.
     """
     from lightning_solo.zero.deepspeed_internals import zero_section_type  # by which torch comes: plans do without
 
@@ -180,32 +205,3 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
             f"zero_offload.config.zero_optimization: DeepSpeed refuses {refused}; its keys are listed at"
             " https://www.deepspeed.ai/docs/config-json/"
         ) from None
-    _refuse_offload(config["zero_optimization"])
-
-
-def _refuse_offload(zero: Mapping[str, Any]) -> None:
-    """Refuse what of DeepSpeed's section on offloading goes wrong."""
-    option, offload = "zero_offload.config.zero_optimization.offload_optimizer", zero["offload_optimizer"]
-    ratio = offload.get("ratio", 1)
-    if ratio != 1:
-        raise ConflictError(
-            f"{option}.ratio={ratio}: the rest is stepped on the device by a second AdamW, which learning-rate"
-            " schedules don't reach and whose states no checkpoint has; allowed is 1, all on the host: leave ratio out"
-        )
-    if offload.get("super_offload") and (zero["stage"] != 3 or offload["device"] == "nvme"):
-        other = f"stage={zero['stage']}" if zero["stage"] != 3 else "nvme_path"
-        raise ConflictError(
-            f"{option}.super_offload=True and {other}: SuperOffload has masters in memory, at stage 3; write"
-            " strategy.stage=3 and strategy.nvme_path=null, or drop super_offload"
-        )
-
-
-def is_super_offload(config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration switches SuperOffload on."""
-    return bool(config["zero_optimization"]["offload_optimizer"].get("super_offload"))
-
-
-def zenflow_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section of ZenFlow, if a configuration has one."""
-    section: Mapping[str, Any] | None = config["zero_optimization"].get("zenflow")
-    return section

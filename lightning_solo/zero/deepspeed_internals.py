@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +59,10 @@ class Place:
     parameter: Tensor
     start: int
     shape: torch.Size
-    transposed: bool = False
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of ``flat``, in the parameter's shape: a view."""
-        return as_shaped(flat.narrow(0, self.start, self.shape.numel()), self.shape, transposed=self.transposed)
-
-
-def as_shaped(part: Tensor, shape: torch.Size, *, transposed: bool) -> Tensor:
-    """Return a view of a part of a flat tensor, in which a matrix may be stored column by column."""
-    if transposed and len(shape) == 2:
-        return part.view(shape[1], shape[0]).t()
-    return part.view(shape)
+        return flat.narrow(0, self.start, self.shape.numel()).view(self.shape)
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -90,9 +82,8 @@ def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
             (flat, [Place(p, zero.grad_position[zero.get_param_id(p)][1], p.ds_shape) for p in group])
             for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
         ]
-    transposed = bool(getattr(zero, "zenflow", False))
     return [
-        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape, transposed) for p in group])
+        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape) for p in group])
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
     ]
 
@@ -230,25 +221,6 @@ def forget_process_group() -> None:
     importlib.import_module("deepspeed.utils.groups")._release_process_group_references(group=None)
     communication: Any = importlib.import_module("deepspeed.comm.comm")
     communication.cdb = None
-
-
-# --- SuperOffload's worker ---
-
-
-def not_submitted(zero: Any) -> list[Tensor]:
-    """Return the parameters whose sub-groups the worker has not been given in this step."""
-    return [p for i, group in enumerate(zero.fp16_groups) if i not in zero._submitted_cpu_sub_groups for p in group]
-
-
-def close_worker(zero: Any) -> None:
-    """End the worker's process, after the steps that it was given."""
-    worker = zero.superoffload_cpu_optimizer
-    try:
-        if worker.cpuadam_process.is_alive():
-            with suppress(RuntimeError):  # it failed in a step, and has reported it
-                zero._wait_for_async_operations()
-    finally:
-        worker.close()
 
 
 # --- configuration and extensions ---

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -17,16 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.attributes import replaced
-from lightning_solo.optim.replacement import note_steps
 from lightning_solo.zero.deepspeed_internals import (
-    as_shaped,
     is_deepspeeds,
     release_weight_buffers,
     weight_swapper,
 )
-
-SUPER_OFFLOAD = "deepspeed.runtime.superoffload.superoffload_utils"
-
 
 # --- the process ---
 
@@ -217,79 +212,3 @@ def split_aligned(offset: int, numel: int, alignment: int) -> list[tuple[int, in
     last = max((offset + numel) // alignment * alignment, first)
     ends = (offset, first, last, offset + numel)
     return [(start, end - start) for start, end in pairwise(ends) if end > start]
-
-
-# --- ZenFlow ---
-
-
-def weights_as_stored(zero: Any) -> None:
-    """Let ZenFlow read weights from the flat tensor as it has stored them.
-
-    Fault: It stores matrices transposed and reads them as if they were not, so that a module trains from scrambled
-        weights.
-    Seen: 0.19.8.
-    Undone: with the engine.
-    Test: tests/techniques/test_zero_offload_presets.py::test_zenflow_trains_the_weights_it_was_given
-    """
-
-    def update(group_index: int) -> None:
-        flat = zero.bit16_groups_flat[group_index]
-        places = (zero.round_robin_bit16_groups, zero.round_robin_bit16_meta, zero.round_robin_bit16_offsets)
-        for parameter, meta, offset in zip(*(place[group_index] for place in places), strict=True):
-            parameter.data = as_shaped(flat.narrow(0, offset, meta.numel()), meta.shape, transposed=True)
-
-    zero._update_model_bit16_weights = update
-    for index in range(len(zero.bit16_groups_flat)):
-        update(index)
-
-
-def share_options(zero: Any, names: Sequence[str]) -> None:
-    """Give each group of ZenFlow's optimizer on the device these options of the same group on the host.
-
-    Fault: DeepSpeed has one set of options for all groups.
-    Seen: 0.19.8.
-    Undone: with the engine.
-    Test: tests/zero/test_zenflow.py::test_each_group_has_its_own_options
-    """
-    for ours, theirs in zip(zero.selective_optimizer.param_groups, zero.optimizer.param_groups, strict=True):
-        ours.update({name: theirs[name] for name in names})
-
-
-def into_zenflow(optimizer: Any, *, overlap_step: bool) -> None:
-    """Make a DeepSpeedCPUAdam the version that ZenFlow steps, and let schedulers count the steps of both.
-
-    Fault: ZenFlow steps a class of its own, which is told the number of the step. DeepSpeed makes it from its
-        configuration only, never of a given optimizer; and the schedulers of one on the host, which steps now and then,
-        would warn that it has not stepped.
-    Seen: 0.19.8.
-    Undone: never; the optimizer is the run's own.
-    Test: tests/zero/test_zenflow.py::test_a_schedule_sees_that_it_stepped
-    """
-    tells_schedulers = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    optimizer.__class__ = importlib.import_module("deepspeed.ops.adam").ZenFlowCPUAdam
-    optimizer.overlap_step = overlap_step
-    if tells_schedulers:
-        note_steps(optimizer, None if overlap_step else type(optimizer)._sequential_step)
-        optimizer._opt_called = True  # in every step the one on the device steps, this one now and then
-    elif not overlap_step:
-        optimizer.step = optimizer._sequential_step
-
-
-# --- SuperOffload ---
-
-
-def worker_run_by(run: Callable[..., None]) -> AbstractContextManager[None]:
-    """Let a worker that is started meanwhile run this function, which ends in `run_worker`.
-
-    Fault: The worker's process loads CPUAdam by DeepSpeed's builder, which wants compiler and ninja; it is ended by
-        Ctrl-C on the terminal in the middle of a step, and never by the end of a killed run.
-    Seen: 0.19.8.
-    Undone: on leaving the context.
-    Test: tests/zero/test_super_offload.py::test_the_worker_of_a_killed_run_ends
-    """
-    return replaced(importlib.import_module(SUPER_OFFLOAD), "superoffload_optimizer_worker", run)
-
-
-def run_worker(*arguments: Any) -> None:
-    """Run DeepSpeed's own worker until it is closed."""
-    importlib.import_module(SUPER_OFFLOAD).superoffload_optimizer_worker(*arguments)

@@ -1,9 +1,8 @@
 """What ZeRO's engine steps on the host in the place of the user's optimizer, and how their states read as one another.
 
-torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. Where DeepSpeed's is asked for, or
-SuperOffload and ZenFlow need it, it replaces torch's if both compute the same, within rounding. Adam, AdamW and Adagrad
-do; Lion does not: torch's sign of 0 is 0, DeepSpeed's is 1, so that weights without a gradient would walk off by lr a
-step.
+torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. With
+``deepspeed``, DeepSpeed's replaces torch's if both compute the same, within rounding. Adam, AdamW and Adagrad do; Lion
+does not: torch's sign of 0 is 0 and DeepSpeed's is 1, which would move weights without a gradient by lr a step.
 
 A step of AdamW over 50 million fp32 parameters in one tensor, 2 threads of an AMD EPYC with AVX-512, torch 2.13.0,
 deepspeed 0.19.8 (``OMP_NUM_THREADS=2 python examples/measure_host_optimizers.py``, medians of 15 steps)::
@@ -60,9 +59,7 @@ class Counterpart:
     names: Mapping[str, str]
 
 
-def host_optimizer(
-    optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: str = "auto", *, prefers_deepspeed: bool = False
-) -> HostOptimizer:
+def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: str = "auto") -> HostOptimizer:
     """Return what ZeRO's engine shall step on the host for a user's optimizer; schedulers then act on it.
 
     The groups stay the same dictionaries, so whoever writes a learning rate into one reaches both optimizers.
@@ -73,7 +70,6 @@ def host_optimizer(
         kind: ``torch``: the optimizer itself. ``deepspeed``: DeepSpeed's C++ version, built once. ``auto``: the
             optimizer itself, Adam and AdamW by torch's fused loop unless the user chose one; DeepSpeed's version of
             what can't step on the host: Adagrad, and DeepSpeed's own for CUDA.
-        prefers_deepspeed: let ``auto`` be DeepSpeed's version wherever it computes the same.
 
     Raises:
         PresetError: There is no such kind.
@@ -88,7 +84,7 @@ def host_optimizer(
     if not for_cuda:  # whose kernels there is nothing to try of on the host
         require_flat(optimizer)
     if kind == "auto":
-        prefers_deepspeed |= for_cuda or isinstance(optimizer, torch.optim.Adagrad)
+        prefers_deepspeed = for_cuda or isinstance(optimizer, torch.optim.Adagrad)
         kind = "deepspeed" if prefers_deepspeed and isinstance(counterpart(optimizer), Counterpart) else "auto"
     if kind == "deepspeed":
         replacement = _deepspeeds_version(optimizer)

@@ -138,7 +138,7 @@ def one_process(environment_class: type) -> Any:
     return type("OneProcess", (environment_class,), alone)()
 
 
-def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | None = None) -> None:
+def require_device(device: torch.device, *, allow_cpu: bool) -> None:
     """Refuse a device on which DeepSpeed's engine can't run, or saves nothing; say so where that is allowed.
 
     Raises:
@@ -146,11 +146,6 @@ def require_device(device: torch.device, *, allow_cpu: bool, cuda_only: str | No
     """
     from deepspeed.accelerator import get_accelerator
 
-    if device.type != "cuda" and cuda_only is not None:
-        raise CapabilityError(
-            f"{cuda_only} needs a CUDA device, and this run is on {device.type!r}: DeepSpeed has it for CUDA only;"
-            " take the preset zero_offload_parameters, or another"
-        )
     if device.type != "cuda" and not allow_cpu:
         raise CapabilityError(
             f"zero_offload needs a CUDA device, and this run is on {device.type!r}; take the preset bf16 or another"

@@ -78,21 +78,3 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
             " strategy out"
         )
     return optimizer
-
-
-def is_deepspeeds_adamw(optimizer: Any) -> bool:
-    """Return whether an optimizer is DeepSpeed's CPUAdam, and takes weight decay as AdamW does."""
-    return type(optimizer).__name__ == "DeepSpeedCPUAdam" and bool(getattr(optimizer, "adam_w_mode", False))
-
-
-def refuse_accumulation(technique: str, accumulates: bool, why: str) -> None:
-    """Refuse a step after several backward passes, where a technique can't take it.
-
-    Raises:
-        ConflictError: it may come.
-    """
-    if accumulates:
-        raise ConflictError(
-            f"{technique} and gradient accumulation or manual optimization: {why}; write accumulate_grad_batches=1"
-            " without an AccumulationSchedule, and automatic_optimization=True, or take the preset zero_offload"
-        )

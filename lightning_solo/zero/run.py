@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_solo.errors import ConflictError
 from lightning_solo.nn.recomputation import weights_gathered_on_use
 from lightning_solo.zero.changes import OutsideChanges
 from lightning_solo.zero.checkpoint import (
@@ -30,7 +28,6 @@ from lightning_solo.zero.checkpoint import (
     plain_state_dict,
     set_counters,
 )
-from lightning_solo.zero.config import is_super_offload, zenflow_of
 from lightning_solo.zero.deepspeed_internals import (
     destroy,
     has_masters,
@@ -40,28 +37,15 @@ from lightning_solo.zero.deepspeed_internals import (
 )
 from lightning_solo.zero.deepspeed_patches import (
     fetched_for_the_outermost_call,
-    into_zenflow,
     linear_saves_the_parameter,
     nothing_broadcast,
-    share_options,
     statistics_in_fp32,
-    weights_as_stored,
-    worker_run_by,
 )
 from lightning_solo.zero.engine import make_engine, weights_of
 from lightning_solo.zero.host_optimizer import HostOptimizer, to_original_state
 from lightning_solo.zero.module import OriginalModule
-from lightning_solo.zero.refusals import refuse_accumulation
 from lightning_solo.zero.states import ParameterStates, read, write
-from lightning_solo.zero.super_offload import (
-    Worker,
-    cores_as_found,
-    prepare_and_run_worker,
-    require_cpu_adamw,
-    require_unscaled,
-)
 from lightning_solo.zero.window import GradientWindow
-from lightning_solo.zero.zenflow import SHARED, require_matrices, with_optimizer
 
 
 class EngineRun:
@@ -81,12 +65,10 @@ class EngineRun:
         self.host: HostOptimizer | None = None
         self._groups: Sequence[Group] = ()
         self._window: GradientWindow | None = None
-        self._worker: Worker | None = None
         self._changes: OutsideChanges | None = None
         self._clipping = 0.0
         self._counters: dict[str, dict[str, Any]] = {}
         self._masters: dict[Tensor, Tensor] = {}  # behind the end, of what isn't in fp32
-        self._warns_of_states = False
         self._stack = ExitStack()
         self._original = OriginalModule(module)
         self._original.keep_weights(dtype)
@@ -94,40 +76,15 @@ class EngineRun:
     def train(
         self, config: Mapping[str, Any], host: HostOptimizer, groups: Sequence[Group], *, accumulates: bool
     ) -> None:
-        """Make an engine that trains, with masters that start from the weights as found.
-
-        Raises:
-            ConflictError: ZenFlow or SuperOffload, and an optimizer, a module or an accumulation that it can't train.
-        """
+        """Make an engine that trains, with fp32 masters that start from the module's own weights."""
         # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller ends a window.
         # With one micro-batch per step its own way has a copy less.
         config = {"gradient_clipping": 0.0, **config, "managed_gradient_accumulation": not accumulates}
-        zenflow = zenflow_of(config)
-        if zenflow is not None:
-            refuse_accumulation("ZenFlow", accumulates, "it accumulates by itself, over update_interval steps")
-            require_matrices(self.module)
-            config = with_optimizer(config, host.optimizer)
-            into_zenflow(host.optimizer, overlap_step=bool(zenflow.get("overlap_step")))
-        if is_super_offload(config):
-            refuse_accumulation("SuperOffload", accumulates, "it steps within every backward pass")
-            require_cpu_adamw(host.optimizer)
-            require_unscaled(self.dtype)
-            self._stack.enter_context(cores_as_found())
-            self._stack.enter_context(worker_run_by(prepare_and_run_worker))
         self.host, self._groups = host, groups
         self.engine = self._make_engine(config, host.optimizer)
-        if zenflow is not None:
-            share_options(self.zero, SHARED)
-            weights_as_stored(self.zero)
-        if is_super_offload(config):
-            self._warns_of_states = True
-            self._worker = Worker(self.zero, {p: name for name, p in self.module.named_parameters()})
-            # In the step it would be too late: the worker has stepped the masters then.
-            self.engine.register_forward_pre_hook(lambda *_: self._take_over_changes())
         self._start_from_fp32()
         self._clipping = self.zero.clip_grad
-        # ZenFlow keeps gradients over several steps: that they are of earlier ones is its way.
-        self._window = GradientWindow(self.module, forget=zenflow is None)
+        self._window = GradientWindow(self.module)
         self._changes = OutsideChanges(self.module)
 
     def evaluate(self, config: Mapping[str, Any]) -> None:
@@ -168,29 +125,14 @@ class EngineRun:
         self._window.after_backward(self.zero)
 
     def clip_next_step(self, norm: float) -> None:
-        """Clip the gradients of the window by their global norm in its step; 0 leaves them.
-
-        Raises:
-            ConflictError: SuperOffload, which steps before all gradients are there.
-        """
-        if norm != self._clipping and is_super_offload(self.engine.config):
-            raise ConflictError(
-                f"SuperOffload and clip_gradients({norm}): it steps while the gradients come, and has to know before;"
-                f" write Trainer(gradient_clip_val={norm})"
-            )
+        """Clip the gradients of the window by their global norm in its step; 0 leaves them."""
         self.zero.clip_grad = float(norm)
 
     def step(self) -> None:
-        """Step for the micro-batches since the last one; without any there is no step.
-
-        Raises:
-            ConflictError: SuperOffload, and parameters or options that it would leave as they are.
-        """
+        """Step for the micro-batches since the last step; without any there is no step."""
         assert self._window is not None
         if self._window.micro_batches:
             self._take_over_changes()
-            if self._worker is not None:
-                self._worker.before_step(self._window.unused())
             self._window.before_step(self.zero)
             self.engine.step()
         self.zero.clip_grad = self._clipping
@@ -227,22 +169,11 @@ class EngineRun:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the state dict that the user's own optimizer would have."""
         assert self.host is not None
-        self._warn_of_states()
         if self.engine is None:
             return self.host.original.state_dict()
         with self._folder() as folder:
             states = read(self.zero, folder)
         return optimizer_state_dict(self.host, self._groups, states)
-
-    def _warn_of_states(self) -> None:
-        """Warn once of what checkpoints don't have under SuperOffload."""
-        if self._warns_of_states:
-            warnings.warn(
-                "SuperOffload: checkpoints hold the exact fp32 weights, and neither give nor take the optimizer's"
-                " states, which are in another process: a resumed run starts its moments anew",
-                stacklevel=3,
-            )
-        self._warns_of_states = False
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Take over the states of a plain run or of ours, and in full precision the masters that ``weights`` has.
@@ -256,11 +187,7 @@ class EngineRun:
             value = weights.get(name)
             if p in masters and value is not None and value.shape == masters[p].shape:
                 masters[p] = value
-        states = load_optimizer(self.host, self._groups, saved, masters)
-        self._warn_of_states()
-        if self._worker is not None:
-            states = {p: ParameterStates(value.master) for p, value in states.items()}
-        write(self.zero, states)
+        write(self.zero, load_optimizer(self.host, self._groups, saved, masters))
 
     def counters(self) -> dict[str, dict[str, Any]]:
         """Return what the engine counts, or has counted, if it trains: plain values."""
@@ -282,8 +209,6 @@ class EngineRun:
     def _end(self) -> None:
         weights, states = dict(self._original.weights), {}
         try:
-            if self._worker is not None:
-                self._worker.close()  # first: it writes into the masters
             if self._window is not None:
                 self._window.remove()
                 release_step_buffers(self.zero)
@@ -305,7 +230,7 @@ class EngineRun:
                 self._original.restore(weights)
                 self._keep(states)
                 self.engine, self._groups = None, ()
-                self._window, self._worker, self._changes = None, None, None
+                self._window, self._changes = None, None
                 del weights, states
                 gc.collect()  # the engine refers to itself, and would keep the host's memory until a later collection
                 if self.device.type == "cuda":

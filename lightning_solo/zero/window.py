@@ -15,15 +15,10 @@ from lightning_solo.zero.deepspeed_internals import accumulated_gradient, zero_g
 
 
 class GradientWindow:
-    """The micro-batches between two optimizer steps of one engine.
+    """The micro-batches between two optimizer steps of the engine of one module."""
 
-    Args:
-        module: of the engine.
-        forget: Whether earlier gradients are to be forgotten, or the window only counts.
-    """
-
-    def __init__(self, module: nn.Module, *, forget: bool = True) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad] if forget else []
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.micro_batches = 0
         self._used: set[Tensor] = set()
         hook: Any = Tensor.register_post_accumulate_grad_hook

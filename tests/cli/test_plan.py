@@ -401,21 +401,21 @@ def test_what_fails_for_all_is_said_once(capsys: pytest.CaptureFixture[str], mon
     assert len(lines_with(out, "bf16", "fp16", "no repeated blocks")) == 1
 
 
-def test_notes_are_of_presets_with_long_steps_and_of_caveats() -> None:
-    presets = {name: composed(name) for name in ("bf16", "accumulation", "zenflow")}
+def test_notes_are_of_presets_with_long_steps_and_of_caveats(preset_with_caveat: str) -> None:
+    presets = {name: composed(name) for name in ("bf16", "accumulation", preset_with_caveat)}
     found = notes([replace(SAMPLE, preset=name) for name in presets], presets)
-    assert [line.split(":")[0] for line in found] == ["accumulation", "zenflow"]
+    assert [line.split(":")[0] for line in found] == ["accumulation", preset_with_caveat]
     assert notes([SAMPLE], presets) == []
 
 
 def test_the_fastest_of_presets_that_are_named_is_first(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    preset_with_caveat: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans = [replace(SAMPLE, preset="super_offload", seconds_per_step=0.1), SAMPLE]
+    plans = [replace(SAMPLE, preset=preset_with_caveat, seconds_per_step=0.1), SAMPLE]
     monkeypatch.setattr(WORKER, "start", lambda: None)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
-    out, _ = called(capsys, *CARD, "--presets", "bf16,super_offload", "--json")
-    assert [plan["preset"] for plan in json.loads(out)["plans"]] == ["super_offload", "bf16"]
+    out, _ = called(capsys, *CARD, "--presets", f"bf16,{preset_with_caveat}", "--json")
+    assert [plan["preset"] for plan in json.loads(out)["plans"]] == [preset_with_caveat, "bf16"]
     assert [parse(line).all_presets for line in ([], ["--presets", "bf16"], ["solo=bf16"])] == [True, False, False]
 
 

@@ -97,12 +97,14 @@ def test_why_it_is_this_one(answers: Any) -> None:
     assert "100% less time than checkpointing" in said.getvalue()
 
 
-def test_a_preset_that_is_named_is_compared_whatever_its_caveat(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = planned("bf16"), planned("super_offload", seconds=0.5)
+def test_a_preset_that_is_named_is_compared_whatever_its_caveat(
+    preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = planned("bf16"), planned(preset_with_caveat, seconds=0.5)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
-    config = compose("auto", ["auto.presets=[bf16,super_offload]"])
+    config = compose("auto", [f"auto.presets=[bf16,{preset_with_caveat}]"])
     console = Console(file=io.StringIO())
-    assert choose(config, ByteGPT, None, check=lambda config: None, console=console)[0] == "super_offload"
+    assert choose(config, ByteGPT, None, check=lambda config: None, console=console)[0] == preset_with_caveat
 
 
 def test_a_tight_one_only_where_it_is_accepted(answers: Any) -> None:
@@ -161,15 +163,15 @@ def test_presets_that_make_batches_are_no_candidates() -> None:
         candidates(compose("auto"), lambda config: None, presets, ())
 
 
-def test_what_trains_otherwise_or_is_for_another_machine_is_a_candidate_only_by_name(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_preset_with_a_caveat_is_a_candidate_only_by_name(
+    preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ["bf16", "super_offload", "zenflow", "zero_offload"]
+    names = ["bf16", preset_with_caveat, "zero_offload"]
     monkeypatch.setattr(auto, "preset_files", lambda: dict.fromkeys(names))
     assert list(candidates(compose("auto"), lambda config: None, None, ())) == ["bf16", "zero_offload"]
     assert list(candidates(compose("auto"), lambda config: None, names, ())) == names
-    monkeypatch.setattr(auto, "preset_files", lambda: {"zenflow": None})
-    with pytest.raises(PresetError, match=mentions("zenflow: ", "AdamW", "auto.presets")):
+    monkeypatch.setattr(auto, "preset_files", lambda: {preset_with_caveat: None})
+    with pytest.raises(PresetError, match=mentions(f"{preset_with_caveat}: ", "some of the blocks", "auto.presets")):
         candidates(compose("auto"), lambda config: None, None, ())
 
 

@@ -101,34 +101,36 @@ def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
         ({"bf16_true": 0.1, "bf16": 0.1}, ["bf16", "bf16_true"]),
         ({"zero_offload": 0.1, "compact_checkpointing": 0.1}, ["compact_checkpointing", "zero_offload"]),  # the host
         ({"zero_offload": 1e-4, "baseline": 9e-4}, ["baseline", "zero_offload"]),  # less than 1 ms a step
-        ({"super_offload": 0.1, "zenflow": 0.2, "bf16": 3.0}, ["bf16", "super_offload", "zenflow"]),  # have caveats
+        ({"layer_drop": 0.1, "bf16": 3.0}, ["bf16", "layer_drop"]),  # has a caveat
     ],
 )
 def test_of_equally_fast_ones_the_one_that_changes_least_is_first(
     seconds: dict[str, float], expected: list[str]
 ) -> None:
-    on_host = {"zero_offload": GiB, "super_offload": GiB, "zenflow": GiB}
+    on_host = {"zero_offload": GiB}
     plans = [planned(preset=name, seconds_per_step=s, host_bytes=on_host.get(name, 0)) for name, s in seconds.items()]
     assert order(*plans) == order(*plans[::-1]) == expected
 
 
 def test_a_tight_one_is_behind_one_that_fits_however_fast() -> None:
-    plans = planned(preset="bf16", verdict="tight", seconds_per_step=0.1), planned(preset="zenflow")
-    assert order(*plans) == ["zenflow", "bf16"]
+    plans = planned(preset="bf16", verdict="tight", seconds_per_step=0.1), planned(preset="layer_drop")
+    assert order(*plans) == ["layer_drop", "bf16"]
 
 
-def test_a_caveat_counts_only_where_no_preset_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = planned(preset="super_offload", seconds_per_step=0.1)
+def test_a_caveat_counts_only_where_no_preset_is_named(
+    preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = planned(preset=preset_with_caveat, seconds_per_step=0.1)
     plans = planned(preset="bf16"), fast
-    assert order(*plans) == ["bf16", "super_offload"]
-    assert order(*plans, caveats_last=False) == ["super_offload", "bf16"]
-    monkeypatch.setattr(preset_plans, "preset_files", lambda: ["bf16", "super_offload"])
+    assert order(*plans) == ["bf16", preset_with_caveat]
+    assert order(*plans, caveats_last=False) == [preset_with_caveat, "bf16"]
+    monkeypatch.setattr(preset_plans, "preset_files", lambda: ["bf16", preset_with_caveat])
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
     found = {
         presets: [one.preset for one in plan(byte_gpt, BATCH, presets=presets, device="rtx-4090")]  # type: ignore[union-attr]
-        for presets in ("all", ("bf16", "super_offload"))
+        for presets in ("all", ("bf16", preset_with_caveat))
     }
-    assert list(found.values()) == [["bf16", "super_offload"], ["super_offload", "bf16"]]
+    assert list(found.values()) == [["bf16", preset_with_caveat], [preset_with_caveat, "bf16"]]
 
 
 def test_the_modules_own_error_comes_before_a_presets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,8 @@ def test_the_modules_own_error_comes_before_a_presets(monkeypatch: pytest.Monkey
 
 def order(*plans: Plan, caveats_last: bool = True) -> list[str]:
     known = preset_files()
-    presets = {p.preset: compose(p.preset if p.preset in known else "bf16") for p in plans}
+    added = {"layer_drop": ["+callback=layer_drop"]}
+    presets = {p.preset: compose(p.preset if p.preset in known else "bf16", added.get(p.preset, ())) for p in plans}
     return [one.preset for one in ranked(plans, presets, caveats_last=caveats_last)]
 
 

@@ -18,7 +18,6 @@ from tests.simcuda import device
 pytestmark = [
     pytest.mark.simcuda,
     pytest.mark.filterwarnings("ignore:You are using a CUDA device"),
-    pytest.mark.filterwarnings("ignore:.*is_compiling:UserWarning"),  # asked by ZenFlow
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed
@@ -27,10 +26,7 @@ PLAIN = [name for name in solo.list_presets() if name != "auto" and name not in 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 DEEPSPEED = [
     pytest.param("zero_offload", marks=NEEDS_DEEPSPEED),
-    *(
-        pytest.param(name, marks=[NEEDS_DEEPSPEED, pytest.mark.long])
-        for name in ("zero_offload_parameters", "super_offload", "zenflow")
-    ),
+    pytest.param("zero_offload_parameters", marks=[NEEDS_DEEPSPEED, pytest.mark.long]),
 ]
 SMALL = ["callback.activation_offloading.min_offload_bytes=64"]  # by default larger than all here
 OVERRIDES = {

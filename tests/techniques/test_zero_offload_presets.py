@@ -16,18 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_solo as solo
-from lightning_solo.errors import CapabilityError
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.extension import what_is_missing
-from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
 ROOT = Path(__file__).parents[2]
-SUPER_OFFLOAD = {"zero_optimization": {"offload_optimizer": {"super_offload": True}}}
 
 # A user's own file: plain Lightning. Two matrices of 1 MiB in bf16, which is the least that DeepSpeed puts on disk;
 # vectors that stay where they are, the first of which puts all that follows off the alignment of a disk.
@@ -118,7 +114,6 @@ class Look(home.Callback):
             "parameters on": offloaded and str(offloaded.device),
             "zero": type(zero).__name__,
             "host": type(zero.optimizer).__name__,
-            "selective": type(getattr(zero, "selective_optimizer", None)).__name__,
             "dtypes": sorted({str(p.dtype) for p in parameters.values()}),
             "released": sorted(name for name, p in parameters.items() if p.numel() == 0),
             "files": {kind: sorted(sizes) for kind, sizes in sorted(files.items())},
@@ -261,18 +256,9 @@ ACTED = {
             "optimizer gradient": [4 * (512 * 1024 - BLOCK)] * 2,  # the part at aligned offsets
         },
     },
-    "zenflow": {
-        "stage": 2,
-        "optimizer on": "cpu",
-        "parameters on": None,
-        "zero": "ZenFlowZeroOptimizerSequential",
-        "host": "ZenFlowCPUAdam",
-        "selective": "ZenFlowSelectiveAdamW",
-    },
 }
 NOTHING_MORE = {
     "host": "AdamW",
-    "selective": "NoneType",
     "released": [],
     "files": {},
     "dtypes": ["torch.bfloat16"],
@@ -285,7 +271,6 @@ NOTHING_MORE = {
         ("zero_offload", "lightning.pytorch"),
         ("zero_offload_parameters", "pytorch_lightning"),
         pytest.param("zero_offload_nvme", "lightning.pytorch", marks=[ON_DISK, pytest.mark.long]),
-        pytest.param("zenflow", "pytorch_lightning", marks=pytest.mark.long),
     ],
 )
 def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: str, tmp_path: Path) -> None:
@@ -305,16 +290,11 @@ def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: 
     resumed = again["resumed"]
     assert (resumed["step"], resumed["epoch"]) == (20, 2)
     assert again["trace"] == NO_TRACE
-    if preset == "zenflow":
-        # Not exact, and says so: the selected columns' moments and the gradients of an open interval are not saved.
-        assert all(map(math.isfinite, resumed["losses"]))
-        assert resumed["seen"]["steps"] == undisturbed["seen"]["steps"] == 20 // 4  # update_interval: 4
-    else:
-        # The same instructions on the same numbers in another process, in bf16 as well: to the bit.
-        assert again["unequal"] == []
-        assert resumed["losses"] == undisturbed["losses"][10:]
-        assert resumed["seen"] == undisturbed["seen"]
-        assert resumed["seen"]["steps"] == resumed["seen"]["adam"] == 20
+    # The same instructions on the same numbers in another process, in bf16 as well: to the bit.
+    assert again["unequal"] == []
+    assert resumed["losses"] == undisturbed["losses"][10:]
+    assert resumed["seen"] == undisturbed["seen"]
+    assert resumed["seen"]["steps"] == resumed["seen"]["adam"] == 20
     assert sum(resumed["losses"]) < sum(first["losses"])
 
     plain = run(tmp_path, home, PLAIN, "plain")
@@ -330,34 +310,10 @@ def test_a_preset_trains_saves_resumes_and_its_file_is_plain(preset: str, home: 
     assert [name.partition("{")[0] for name in plain["callbacks"]] == ["ModelCheckpoint"]
     assert plain["start"] == [10, 1, True, 7]  # the parameters all have their states
     assert plain["end"] == [20, 2]
-    # ZenFlow's counts the 8 batches of its two updates; the last two are in no update yet.
-    assert plain["step"] == ([10] if preset != "zenflow" else [8])
+    assert plain["step"] == [10]
     assert all(map(math.isfinite, plain["losses"]))
     assert plain["imported"] == []
     assert sum(plain["losses"]) < sum(first["losses"])
-
-
-# DeepSpeed's own call, on torch 2.13
-@pytest.mark.long  # builds DeepSpeed's extension
-@pytest.mark.filterwarnings("ignore:`torch._utils.is_compiling` is deprecated")
-def test_zenflow_trains_the_weights_it_was_given(home: ModuleType, make_trainer: Any) -> None:
-    torch.manual_seed(0)
-    net = Stack(blocks=1)
-    net.head = torch.nn.Linear(8, 2)  # a matrix of one row has no columns to select
-    made = regression(home, net)
-    given = {name: value.bfloat16() for name, value in made.state_dict().items()}
-    step, losses, kept = made.step, [], []
-
-    def noted(batch: Any) -> Any:
-        kept.append(all(torch.equal(value, given[name]) for name, value in made.state_dict().items()))
-        losses.append(step((batch[0], batch[1].expand(-1, 2))))
-        return losses[-1]
-
-    made.step = noted
-    arguments = solo.trainer_kwargs("zenflow", ["strategy.allow_cpu=true"], lightning=home.__name__)
-    make_trainer(home, **arguments, max_epochs=4).fit(made, loader())
-    assert kept[0]
-    assert sum(losses[30:]) < 0.8 * sum(losses[:10])
 
 
 DISK = """
@@ -427,29 +383,6 @@ def test_fetched_weights_are_given_back_between_forward_and_backward(
     make_trainer(home, strategy=strategy, precision="bf16-mixed").fit(made, loader(batches=3, width=256))
     assert len(fetched) >= 3 * 6  # the blocks' matrices in each batch
     assert max(kept) <= 2 * 256 * 1024  # of the six of bf16 weights at most the last
-
-
-# --- super_offload ---
-
-
-def test_super_offload_is_refused_on_a_cpu_by_name_before_the_model_is_built(
-    home: ModuleType, make_trainer: Any
-) -> None:
-    built: list[str] = []
-
-    made = regression(home)
-    made.setup = lambda stage: built.append("setup")
-    made.configure_model = lambda: built.append("configure_model")
-    if not torch.cuda.is_available():
-        with pytest.raises(
-            CapabilityError, match=mentions("SuperOffload", "CUDA", "zero_offload", "strategy.allow_cpu=true")
-        ):
-            solo.trainer_kwargs("super_offload", ["strategy.allow_cpu=true"], lightning=home.__name__)
-    strategy = for_home(ZeroOffloadStrategy, home.__name__)(stage=3, config=SUPER_OFFLOAD, allow_cpu=True)
-    with pytest.raises(CapabilityError, match=mentions("SuperOffload", "CUDA", "'cpu'")):
-        make_trainer(home, strategy=strategy).fit(made, loader())
-    assert built == []
-    assert not torch.distributed.is_initialized()
 
 
 # --- one process: nothing around it is needed, and nothing is left ---

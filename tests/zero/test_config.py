@@ -16,9 +16,7 @@ from lightning_solo.zero.config import (
     BUCKET_ELEMENTS,
     ELSEWHERE,
     check_zero_section,
-    is_super_offload,
     merge,
-    zenflow_of,
     zero_config,
 )
 from tests.messages import mentions
@@ -80,13 +78,13 @@ def test_nothing_given_is_ours() -> None:
 def test_what_is_given_replaces_ours_and_leaves_the_rest() -> None:
     given = {
         "wall_clock_breakdown": True,
-        **zero(reduce_bucket_size=7, offload_optimizer={"ratio": 0.5}, zenflow={"a": 1}),
+        **zero(reduce_bucket_size=7, offload_optimizer={"buffer_count": 5}, round={"a": 1}),
     }
     merged = merge(zero_config(), given)
     expected = zero_config()
     expected["wall_clock_breakdown"] = True
-    expected["zero_optimization"] |= {"reduce_bucket_size": 7, "zenflow": {"a": 1}}
-    expected["zero_optimization"]["offload_optimizer"] = {**PINNED, "ratio": 0.5}
+    expected["zero_optimization"] |= {"reduce_bucket_size": 7, "round": {"a": 1}}
+    expected["zero_optimization"]["offload_optimizer"] = {**PINNED, "buffer_count": 5}
     assert merged == expected
 
 
@@ -121,11 +119,11 @@ def test_no_offload_param_is_what_ours_says_too(stage: int, section: Any) -> Non
 
 
 def test_neither_mapping_is_changed_and_none_is_shared() -> None:
-    ours, given = zero_config(), zero(offload_optimizer={"ratio": 0.5}, zenflow={"topk_ratio": 0.1})
+    ours, given = zero_config(), zero(offload_optimizer={"buffer_count": 5}, round={"a": 1})
     before = copy.deepcopy((ours, given))
     merged = merge(ours, given)
     merged["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/elsewhere"
-    merged["zero_optimization"]["zenflow"]["topk_ratio"] = 0.2
+    merged["zero_optimization"]["round"]["a"] = 2
     assert (ours, given) == before
 
 
@@ -232,7 +230,6 @@ def test_a_misspelt_section_is_named(given: str, meant: str) -> None:
     [
         ({"reduce_bucket_sizes": 7}, ["reduce_bucket_sizes: Extra inputs", ", 7"]),
         ({"offload_optimizer": {"pin_memori": True}}, ["offload_optimizer.pin_memori: Extra inputs"]),
-        ({"zenflow": {"topk": 0.1}}, ["zenflow.topk: Extra inputs"]),
         ({"reduce_bucket_size": "many"}, ["reduce_bucket_size: ", "integer", "'many'"]),
         ({"reduce_bucket_size": None}, ["reduce_bucket_size: ", "None"]),
         ({"a": 1, "overlap_comm": "perhaps"}, ["overlap_comm: ", "'perhaps'", "a: Extra inputs"]),
@@ -250,9 +247,7 @@ def test_what_deepspeed_refuses_of_zero_is_named(section: dict[str, Any], named:
     "arguments", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True, "nvme_path": "/nvme"}]
 )
 def test_what_is_sound_passes_unchanged(arguments: dict[str, Any]) -> None:
-    given = (
-        zero(sub_group_size=1000, offload_optimizer={"ratio": 1.0}) if arguments else zero(zenflow={"topk_ratio": 0.1})
-    )
+    given = zero(sub_group_size=1000, offload_optimizer={"ratio": 1.0, "super_offload": False}, zenflow=None)
     config = merge(zero_config(**arguments), given)
     before = copy.deepcopy(config)
     check_zero_section(config)
@@ -260,24 +255,24 @@ def test_what_is_sound_passes_unchanged(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "offload", "words"),
+    ("section", "words"),
     [
-        ({"stage": 3}, {"ratio": 0.9}, [".ratio=0.9: ", "allowed is 1", "leave ratio out"]),
-        ({"stage": 3}, {"ratio": 0}, [".ratio=0: "]),
-        ({}, {"super_offload": True}, [".super_offload=True and stage=2: ", "write strategy.stage=3"]),
+        ({"offload_optimizer": {"ratio": 0.9}}, ["offload_optimizer.ratio=0.9: ", "allowed is 1", "leave ratio out"]),
+        ({"offload_optimizer": {"ratio": 0}}, ["offload_optimizer.ratio=0: "]),
         (
-            {"stage": 3, "nvme_path": "/nvme"},
-            {"super_offload": True},
-            ["super_offload=True and nvme_path: ", "strategy.nvme_path=null"],
+            {"offload_optimizer": {"super_offload": True}},
+            ["offload_optimizer.super_offload=True: ", "leave super_offload out", "preset compact_host"],
         ),
+        ({"zenflow": {"topk_ratio": 0.1}}, ["zenflow: ", "leave zenflow out", "preset compact_host"]),
     ],
 )
-def test_what_deepspeed_takes_and_then_steps_wrong_is_refused(
-    arguments: dict[str, Any], offload: dict[str, Any], words: list[str]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_options_that_deepspeed_trains_wrong_with_are_refused(
+    stage: int, section: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ConflictError, match=mentions(*words)) as raised:
-        check_zero_section(merge(zero_config(**arguments), zero(offload_optimizer=offload)))
-    assert str(raised.value).startswith("zero_offload.config.zero_optimization.offload_optimizer.")
+        merge(zero_config(stage), zero(**section))
+    assert str(raised.value).startswith("zero_offload.config.zero_optimization.")
 
 
 def test_a_wrong_name_that_is_like_none_reaches_deepspeed_which_passes_over_it() -> None:
@@ -338,15 +333,3 @@ def test_a_section_without_a_name_is_named() -> None:
 def test_what_is_neither_mapping_nor_path_is_named(given: Any) -> None:
     with pytest.raises(PresetError, match=mentions(f"zero_offload.config={given}", "mapping", "JSON file")):
         merge(zero_config(), given)
-
-
-# --- what is asked of it ---
-
-
-def test_which_technique_it_asks_for() -> None:
-    plain = zero_config(3)
-    assert not is_super_offload(plain)
-    assert is_super_offload(merge(plain, zero(offload_optimizer={"super_offload": True})))
-    assert not is_super_offload(merge(plain, zero(offload_optimizer={"super_offload": False})))
-    assert zenflow_of(plain) is None
-    assert zenflow_of(merge(plain, zero(zenflow={"topk_ratio": 0.1}))) == {"topk_ratio": 0.1}

@@ -21,17 +21,12 @@ NAMES = {
     "comm/comm.py": "cdb",
     "comm/torch.py": "build_shm_op",
     "git_version_info.py": "accelerator_name installed_ops",
-    "ops/adam/zenflow_cpu_adam.py": "ZenFlowCPUAdam _sequential_step overlap_step",
     "ops/op_builder/builder.py": "_loaded_ops",
     "runtime/engine.py": "DeepSpeedEngine _broadcast_model",
-    "runtime/superoffload/superoffload_stage3.py": "superoffload_cpu_optimizer _submitted_cpu_sub_groups"
-    " _wait_for_async_operations",
-    "runtime/superoffload/superoffload_utils.py": "cpuadam_process superoffload_optimizer_worker",
     "runtime/swap_tensor/optimizer_utils.py": "_adjust_for_misaligned_lengths numel_alignment",
     "runtime/swap_tensor/partitioned_optimizer_swapper.py": "swap_out_gradients",
     "runtime/swap_tensor/partitioned_param_swapper.py": "param_id_to_buffer_id"
     " remove_partition_and_release_buffers swap_in synchronize_reads",
-    "runtime/zenflow/zenflow_stage_1_and_2.py": "selective_optimizer",
     "runtime/zero/config.py": "DeepSpeedZeroConfig",
     "runtime/zero/linear.py": "zero3_linear_wrap",
     "runtime/zero/parameter_offload.py": "FWD_MODULE_STACK _external_params _in_forward _original_parameters"
@@ -41,20 +36,18 @@ NAMES = {
     "runtime/zero/stage3.py": "_optimizer_states_and_gradient_swap_in _release_swap_buffers"
     " _swappable_optimizer_subgroup _writeback_swap_state _z3_optimizer fp16_groups fp32_partitioned_groups_flat"
     " grad_position master_weights_and_grads_dtype optimizer_swapper parameter_offload swap_optimizer",
-    "runtime/zero/stage_1_and_2.py": "_hp_mapping _update_model_bit16_weights accumulated_grads_in_cpu bit16_groups"
-    " bit16_groups_flat get_param_id grad_accum offload_gradient_dict param_buffer_of_bit16_for_cpu_offload_groups"
-    " param_idx_in_group round_robin_bit16_groups round_robin_bit16_meta round_robin_bit16_offsets"
+    "runtime/zero/stage_1_and_2.py": "_hp_mapping accumulated_grads_in_cpu bit16_groups get_param_id grad_accum"
+    " offload_gradient_dict param_buffer_of_bit16_for_cpu_offload_groups param_idx_in_group"
     " single_partition_of_fp32_groups",
     "utils/groups.py": "_release_process_group_references",
     "utils/mixed_precision_linkage.py": "_dp_group _index_in_param_group",
     "utils/tensor_fragment.py": "get_hp_fragment_address",
 }
 EVERY = {name for names in NAMES.values() for name in names.split()}
-# What `make_engine` passes on; public names, a class and an option of the configuration; and `os._exit`
-ELSEWHERE = {"optimizer_swapper", "ZenFlowCPUAdam", "overlap_step", "_exit"}
+ELSEWHERE = {"optimizer_swapper", "_exit"}  # an argument of `make_engine`, and `os._exit`
 TORCHS = {"_parameters", "_forward_hooks", "_forward_pre_hooks", "_wrapped_by_lr_sched", "_opt_called"}
 MANGLED = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-HELPERS = {"run_worker", "split_aligned"}  # parts of a patch
+HELPERS = {"split_aligned"}  # parts of a patch
 
 
 def names_in(path: Path) -> set[str]:

@@ -334,12 +334,6 @@ def test_an_old_one_stops_the_strategy_before_anything_is_built(monkeypatch: pyt
     ("device", "arguments", "words"),
     [
         pytest.param(CPU, {}, ["CUDA", "'cpu'", "strategy.allow_cpu=true"], id="CPU"),
-        pytest.param(
-            CPU,
-            {"allow_cpu": True, "cuda_only": "SuperOffload"},
-            ["SuperOffload ", "CUDA", "'cpu'"],
-            id="CUDA only",
-        ),
         pytest.param(torch.device("mps", 0), {}, ["CUDA", "'mps'"], id="another"),
         pytest.param(
             torch.device("mps", 0),

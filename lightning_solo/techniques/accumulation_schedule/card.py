@@ -83,8 +83,8 @@ CARD = Card(
     " contains its gradients",
     numerics="gradients equal a hand-written loop's mean over the window; a short window is divided by its own batches."
     " With ``weight_by`` they equal those of one batch with all samples or tokens of the window",
-    conflicts="manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate themselves,"
-    " including ZenFlow; GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor);"
+    conflicts="manual optimization, Trainer(accumulate_grad_batches != 1), strategies that accumulate themselves;"
+    " GradientAccumulationScheduler and StochasticWeightAveraging (both set the same factor);"
     " ``weight_by`` and the noise scale: gradients that are released in backward",
     reference="https://lightning.ai/docs/pytorch/stable/common/trainer.html#accumulate-grad-batches; Smith et al.,"
     ' "Don\'t Decay the Learning Rate, Increase the Batch Size", https://arxiv.org/abs/1711.00489',

@@ -13,6 +13,7 @@ from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PresetError
 from lightning_solo.techniques.zero_offload.footprint import ZeroStates
+from lightning_solo.zero.config import merge, zero_config
 
 
 @dataclass(frozen=True)
@@ -40,49 +41,27 @@ class Settings(TechniqueSettings):
         if self.nvme_path is not None and not self.nvme_path.strip():
             raise PresetError("zero_offload.nvme_path='': write a folder on a local SSD, or null for none")
 
-    @property
-    def zero_section(self) -> Mapping[str, Any]:
-        """What ``config`` says below ``zero_optimization``; a file is read later."""
-        section = self.config.get("zero_optimization") if isinstance(self.config, Mapping) else None
-        return section if isinstance(section, Mapping) else {}
+        self.engine_config()
 
-    @property
-    def super_offload(self) -> bool:
-        """Whether DeepSpeed's SuperOffload is switched on."""
-        return bool(self.zero_section.get("offload_optimizer", {}).get("super_offload"))
+    def engine_config(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration by these settings.
+
+        Raises:
+            PresetError, ConflictError: as `lightning_solo.zero.config.merge`.
+        """
+        ours = zero_config(
+            self.stage,
+            offload_parameters=self.offload_parameters,
+            nvme_path=self.nvme_path,
+            pin_memory=self.pin_memory,
+        )
+        return merge(ours, self.config)
 
 
 def _double_precision(settings: Settings, configuration: Configuration) -> str | None:
     if configuration.precision == "64-true":
         return "strategy=zero_offload and precision=64-true: DeepSpeed has no 64-bit mode; write precision=32-true"
     return None
-
-
-def _zenflow_and_accumulation(settings: Settings, configuration: Configuration) -> str | None:
-    if "zenflow" not in settings.zero_section or not configuration.accumulates:
-        return None
-    schedules = [chosen.removal for chosen in configuration.accumulating]
-    return (
-        "strategy.config.zero_optimization.zenflow and gradient accumulation: ZenFlow accumulates by itself, over"
-        f" update_interval steps; drop accumulate_grad_batches{''.join(f' or {text}' for text in schedules)}, or write"
-        " take the preset zero_offload"
-    )
-
-
-def _zenflow_and_its_directory(settings: Settings, configuration: Configuration) -> str | None:
-    if "zenflow" in settings.zero_section and settings.save_engine_directory:
-        return (
-            "strategy.config.zero_optimization.zenflow and strategy.save_engine_directory=true: DeepSpeed's directory "
-            "holds ZenFlow's matrices transposed, and its script reads them as they are; drop save_engine_directory, "
-            "the plain file has the weights"
-        )
-    return None
-
-
-def _caveat(settings: Settings) -> str | None:
-    if settings.super_offload:
-        return "with SuperOffload is made for a GH200, whose link to the host is many times as fast as a PCIe bus"
-    return "with ZenFlow applies most of the update late: not AdamW" if "zenflow" in settings.zero_section else None
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
@@ -104,7 +83,7 @@ CARD = Card(
     " runs on the CPU, and gradients and weights cross the bus once per optimizer step",
     numerics='equal to plain AdamW within rounding; bit-exact in fp32 with ``host_optimizer="torch"`` and no clipping.'
     " `bf16-mixed` here means bf16 weights with an fp32 master, not autocast. A parameter that a step doesn't use has a"
-    " gradient of zero here, and is skipped by plain AdamW. ZenFlow's updates are stale: not AdamW",
+    " gradient of zero here, and is skipped by plain AdamW.",
     conflicts="optimizers that look at a parameter's shape, clipping by value, a compiled LightningModule",
     reference="Ren et al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840; Rajbhandari et al. 2021, ZeRO-Infinity,"
     " https://arxiv.org/abs/2104.07857",
@@ -112,8 +91,7 @@ CARD = Card(
     frees=lambda settings: (
         frozenset({"gradients", "repeated_backward"}) | ({"weights"} if settings.stage == 3 else frozenset())
     ),
-    caveat=_caveat,
-    rules=(_double_precision, _zenflow_and_accumulation, _zenflow_and_its_directory),
+    rules=(_double_precision,),
     requires=(
         Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),
         Requirement(
@@ -121,13 +99,6 @@ CARD = Card(
             "strategy.nvme_path needs DeepSpeed's async_io",
             "lightning_solo.zero.extension:disk_access_lacks",
             when=lambda settings: settings.nvme_path is not None,
-        ),
-        Requirement(
-            "cuda",
-            "SuperOffload (strategy.config.zero_optimization.offload_optimizer.super_offload) needs a CUDA device,"
-            " DeepSpeed has it for nothing else; without one use the preset 'checkpointing', or to try the engine out"
-            " the preset 'zero_offload' with strategy.allow_cpu=true",
-            when=lambda settings: settings.super_offload,
         ),
         Requirement(
             "cuda",

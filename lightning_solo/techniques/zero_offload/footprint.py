@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_solo.cards.footprint import Footprint, Request, Sizes
-from lightning_solo.zero.config import merge, zero_config
 from lightning_solo.zero.layout import WEIGHT_BYTES, ZeroLayout, ZeroSettings, zero_layout
 
 if TYPE_CHECKING:
@@ -20,13 +19,7 @@ UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master
 
 def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: int, *, cuda: bool) -> ZeroLayout:
     """Return the bytes of each part, by the strategy's settings and Lightning's name for the precision."""
-    config = zero_config(
-        settings.stage,
-        offload_parameters=settings.offload_parameters,
-        nvme_path=settings.nvme_path,
-        pin_memory=settings.pin_memory,
-    )
-    config = merge(config, settings.config)
+    config = settings.engine_config()
     engine = ZeroSettings.of(
         config,
         precision=precision,

@@ -35,7 +35,7 @@ from lightning_solo.zero.budget import (
     states_of,
 )
 from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
-from lightning_solo.zero.config import check_zero_section, is_super_offload, merge, zenflow_of, zero_config
+from lightning_solo.zero.config import check_zero_section
 from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.disk import parameter_buffers, run_folder
 from lightning_solo.zero.extension import load_extension
@@ -82,7 +82,7 @@ class ZeroOffloadStrategy(Base):
         host_optimizer: ``"auto"`` for your own on the host, Adam and AdamW by torch's fused loop; ``"torch"`` for your
             own as it is; ``"deepspeed"`` for its C++ Adam, AdamW or Adagrad, which is built once, in a minute or more,
             or ahead by ``lightning-solo doctor --build``.
-        config: DeepSpeed's own configuration on top of ours, a mapping or a JSON file: buckets, SuperOffload, ZenFlow.
+        config: DeepSpeed's own configuration on top of ours, a mapping or a JSON file: its buckets, say.
         save_engine_directory: Write DeepSpeed's own checkpoint beside each file, as ``<file>.deepspeed``.
         exclude_frozen_parameters: Leave weights that are not trained out of checkpoints.
         allow_cpu: Run the engine on the CPU, for tests and for trying: it saves nothing there.
@@ -135,13 +135,7 @@ class ZeroOffloadStrategy(Base):
 
     def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
         """Return DeepSpeed's configuration; ``folder`` is the run's own below ``nvme_path``, once there is one."""
-        ours = zero_config(
-            self.stage,
-            offload_parameters=self.offload_parameters,
-            nvme_path=self.nvme_path,
-            pin_memory=self.pin_memory,
-        )
-        merged = merge(ours, self.given_config)
+        merged: dict[str, Any] = self._settings.engine_config()
         check_zero_section(merged)
         for place in ("offload_optimizer", "offload_param"):
             if folder is not None and place in merged["zero_optimization"]:
@@ -208,8 +202,7 @@ class ZeroOffloadStrategy(Base):
             CapabilityError, ConflictError: what this machine, the Trainer or the module can't do; before the model is
                 built.
         """
-        cuda_only = "SuperOffload" if is_super_offload(self.config) else None
-        require_device(self.root_device, allow_cpu=self.allow_cpu, cuda_only=cuda_only)
+        require_device(self.root_device, allow_cpu=self.allow_cpu)
         refuse_trainer(self._trainer)
         # Lightning's scheduler of accumulation, which refuses every DeepSpeedStrategy, is refused here with a remedy
         owned = resources(CARD.owns, self._settings) | {"accumulation_factor"}
@@ -309,8 +302,6 @@ class ZeroOffloadStrategy(Base):
             optimizer,
             [config.scheduler for config in configs],
             self.host_optimizer,
-            # whose own optimizers are versions of DeepSpeed's AdamW
-            prefers_deepspeed=is_super_offload(self.config) or zenflow_of(self.config) is not None,
         )
         if self.nvme_path is not None:
             # A step has master, gradient and states of a group in one buffer each; DeepSpeed's 4 are AdamW's.
@@ -386,7 +377,7 @@ class ZeroOffloadStrategy(Base):
         """Clip in the step to come, by the global norm; what ``LightningModule.clip_gradients`` ends in.
 
         Raises:
-            ConflictError: clipping by value, or another norm than the Trainer's under SuperOffload.
+            ConflictError: clipping by value.
         """
         refuse_clipping_by_value(clip_val, gradient_clip_algorithm)
         self._training.clip_next_step(clip_val)
