@@ -18,7 +18,8 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_solo.errors import CapabilityError
+from lightning_solo.errors import CapabilityError, ConflictError
+from lightning_solo.presets.compose import compose
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
@@ -389,3 +390,8 @@ def test_importing_the_file_imports_neither_deepspeed_nor_lightning() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_section_that_trains_wrong_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(ConflictError, match=mentions("zero_optimization.zenflow", "preset compact_host")):
+        compose("zero_offload", ["+strategy.config={zero_optimization: {zenflow: {topk_ratio: 0.1}}}"])

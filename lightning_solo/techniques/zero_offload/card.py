@@ -41,8 +41,6 @@ class Settings(TechniqueSettings):
         if self.nvme_path is not None and not self.nvme_path.strip():
             raise PresetError("zero_offload.nvme_path='': write a folder on a local SSD, or null for none")
 
-        self.engine_config()
-
     def engine_config(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration by these settings.
 
@@ -61,6 +59,11 @@ class Settings(TechniqueSettings):
 def _double_precision(settings: Settings, configuration: Configuration) -> str | None:
     if configuration.precision == "64-true":
         return "strategy=zero_offload and precision=64-true: DeepSpeed has no 64-bit mode; write precision=32-true"
+    return None
+
+
+def _engine_config(settings: Settings, configuration: Configuration) -> str | None:
+    settings.engine_config()  # it raises, and this is before torch is imported
     return None
 
 
@@ -91,7 +94,7 @@ CARD = Card(
     frees=lambda settings: (
         frozenset({"gradients", "repeated_backward"}) | ({"weights"} if settings.stage == 3 else frozenset())
     ),
-    rules=(_double_precision,),
+    rules=(_double_precision, _engine_config),
     requires=(
         Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),
         Requirement(
