@@ -126,7 +126,6 @@ WORDS_IN_COMMON = {
     "reference/byte_gpt.py": {"attention", "Attention"},  # a layer
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
-    "zero/refusals.py": {"AccumulationSchedule"},  # a remedy: what to write
 }
 
 

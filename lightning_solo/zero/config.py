@@ -93,31 +93,33 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
             raise ConflictError(f"zero_offload.config.{key}={value!r}: write {ELSEWHERE[key]} instead")
         if key not in ELSEWHERE:
             _merge_into(merged, key, value, "zero_offload.config")
-    _refuse_wrong_training(merged["zero_optimization"])
+    if message := trains_wrong(merged["zero_optimization"]):
+        raise ConflictError(message)
     return merged
 
 
-def _refuse_wrong_training(zero: Mapping[str, Any]) -> None:
-    """Refuse options that DeepSpeed 0.19.8 accepts and then trains wrong with."""
-    option, offload = "zero_offload.config.zero_optimization", zero["offload_optimizer"]
-    ratio = offload.get("ratio", 1)
-    if ratio != 1:
-        raise ConflictError(
+def trains_wrong(zero: Mapping[str, Any]) -> str | None:
+    """Return which option of ``zero_optimization`` DeepSpeed 0.19.8 trains wrong with, and what to write; or None."""
+    option, offload = "zero_offload.config.zero_optimization", zero.get("offload_optimizer")
+    offload = offload if isinstance(offload, Mapping) else {}
+    if (ratio := offload.get("ratio", 1)) not in (1, "auto"):
+        return (
             f"{option}.offload_optimizer.ratio={ratio}: the rest is stepped on the device by a second AdamW, which"
             " learning-rate schedules don't reach and whose states no checkpoint has; allowed is 1, all on the host:"
             " leave ratio out"
         )
-    if zero.get("zenflow") is not None:
-        raise ConflictError(
+    if zero.get("zenflow") not in (None, "auto"):
+        return (
             f"{option}.zenflow: DeepSpeed's ZenFlow trains from transposed weights, and applies most of each update"
             f" late; leave zenflow out, or {INSTEAD}"
         )
-    if offload.get("super_offload"):
-        raise ConflictError(
+    if offload.get("super_offload") not in (None, False, "auto"):
+        return (
             f"{option}.offload_optimizer.super_offload=True: SuperOffload skips parameters that got no gradient, and"
             f" its optimizer states are in another process, which no checkpoint has; leave super_offload out, or"
             f" {INSTEAD}"
         )
+    return None
 
 
 def _is_empty(value: object) -> bool:

@@ -13,7 +13,7 @@ from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PresetError
 from lightning_solo.techniques.zero_offload.footprint import ZeroStates
-from lightning_solo.zero.config import merge, zero_config
+from lightning_solo.zero.config import merge, trains_wrong, zero_config
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def _double_precision(settings: Settings, configuration: Configuration) -> str |
     return None
 
 
-def _engine_config(settings: Settings, configuration: Configuration) -> str | None:
-    settings.engine_config()  # it raises, and this is before torch is imported
-    return None
+def _wrong_training(settings: Settings, configuration: Configuration) -> str | None:
+    section = settings.config.get("zero_optimization") if isinstance(settings.config, Mapping) else None
+    return trains_wrong(section) if isinstance(section, Mapping) else None  # of a file when it is read
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
@@ -94,7 +94,7 @@ CARD = Card(
     frees=lambda settings: (
         frozenset({"gradients", "repeated_backward"}) | ({"weights"} if settings.stage == 3 else frozenset())
     ),
-    rules=(_double_precision, _engine_config),
+    rules=(_double_precision, _wrong_training),
     requires=(
         Requirement("check", "strategy=zero_offload", "lightning_solo.zero.process:unsupported_deepspeed"),
         Requirement(
