@@ -206,7 +206,7 @@ class TestRefusals:
         message = refused("bf16", "precision=16-true", "precision=32-true")
         assert "'precision=16-true' and 'precision=32-true'" in message
 
-    def test_schedule_is_allowed_under_deepspeed_but_not_under_zenflow(self) -> None:
+    def test_schedule_is_allowed_under_deepspeed(self) -> None:
         composed = compose("zero_offload", ["+callback=accumulation_schedule"])  # the engine follows it
         assert "accumulation_schedule" in callbacks(composed)
 
