@@ -1,4 +1,4 @@
-"""The rows of a ladder's table: the figures of each rung, beside those of the baseline."""
+"""The rows of a ladder's table: the figures of each rung, compared with the baseline's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def compare(
     without: Mapping[str, Any],
     steps: int,
 ) -> Figures:
-    """Return a row of the table: a job's figures beside the baseline's, and those without its last technique."""
+    """Return a row: a job's figures compared with the baseline's, and with those without its last technique."""
     measures, status, detail = measured(row), row.status, row.detail
     if error is not None:
         message = " ".join(error["message"].split())

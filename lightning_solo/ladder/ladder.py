@@ -23,7 +23,7 @@ WILL_FAIL_AGAIN = ("failed", NOT_RUN)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A combination as its process gets it.
+    """A combination, prepared for its process.
 
     Attributes:
         overrides: of `lightning-solo train`.
@@ -121,7 +121,7 @@ class Ladder:
     def plan(self, without: Collection[str] = ()) -> list[Rung]:
         """Prepare `baseline`, each technique alone, and those that add one more technique to the ones before.
 
-        Nothing runs yet. A technique that is refused beside the ones before is left out of the later combinations.
+        Nothing runs yet. A technique that is refused with earlier ones is left out of the later combinations.
         """
         alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
         combinations: list[Rung] = []

@@ -21,7 +21,7 @@ class Technique:
     Attributes:
         name: as the table shows it.
         overrides: of `lightning-solo train`, on top of the preset `baseline`.
-        exact: whether it claims to change no bit of what a run without it gives.
+        exact: whether it claims that a run without it gives the same bits.
         card: the name of its card; empty for a precision, which has none.
     """
 
@@ -64,7 +64,7 @@ def chosen(names: str | None) -> tuple[Technique, ...]:
         names: of rungs or of techniques, such as ``activation_checkpointing``, joined by commas.
 
     Raises:
-        PresetError: there is none of that name, or no name at all.
+        PresetError: a name is unknown, or no name is given.
     """
     ladder = techniques().values()
     if names is None:

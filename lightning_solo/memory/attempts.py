@@ -1,4 +1,4 @@
-"""Work that may run out of memory, and of which nothing is left behind when it does."""
+"""Run work that may run out of memory, and free all of its tensors if it does."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ T = TypeVar("T")
 def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return a function's result and None; or None and the first line of an out-of-memory error.
 
-    An exception holds the frames it has passed, and these hold tensors, so that memory is short until it is gone. Here
-    it is gone when this function returns: frames are cleared, of the errors too from which it was raised, cycles are
-    collected and the device's cached memory is released. Other errors are raised as they are.
+    An exception keeps the frames that it passed, and their tensors, alive. So the frames of the error and of its causes
+    are cleared, cycles are collected, and the device's cached memory is released. Other errors are raised unchanged.
     """
     failure, outer = None, sys.exc_info()[1]
     try:
@@ -36,9 +35,9 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
-    """Take the tensors from an error and from those that it was raised from: their frames' variables.
+    """Clear the variables, and so the tensors, in the frames of an error and of its causes.
 
-    Not from ``outer``, which was being handled before, and whose frames are others'.
+    The error ``outer`` was being handled before; its frames belong to the caller and are kept.
     """
     seen = {id(outer)}
     ahead: list[BaseException | None] = [error]
@@ -53,7 +52,7 @@ def clear_frames(error: BaseException, outer: BaseException | None = None) -> No
 
 
 def release_memory() -> None:
-    """Collect cycles, and give back what the device's allocator has cached."""
+    """Collect cycles, and release the cached memory of the device's allocator."""
     gc.collect()
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # it may itself find no memory

@@ -22,10 +22,10 @@ _counting = 0
 
 @contextmanager
 def counted_as_written(ledger: Ledger) -> Iterator[None]:
-    """Count with a ledger, and run functions that torch.compile made as written.
+    """Count with a ledger, and run compiled functions uncompiled meanwhile.
 
-    Dynamo marks what it first meets under a dispatch mode as not to be compiled, for good. Several ledgers may begin
-    and end in any order, as callbacks' hooks do.
+    Dynamo would never compile a function that it first meets under a dispatch mode. Several ledgers may begin and end
+    in any order, as callbacks' hooks do.
     """
     global _counting
     if not _counting and "torch._dynamo" in sys.modules:

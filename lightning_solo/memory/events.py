@@ -1,4 +1,4 @@
-"""A ledger's log: the bytes of each storage as it is allocated, resized and freed, and its category."""
+"""A ledger's log: the bytes and category of each storage when it is allocated, resized and freed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Peak:
     Args:
         bytes: at the peak.
         breakdown: bytes of each category of ``CATEGORIES``; they sum up to ``bytes``.
-        operator: the operator whose result made the peak, such as ``aten.mm.default``; empty before the first.
-        module: the qualified name of the module in whose forward, or in whose part of backward, it ran; empty for the
-            module as a whole, and outside of it.
+        operator: it allocated the last bytes of the peak, such as ``aten.mm.default``; empty before the first.
+        module: qualified name of the module whose forward or backward ran the operator; empty for the whole module, and
+            outside of it.
     """
 
     bytes: int

@@ -21,7 +21,7 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, pa
 """Passed through in the search for a holder with a name."""
 CONTAINERS_AT_MOST = 100
 TRIES = 3
-"""Tensors of a kind whose holder is searched for; each search visits all objects several times."""
+"""Most tensors of a kind for which a holder is searched; each search visits all objects several times."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Holders:
 
 
 def graph_roots(tensors: Iterable[Tensor]) -> list[tuple[Tensor, set[int]]]:
-    """Return the tensors whose graph is part of no other one's, with the storages that each saved."""
+    """Return the tensors whose graph is not part of another tensor's graph, each with its saved storages."""
     nodes = [(tensor, node) for tensor in tensors if (node := graph_of(tensor)) is not None]
     inner = {child for node in graph_nodes([node for _, node in nodes]) for child, _ in node.next_functions}
     roots = [tensor for tensor, node in nodes if node not in inner]
@@ -109,10 +109,10 @@ def _frames() -> set[int]:
 
 
 def holder_of(target: object, module: nn.Module | None = None, ignored: Collection[int] = ()) -> str | None:
-    """Return a description of the nearest object with a name that keeps ``target`` alive; None if there is none.
+    """Return a description of the nearest named object that keeps ``target`` alive; None if no object does.
 
     Args:
-        target: whose referrers are followed.
+        target: the object; its referrers are followed.
         module: its parts are described by their names.
         ignored: ids of objects that don't count.
     """

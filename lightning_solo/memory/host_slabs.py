@@ -27,7 +27,7 @@ Sizes = Sequence[tuple[int, torch.dtype]]
 ALIGNMENT = 128
 """Bytes to which each tensor of a slab is aligned."""
 SLAB_BYTES = 2**30
-"""Of a slab: tensors that take more together are stored in several, so that the memory of some can be freed."""
+"""Bytes above which tensors are split into several slabs, so that a part of the memory can be freed."""
 HUGE_PAGE = 2**21
 
 
@@ -64,7 +64,7 @@ def _slab(sizes: Sizes, device: torch.device) -> list[Tensor]:
     # what the tensors hold: unlike an mmap, it is finalized before its memory is freed
     slab = (ctypes.c_char * size).from_buffer(memory)
     if device.type == "cuda":
-        memory.madvise(mmap.MADV_DONTFORK)  # else each data loader's worker would get a copy of what is pinned
+        memory.madvise(mmap.MADV_DONTFORK)  # else each data loader's worker would copy the pinned memory
         if size >= HUGE_PAGE:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock, and to look up in a copy

@@ -44,8 +44,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Not seen: memory that a kernel allocates and frees within one operator, and the inside of a function that
     torch.compile compiled before the mode; one compiled under it runs uncompiled.
 
-    `live` finds the category of a storage by identity when it is called, so that former weights, replaced by
-    ``module.to(dtype)``, are not counted as weights. At the `peak` a storage counts by the last category it had.
+    `live` looks up the category of each storage when it is called: weights that ``module.to(dtype)`` replaced are no
+    longer counted as weights. `peak` counts a storage by its last category.
 
     Args:
         module: as in `owned_by`.
@@ -92,8 +92,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _DEVICE:  # two of three calls on fake tensors
             return self.run(func, args, kwargs)
-        if func is not torch.ops.aten.lift_fresh.default:  # by which torch.tensor() returns a new tensor
-            for storage in storages_of((args, kwargs)):  # those from before, of which the result may be a view
+        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor() returns a new tensor by it
+            for storage in storages_of((args, kwargs)):  # older storages; the result may be a view of one
                 self._see(storage, None)
         result = self.run(func, args, kwargs)
         label = self._label()
@@ -177,7 +177,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count what is allocated in this context on the host, for a device that shares its memory with the host."""
+        """Count allocations on the host in this context, for a device that shares its memory with the host."""
         before, self._on_host = self._on_host, True
         try:
             yield
@@ -268,7 +268,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def _gather(tree: Any, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        if hasattr(tree, "__tensor_flatten__"):  # torchao's states: the bytes are those of what it wraps
+        if hasattr(tree, "__tensor_flatten__"):  # torchao's states: count the wrapped tensors
             tensors += (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
         else:
             tensors.append(tree)

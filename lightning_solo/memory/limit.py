@@ -17,8 +17,8 @@ EVENTS_AT_MOST = 10_000
 class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
     """Raises torch's out-of-memory error when more bytes are live than a limit: a small GPU, to try things without one.
 
-    Bytes are counted as `Ledger` does, storage by storage and without an allocator, so that the same run fails at the
-    same operator on every machine. They don't depend on what else is in the process.
+    `Ledger` counts the bytes of each storage, without an allocator. The same run therefore fails at the same
+    operator on every machine, and the rest of the process doesn't count.
 
     Args:
         limit: bytes, or a text such as ``"2GiB"``.

@@ -12,7 +12,7 @@ ALLOWED = "allowed is a relative path without '..', such as 'logs/memory'"
 
 
 def not_below_a_folder(value: str) -> str | None:
-    """Return what is allowed where a path can't be of something below a folder; None where it is."""
+    """Return None for a path that is below a folder, else a text with the allowed paths."""
     path = PurePath(value)
     named = value.strip() and value.isprintable() and not value.endswith(("/", "\\")) and len(value) <= 255
     leads_out = path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\"))
@@ -22,7 +22,7 @@ def not_below_a_folder(value: str) -> str | None:
 def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path | None:
     """Return ``path`` below a Trainer's log directory, with symbolic links resolved.
 
-    None where that directory is remote; a warning then says what is there ``instead`` of the file.
+    For a remote directory return None, and warn with ``instead``, the text on what replaces the file.
 
     Raises:
         PresetError: it leads outside; names ``option``.

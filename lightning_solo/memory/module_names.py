@@ -70,7 +70,7 @@ class ModuleNames:
         self._stack.clear()
 
     def here(self) -> str:
-        """Return the name of the module whose operator runs now."""
+        """Return the name of the running module."""
         if self._stack:
             return self._stack[-1][0]  # in backward too, where a block is recomputed
         node = torch._C._current_autograd_node()

@@ -49,7 +49,7 @@ class History:
             self._record()
 
     def clear(self) -> None:
-        """Forget the history until now; the frames of what is still allocated stay."""
+        """Forget the history until now, but keep the frames of live allocations."""
         if self._on:
             self._record()
 
@@ -133,7 +133,7 @@ def moment_of_peak(snapshot: Mapping[str, Any], device: int = 0) -> Moment:
 
 
 def moment_of_oom(snapshot: Mapping[str, Any], device: int = 0) -> Moment | None:
-    """Return the moment of the last OOM in the history; None where there is none."""
+    """Return the moment of the last OOM in the history, or None."""
     events = _events(snapshot, device)
     where = next((index for index in range(len(events) - 1, -1, -1) if events[index]["action"] == "oom"), None)
     if where is None:
@@ -147,7 +147,7 @@ def _events(snapshot: Mapping[str, Any], device: int) -> Sequence[Mapping[str, A
 
 
 def _active(snapshot: Mapping[str, Any], device: int) -> dict[int, Mapping[str, Any]]:
-    """Return address -> block of what is allocated at the end."""
+    """Return address -> block of the memory that is allocated at the end."""
     return {
         block["address"]: block
         for segment in snapshot["segments"]
@@ -158,7 +158,7 @@ def _active(snapshot: Mapping[str, Any], device: int) -> dict[int, Mapping[str, 
 
 
 def _change(event: Mapping[str, Any]) -> int:
-    """Return by how many bytes an event changed what is allocated."""
+    """Return the change of the allocated bytes at an event."""
     return int({"alloc": 1, "free_requested": -1}.get(event["action"], 0) * event.get("size", 0))
 
 
@@ -191,7 +191,7 @@ class Holding:
 
 
 def holdings(moment: Moment, module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> list[Holding]:
-    """Return what was allocated, the largest first: weights, gradients, optimizer states, the rest by its place.
+    """Return the allocations, the largest first: weights, gradients, optimizer states, the rest by its place.
 
     Args:
         moment: of a snapshot taken just now: addresses are compared.

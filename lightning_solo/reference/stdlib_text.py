@@ -147,7 +147,7 @@ class StdlibText(L.LightningDataModule):
 
     @property
     def unigram_perplexity(self) -> float:
-        """Perplexity of the validation targets for a model that knows byte frequencies only: what is to be beaten."""
+        """Perplexity of the validation targets for a model of byte frequencies alone; a model has to beat it."""
         return unigram_perplexity(read_splits(self.max_bytes)[0], self.validation_windows[:, 1:])
 
     def train_dataloader(self) -> DataLoader[Tensor]:

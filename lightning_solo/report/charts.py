@@ -136,8 +136,8 @@ def spans(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str,
     """Return a row per lane with a bar for each span of time, coloured by its part.
 
     Args:
-        rows: ``lane``, ``begin``, ``end``, ``part``, and ``share`` of the time, by which a bar is as opaque; lanes are
-            drawn in the order in which they come.
+        rows: ``lane``, ``begin``, ``end``, ``part``, and ``share`` of the time, the bar's opacity; lanes keep
+            their order.
         x: what the horizontal axis shows.
         palette: colours.
     """

@@ -53,7 +53,7 @@ def read_memory(path: Path) -> list[Series]:
 
 
 def read_rows(path: Path) -> Rows:
-    """Return the rows, without a last line whose end is not written yet.
+    """Return the rows, without an unfinished last line.
 
     Raises:
         CheckpointError: the file can't be read, or is no table with a column ``step``.

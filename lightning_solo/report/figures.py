@@ -11,7 +11,7 @@ from lightning_solo.report.series import Series, thin, thin_together
 from lightning_solo.tables import Cell, Table, number
 
 ROWS = 60
-"""Points per series in the table beside a chart, about."""
+"""Approximate number of points per series in the table below a chart."""
 MOST_ROWS = 600
 
 

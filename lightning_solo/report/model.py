@@ -19,7 +19,7 @@ class Figure:
 
     Attributes:
         name: of its PNG file and its anchor on the page.
-        caption: what is drawn, from which data, and what was left out.
+        caption: the contents of the chart, their source, and omissions.
         alternative: text for a screen reader, with the main figures.
         table: the data, thinned.
     """

@@ -33,7 +33,7 @@ OVERHEAD = "overhead: the CUDA context, cuBLAS' workspace, the allocator's round
 
 
 def parts(plan: Plan) -> dict[str, int]:
-    """Return the bytes of each category of ``CATEGORIES``; they sum up to what is needed of the device."""
+    """Return the bytes of each category of ``CATEGORIES``; they sum up to the needed device memory."""
     sizes = dict.fromkeys(CATEGORIES, 0)
     for name, size in plan.breakdown.items():
         category = name.replace("_", " ")

@@ -56,7 +56,7 @@ def peaks(values: Sequence[float], buckets: int) -> list[int]:
 
 
 def thin(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Series]:
-    """Return all series, thinned so that together they hold about ``points`` points."""
+    """Return all series, thinned to about ``points`` points together."""
     buckets = max(5, min(MOST_BUCKETS, points // (2 * max(1, len(series)))))
     return [one.thinned(buckets) for one in series]
 

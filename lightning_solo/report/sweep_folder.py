@@ -129,7 +129,7 @@ def pruned(row: Row) -> bool:
 
 
 def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
-    """Return the jobs that ran to their end, of which both loss and cost are known and finite."""
+    """Return the jobs that ran to their end and have a finite loss and cost."""
     both = [(row, row.loss, getattr(row, cost)) for row in rows if not pruned(row)]
     return [row for row, loss, paid in both if loss is not None and paid is not None and math.isfinite(loss + paid)]
 
@@ -217,9 +217,10 @@ def losses_of(metrics: dict[str, Series]) -> dict[str, Series]:
 
 
 def loss_name(logged: Sequence[dict[str, Series]]) -> str:
-    """Return the name of the loss whose curves are drawn: the one that most jobs logged, if several a training's.
+    """Return the name of the loss to draw for all jobs: the one that most jobs logged.
 
-    It is the same for all jobs, since validation and training losses do not compare.
+    Of several, a training loss is preferred. All jobs show the same loss, since validation and training losses don't
+    compare.
     """
     jobs = Counter(name for losses in logged for name in losses)
     points = Counter(name for losses in logged for name, one in losses.items() for _ in one.values)
@@ -242,7 +243,7 @@ def label(row: Row, common: Sequence[str]) -> str:
 
 
 def job_folder(folder: Path, row: Row) -> Path:
-    """Return the folder of a job: inside the sweep's, which may have been moved, else as the row has it."""
+    """Return the folder of a job: inside the sweep's folder, which may have been moved, else the row's path."""
     parts = Path(row.folder).parts
     for start in range(len(parts)):
         inside = folder.joinpath(*parts[start:])

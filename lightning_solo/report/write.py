@@ -19,7 +19,7 @@ KINDS = "a run has csv/metrics.csv, csv/memory.csv or config.yaml, a sweep has r
 
 @dataclass(frozen=True)
 class Written:
-    """The files of a report, and notes on what it leaves out."""
+    """The files of a report, and notes on its omissions."""
 
     page: Path
     pngs: tuple[Path, ...]
