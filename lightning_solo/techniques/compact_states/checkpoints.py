@@ -1,4 +1,4 @@
-"""What a checkpoint has of compact states: bf16 weights beside corrections, or fp32 master weights without."""
+"""Compact states in a checkpoint: bf16 weights with corrections, or fp32 master weights without."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def with_master_weights(
     held: dict[Tensor, Any] = {p: each for each in holders for group in each.param_groups for p in group["params"]}
     for name, p in module.named_parameters(remove_duplicate=False):
         if name in joined and p in held:
-            joined[name] = held[p].master_weight(p).cpu()  # on the device all at once might not fit
+            joined[name] = held[p].master_weight(p).cpu()  # all at once might not fit on the device
     return joined
 
 
 def without_corrections(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict without corrections, for fp32 weights beside it hold them."""
+    """Return an optimizer's state dict without corrections, which are part of fp32 weights."""
     kept = {
         key: {name: value for name, value in state.items() if name != "correction"}
         for key, state in states["state"].items()
@@ -39,10 +39,10 @@ def without_corrections(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_states(optimizers: Iterable[Optimizer], module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Load optimizer states to where they belong; masters from fp32 weights beside them."""
+    """Load optimizer states to their device or host; take masters from fp32 weights in the checkpoint."""
     optimizers = list(optimizers)
     for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
-        optimizer.load_state_dict(state)  # Lightning's own way would move all of it to the device
+        optimizer.load_state_dict(state)  # Lightning's own loading would move all states to the device
     weights = checkpoint["state_dict"]
     for optimizer in optimizers:
         if isinstance(optimizer, WITH_MASTERS):

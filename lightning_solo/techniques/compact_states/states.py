@@ -1,4 +1,4 @@
-"""Optimizers made compact one by one, under one budget of the device, and the room that their states need."""
+"""Conversion of optimizers to compact states under one device budget, and the check for enough memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_solo.units import format_bytes
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How states are stored, and by whose optimizer they are stepped.
+    """The layout of states, and the library whose optimizer steps them.
 
     Attributes:
         master_bits: of the weights that are stepped: 32, 24 or "16-stochastic".
@@ -40,7 +40,7 @@ class StateLayout:
     back_end: str
 
     def is_plain(self, corrections: Mapping[Tensor, Tensor]) -> bool:
-        """Return whether there is nothing to compress and nothing to place, so that any optimizer will do."""
+        """Return whether there is nothing to compress and nothing to move, so that any optimizer will do."""
         return self.master_bits == 32 and self.moment_bits == 32 and not corrections and self.budget is None
 
     def bytes_for(self, optimizer: Optimizer) -> int:
@@ -62,21 +62,21 @@ def convert(
     corrections: dict[Tensor, Tensor],
     put: Callable[[list[Optimizer]], None],
 ) -> list[Optimizer]:
-    """Return compact optimizers in place of others, under one budget for all.
+    """Return compact versions of optimizers, under one budget for all.
 
     Args:
-        optimizers: as ``configure_optimizers`` made them.
-        schedulers: which then act on the new ones.
+        optimizers: of ``configure_optimizers``.
+        schedulers: which are attached to the new optimizers.
         layout: of the states.
-        corrections: of split weights; each optimizer takes its own out of it.
+        corrections: of split weights; each optimizer removes its own from it.
         put: called with the optimizers after each conversion, so that the converted one is freed.
     """
     compact, left = list(optimizers), layout.budget
     owned = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in compact]
     for number, own in enumerate(owned):
-        others = set().union(*owned) - own  # what is nobody's yet may be added to this one
+        others = set().union(*owned) - own  # unowned parameters may be added later
         taken = {p: lower for p, lower in corrections.items() if p not in others}
-        if layout.budget is None:  # else the optimizer takes them where they belong
+        if layout.budget is None:  # with a budget the optimizer moves them itself
             taken = {p: lower.to(p.device) for p, lower in taken.items()}
         compact[number] = optimizer = _converted(compact[number], schedulers, layout, taken, left)
         put(compact)
@@ -118,13 +118,13 @@ def require_room(
     module: nn.Module,
     device: torch.device,
 ) -> None:
-    """Refuse states for which there is no room beside the module, before they are allocated.
+    """Refuse states that don't fit in memory with the module, before they are allocated.
 
     Raises:
         BudgetError: the device has less memory than the states need.
     """
     if is_planned() or layout.is_plain(corrections):
-        return  # of any optimizer, whose states aren't known
+        return  # an arbitrary optimizer, with states of unknown size
     needed = sum(map(layout.bytes_for, optimizers))
     if layout.budget == "auto":
         needed = max(0, needed - host_room())

@@ -34,9 +34,9 @@ BF16 = ("bf16-true", "bf16-mixed")
 
 
 class CompactStates(Technique, Settings):
-    """Trains with compact weights and optimizer states, whatever AdamW or Adam ``configure_optimizers`` returns.
+    """Trains with compact weights and optimizer states, with any AdamW or Adam of ``configure_optimizers``.
 
-    Of torch's other optimizers that step each parameter by itself the weights are as compact, the states in fp32.
+    With torch's other optimizers that step each parameter independently the weights are as compact, the states in fp32.
 
     Raises:
         PresetError: a value that is none of those allowed.
@@ -48,7 +48,7 @@ class CompactStates(Technique, Settings):
     def _init_state(self) -> None:
         self._layout = StateLayout(self.master_bits, self.moment_bits, self.budget, self.back_end)
         self._weights = WeightSplit()
-        self._settles = False  # whether it isn't known yet what of the states stays on the device
+        self._settles = False  # whether the first step has still to decide which states stay on the device
 
     # --- weights ---
 
@@ -57,22 +57,22 @@ class CompactStates(Technique, Settings):
             return False
         if self.back_end != "own" and not BACK_ENDS[self.back_end].bf16_weights:
             return False
-        # under autocast a norm takes fp32 numbers, and refuses bf16 weights; vectors take nothing
+        # under autocast a norm needs fp32 weights; vectors take few bytes
         return precision == "bf16-true" or p.dim() > 1
 
     @contextmanager
     def building(self, ctx: Run) -> Iterator[None]:
-        """Have ``configure_model`` initialise fp32 weights, on a real device, and split each as soon as others come.
+        """Build ``configure_model`` with fp32 weights on a real device, and split each when later ones are created.
 
-        Lightning's own context, inside this one, would have it initialise bf16 weights, with other random numbers.
+        Lightning's own context inside this one would create bf16 weights from other random numbers.
         """
         precision = ctx.precision
-        if precision not in (*BF16, "32-true"):  # nothing is split
+        if precision not in (*BF16, "32-true"):  # no weight is split
             yield
             return
 
         def splits(p: Tensor) -> bool:
-            # bf16-true leaves nothing in fp32; what is frozen, often later, has no use for its correction
+            # bf16-true leaves nothing in fp32; frozen weights, often frozen later, need no correction
             return precision == "bf16-true" or self._is_split(p, precision)
 
         bits = 24 if isinstance(self.master_bits, str) else self.master_bits
@@ -85,14 +85,14 @@ class CompactStates(Technique, Settings):
             yield
 
     def loading(self, ctx: Run) -> AbstractContextManager[Any]:
-        """Load weights into those that have been split, one by one, in fp32."""
+        """Load weights one by one, in fp32, into those that have been split."""
         return self._weights.loading()
 
     def transform(self, ctx: Run) -> None:
-        """Split the weights, one by one, before Lightning's own conversion would drop their lower bits.
+        """Split the weights one by one, before Lightning's conversion would drop their lower bits.
 
         Raises:
-            ConflictError: a precision that these bits or this back end can't have.
+            ConflictError: the precision doesn't work with these bits or this back end.
         """
         precision = ctx.precision
         if message := self.precision_refusal(precision):
@@ -111,11 +111,11 @@ class CompactStates(Technique, Settings):
     # --- states ---
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
-        """Convert the optimizers; behind Lightning's set-up, which moves all states to the device.
+        """Convert the optimizers, after Lightning's set-up, which moves all states to the device.
 
         Raises:
             BudgetError: the device has less memory than the states need; before they are allocated.
-            ConflictError: an optimizer that can't be served; names what to write.
+            ConflictError: an optimizer that isn't supported; names what to write.
         """
         corrections = self._weights.corrections
         require_room(optimizers, self._layout, corrections, ctx.module, ctx.device)
@@ -149,7 +149,7 @@ class CompactStates(Technique, Settings):
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
     ) -> Any:
-        """Step as Lightning does, and say where states are kept as soon as that is known."""
+        """Step as Lightning does, and log where states are stored once that is decided."""
         result = proceed(optimizer, closure, **options)
         if self._settles and not self._are_to_settle(ctx.strategy.optimizers):
             self._settles = False
@@ -157,7 +157,7 @@ class CompactStates(Technique, Settings):
         return result
 
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
-        """Bring weights and states to the host, where it has room for them."""
+        """Move weights and states to the host if they fit there."""
         strategy = ctx.strategy
         if self._layout.budget is None or host_has_room(ctx.module, strategy.optimizers):
             proceed()
@@ -173,15 +173,15 @@ class CompactStates(Technique, Settings):
     # --- checkpoints ---
 
     def saved_weights(self, ctx: Run, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights as they are in bf16, or fp32 master weights."""
+        """Return the bf16 weights, or fp32 master weights."""
         if self.checkpoint_weights == "bf16":
             return weights
         return with_master_weights(weights, ctx.module, ctx.strategy.optimizers)
 
     def saved_states(self, ctx: Run, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's states; beside fp32 weights without corrections, which those hold."""
+        """Return an optimizer's states, without corrections if the saved weights are fp32."""
         return states if self.checkpoint_weights == "bf16" else without_corrections(states)
 
     def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states to where they belong; masters from fp32 weights beside them."""
+        """Load optimizer states to their device or host; take masters from fp32 weights in the checkpoint."""
         load_states(ctx.strategy.optimizers, ctx.module, checkpoint)

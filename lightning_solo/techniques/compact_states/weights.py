@@ -1,4 +1,4 @@
-"""The weights that are split into bf16 and corrections: while a module is built, and what is left when it is set up."""
+"""Weights that are split into bf16 and corrections, while a module is built and when it is set up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WeightSplit:
     """The split weights of one module, from its building until an optimizer takes their corrections.
 
     Attributes:
-        corrections: parameter -> the bits that its bf16 weight lacks, where no optimizer has them yet.
+        corrections: parameter -> the lower bits of its bf16 weight, until an optimizer takes them.
     """
 
     def __init__(self) -> None:
@@ -28,17 +28,17 @@ class WeightSplit:
 
     @contextmanager
     def building(self, bits: int, splits: Callable[[Tensor], bool], on: torch.device | None) -> Iterator[None]:
-        """Have modules initialise fp32 weights, on a real device, and split each as soon as others come."""
+        """Build modules with fp32 weights on a real device, and split each weight when later ones are created."""
         with self._building or Building(bits, splits=splits, corrections_on=on) as building:
             yield
         self._building = building
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Return a context in which weights are loaded, one by one, in fp32, into what was split while it was built."""
+        """Return a context in which weights are loaded one by one, in fp32, into weights that are split."""
         return self._building or nullcontext()
 
     def split(self, module: nn.Module, bits: int | str, splits: Callable[[Tensor], bool], *, to_bf16: bool) -> None:
-        """Split, one by one, the weights that building has left; join those of it that nothing will step.
+        """Split the remaining weights one by one, and join split weights that no optimizer will step.
 
         Args:
             module: on the host.
@@ -58,16 +58,16 @@ class WeightSplit:
         corrections = building.corrections if building is not None else {}
         for p in [p for p in corrections if not p.requires_grad]:
             join_parameters([p], {p: corrections.pop(p)})
-            if to_bf16:  # as Lightning will: here one by one
+            if to_bf16:  # as Lightning will, but one by one
                 p.data = p.data.to(torch.bfloat16)
         return corrections
 
     def settle(self) -> None:
-        """Forget what was split: optimizers have the corrections, or nothing has."""
+        """Drop the corrections: optimizers have them, or none are needed."""
         self.corrections, self._parts = {}, set()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make weights fp32 again whose set-up has failed, on the host, for the device may have no room for that."""
+        """Make weights fp32 again after a failed set-up; on the host, since the device may lack the memory."""
         building, self._building = self._building, None
         if building is not None:
             building.join(torch.device("cpu"))

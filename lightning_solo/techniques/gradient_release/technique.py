@@ -1,4 +1,4 @@
-"""Gradient release: each gradient is used by its parameter's step in backward, and freed, whatever optimizer steps."""
+"""Gradient release: each parameter steps in backward, and its gradient is freed, with any optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALE
 from lightning_solo.units import format_bytes
 
 VARYING = sys.maxsize
-"""Micro-batches in windows of any length: a window is continued only in a run with the same number."""
+"""Stands for a varying number of micro-batches; an open window resumes only in a run with the same number."""
 
 
 class GradientRelease(Technique, Settings):
@@ -41,7 +41,7 @@ class GradientRelease(Technique, Settings):
 
     @property
     def release(self) -> Release | None:
-        """The mechanism that acts in this run; None outside a fit, and under manual optimization."""
+        """The mechanism of this run; None outside a fit, and under manual optimization."""
         return self._release
 
     def transform(self, ctx: Run) -> None:
@@ -111,12 +111,12 @@ class GradientRelease(Technique, Settings):
             release.remove()
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Run backward, in which gradients are used or kept."""
+        """Run backward; gradients are used or kept in it."""
         release = self._release
         if release is None:  # manual optimization
             return proceed(loss)
-        release.watch()  # what has been unfrozen meanwhile, too
-        if not release.has_kept:  # a window begins: others' callbacks change its length
+        release.watch()  # include parameters that have been unfrozen since
+        if not release.has_kept:  # a window begins; other callbacks may change its length
             release.accumulation = _micro_batches(ctx)
         return proceed(loss)
 
@@ -144,7 +144,7 @@ class GradientRelease(Technique, Settings):
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
     ) -> Any:
-        """Run the window's last micro-batch, whose backward has stepped, or step what was kept behind it."""
+        """Run the window's last micro-batch, which steps in backward, or step with the kept gradients after it."""
         release = self._release
         if release is None:
             return proceed(optimizer, closure, **options)
@@ -158,7 +158,7 @@ class GradientRelease(Technique, Settings):
         self._clipped = False
         if not release.immediate and release.max_norm is not None:
             release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
-        optimizer.step(**options)  # no parameter has a gradient: for its hooks, and for schedulers
+        optimizer.step(**options)  # without gradients, for the hooks of optimizer and schedulers
         return result
 
     def _warn_once(self, message: str) -> None:
@@ -168,5 +168,5 @@ class GradientRelease(Technique, Settings):
 
 
 def _micro_batches(ctx: Run) -> int:
-    """Return the factor; a number of its own where that varies: at a resumed fit's start it isn't known yet."""
+    """Return the factor, or a constant of its own if it varies: a resumed fit doesn't know it at its start."""
     return VARYING if ctx.window.varies else ctx.window.factor
