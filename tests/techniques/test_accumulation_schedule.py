@@ -164,7 +164,7 @@ def test_the_callers_container_is_neither_kept_nor_changed() -> None:
     assert repr(eval(repr(schedule))) == repr(schedule)
 
 
-def test_row_18_two_who_set_the_factor(home: Any, make_trainer: Any) -> None:
+def test_two_that_set_the_accumulation_factor_are_refused(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, accumulate_grad_batches=4, callbacks=[AccumulationSchedule()])
     with pytest.raises(ConflictError, match=mentions("accumulate_grad_batches=4", "milestones=[[0, 4]]")):
         trainer.fit(regression(home), loader(2))
@@ -174,7 +174,7 @@ def test_row_18_two_who_set_the_factor(home: Any, make_trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["init", "configure_model"])
-def test_row_19_manual_optimization(home: Any, make_trainer: Any, where: str) -> None:
+def test_manual_optimization_is_refused(home: Any, make_trainer: Any, where: str) -> None:
     module = regression(home)
     if where == "init":
         module.automatic_optimization = False
@@ -184,7 +184,7 @@ def test_row_19_manual_optimization(home: Any, make_trainer: Any, where: str) ->
         make_trainer(home, callbacks=[AccumulationSchedule()]).fit(module, loader(2))
 
 
-def test_row_17_a_strategy_that_accumulates_itself(home: Any, make_trainer: Any, device: torch.device) -> None:
+def test_a_strategy_that_accumulates_itself_is_refused(home: Any, make_trainer: Any, device: torch.device) -> None:
     class Accumulating(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
         handles_gradient_accumulation = True
 
@@ -278,7 +278,7 @@ def test_any_schedule_equals_a_hand_written_loop(
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step` returned `None`")  # said once per process
-def test_row_75_the_gradient_of_a_short_window(home: Any, make_trainer: Any) -> None:
+def test_the_gradient_of_a_short_window_is_the_mean_of_its_batches(home: Any, make_trainer: Any) -> None:
     seen: list[float] = []
 
     class One(home.LightningModule):  # type: ignore[name-defined,misc]
@@ -616,7 +616,7 @@ def test_a_resumed_run_logs_changes_alone(make_trainer: Any, tmp_path: Any, capl
 
 
 @pytest.mark.filterwarnings(RESUME_WARNING)
-def test_row_50_resumed_with_another_schedule(home: Any, make_trainer: Any, tmp_path: Any) -> None:
+def test_a_run_resumed_with_another_schedule(home: Any, make_trainer: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "edge.ckpt")
     trainer = make_trainer(home, callbacks=[AccumulationSchedule([[0, 2]])])
     trainer.fit(regression(home), loader(10))

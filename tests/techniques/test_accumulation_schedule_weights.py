@@ -398,7 +398,7 @@ SCHEDULES = {
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("chosen", SCHEDULES)
-def test_row_46_resumed_at_each_place_of_a_window(home: Any, make_trainer: Any, tmp_path: Any, chosen: str) -> None:
+def test_a_run_resumed_at_each_place_of_a_window(home: Any, make_trainer: Any, tmp_path: Any, chosen: str) -> None:
     batches = batches_of([[4, 2], [0, 0], [1, 1], [3, 0], [4, 4], [2, 2], [0, 1], [4, 1], [3, 3], [2, 0]])
 
     class Save(home.Callback):  # type: ignore[name-defined,misc]

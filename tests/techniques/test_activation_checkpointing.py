@@ -201,7 +201,7 @@ def test_blocks_that_never_run_are_reported(home, make_trainer):
         fitted(home, make_trainer, lambda: regression(home, Around()), [ActivationCheckpointing()])
 
 
-def test_fault_28_a_name_that_matches_nothing_lists_close_names(home, make_trainer):
+def test_a_name_that_matches_nothing_lists_close_names(home, make_trainer):
     with pytest.raises(NothingToDoError, match=mentions("'Blok'", nearest("Block"), "LayerNorm")):
         fitted(home, make_trainer, lambda: regression(home), [ActivationCheckpointing(blocks="Blok")])
 
@@ -581,7 +581,7 @@ class Spectral(Block):
 
 
 @pytest.mark.parametrize("kind", [Updates, InPlace, Branches, SavesMore, Spectral])
-def test_fault_77_a_block_that_cannot_be_repeated_is_refused_by_name(home, make_trainer, kind):
+def test_a_block_that_cannot_be_repeated_is_refused_by_name(home, make_trainer, kind):
     def make() -> Any:
         return regression(home, nn.Sequential(nn.Linear(8, 8), *[kind(8) for _ in range(3)], nn.Linear(8, 1)))
 

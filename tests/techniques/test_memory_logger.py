@@ -587,7 +587,7 @@ def test_only_a_run_in_which_no_batch_has_begun_shows_no_table(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_row_91_a_file_that_cannot_be_written(
+def test_a_file_that_cannot_be_written(
     home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(*args: Any) -> None:
