@@ -65,7 +65,9 @@ def __getattr__(name: str) -> Any:
         return sorted([*_HOME, "callbacks", *(card.class_name for card in own_cards().values())])
     if name in classes:
         return load_class(classes[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_solo.presets import old_spellings
+
+    raise AttributeError(old_spellings.refusal(name) or f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

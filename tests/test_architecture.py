@@ -124,6 +124,8 @@ WORDS_IN_COMMON = {
     "optim": {"gradient_release", "GradientRelease"},  # the mechanism's class
     "planner": {"attention"},  # the operator, which is traced by its fused kernel or by products
     "reference/byte_gpt.py": {"attention", "Attention"},  # a layer
+    # what to write in the place of an old name
+    "presets/old_spellings.py": {"compact_states", "gradient_release", "CompactStates", "GradientRelease"},
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
 }

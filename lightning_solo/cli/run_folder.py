@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
+from lightning_solo.presets import old_spellings
 from lightning_solo.presets.registry import leaves
 
 FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
@@ -66,7 +68,8 @@ class RunFolder:
     def _refuse_changes(self, cfg: DictConfig) -> None:
         if not self.config.exists():
             return
-        plain = (OmegaConf.to_container(each, resolve=False) for each in (OmegaConf.load(self.config), cfg))
+        plain: list[Any] = [OmegaConf.to_container(each, resolve=False) for each in (OmegaConf.load(self.config), cfg)]
+        plain[0]["solo"] = old_spellings.updated(plain[0].get("solo") or {})
         before, now = (dict(leaves(each, of_lists=False)) for each in plain)
         changed = [
             f"\n  {key}: {before.get(key)!r} before, {now.get(key)!r} now"

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError, nearest, unknown_name
-from lightning_solo.presets.old_spellings import refuse_old_preset
+from lightning_solo.presets.old_spellings import refusal, refuse_old_preset
 from lightning_solo.presets.registry import leaves
 
 
@@ -153,6 +153,8 @@ def check_choice(group: str, value: object) -> None:
     Raises:
         PresetError: names the nearest one and what there is.
     """
+    if group == "strategy" and (message := refusal(value)):
+        raise PresetError(message)
     folders = [*catalogue().folders, user_conf_folder() or Path()]
     files = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
     choices = [*catalogue().group(group), *files]

@@ -1,6 +1,9 @@
-"""Presets of earlier versions, and what to write instead."""
+"""Names of earlier versions: refused with what to write instead, and read in the folders of old runs."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_solo.errors import PresetError
 
@@ -19,3 +22,64 @@ def refuse_old_preset(name: str) -> None:
     """
     if name in PRESETS:
         raise PresetError(f"preset {name!r} is of an earlier version; {PRESETS[name]}")
+
+
+_STATES = ("master_bits", "moment_bits", "state_budget", "checkpoint_weights", "back_end")
+_GRADIENTS = ("release_gradients", "gradient_buffer")
+_CLASS = "CompactStrategy"
+_CALLBACKS = "compact is no strategy any more, but two callbacks"
+
+
+def refusal(name: object) -> str | None:
+    """Return the message for the name of the strategy, or of its class; None for any other name."""
+    if name == "compact":
+        return (
+            f"strategy='compact': {_CALLBACKS}; write the preset compact, or"
+            " +callback=[compact_states,gradient_release]"
+        )
+    if name == _CLASS:
+        return (
+            f"{_CLASS}: {_CALLBACKS}; write callbacks=[CompactStates(...), GradientRelease(...)], or the preset compact"
+        )
+    return None
+
+
+def refusal_of_strategy(node: object) -> str | None:
+    """Return the message for a ``strategy`` of a configuration that is written as in 0.2.0; None for any other."""
+    if not isinstance(node, Mapping):
+        return None
+    if str(node.get("_target_", "")).endswith(f".{_CLASS}"):
+        return refusal(_CLASS)
+    if node.get("name") == "compact":
+        return f"strategy.name='compact': {_CALLBACKS}; write callback={callbacks_of(node)}, or the preset compact"
+    settings = [] if {"name", "_target_"} & set(node) else [name for name in (*_STATES, *_GRADIENTS) if name in node]
+    if not settings:
+        return None
+    remedies = {name: f"callback.compact_states.{name}={_text(node[name])}" for name in _STATES if name in node}
+    if "gradient_buffer" in node:
+        remedies["gradient_buffer"] = f"callback.gradient_release.buffer={_text(node['gradient_buffer'])}"
+    if "release_gradients" in node:
+        remedies["release_gradients"] = "~callback.gradient_release, to keep gradients"
+    old = " and ".join(f"strategy.{name}={_text(node[name])}" for name in settings)
+    return f"{old}: {_CALLBACKS}; write {' and '.join(remedies[name] for name in settings)}"
+
+
+def callbacks_of(strategy: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the callbacks, with their settings, that do what the strategy of 0.2.0 did."""
+    callbacks = {"compact_states": {name: strategy[name] for name in _STATES if name in strategy}}
+    if strategy.get("release_gradients", True):
+        callbacks["gradient_release"] = {"buffer": strategy.get("gradient_buffer", "device")}
+    return callbacks
+
+
+def updated(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a preset that 0.2.0 saved in a run's folder, as they are written now."""
+    strategy = fields.get("strategy") or {}
+    if strategy.get("name") != "compact":
+        return dict(fields)
+    return {**fields, "strategy": {}, "callback": {**(fields.get("callback") or {}), **callbacks_of(strategy)}}
+
+
+def _text(value: object) -> str:
+    """Return a value as an override has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

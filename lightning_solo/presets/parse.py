@@ -12,6 +12,7 @@ from lightning_solo.cards.arguments import accepts, check_arguments
 from lightning_solo.cards.catalogue import card_of, catalogue
 from lightning_solo.cards.configuration import AutoSettings, Chosen, Configuration, Target
 from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets import old_spellings
 from lightning_solo.presets.devices import budget_on, device, parse_budget
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
@@ -99,6 +100,8 @@ def _nodes(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _part(node: object, option: str, allow: Sequence[str]) -> Chosen | Target:
     """Return the technique or the target that a node describes."""
     kind = option.split(".")[0]
+    if kind == "strategy" and (message := old_spellings.refusal_of_strategy(node)):
+        raise PresetError(message)
     node = check_node(node, option, allow)
     if "_target_" in node:
         return Target(option, node, tuple(allow))
