@@ -106,7 +106,7 @@ def test_on_a_cpu_nothing_is_free_of_a_device():
     assert lines_with(optimizer.summary(), "on the host", "return")
     train(module, optimizer, 1)
     assert len(optimizer.host_states) == 3
-    assert "from where" not in optimizer.summary()
+    assert "return to the device" not in optimizer.summary()
 
 
 def test_what_the_first_step_leaves_free_is_filled_from_the_first_parameter_on(monkeypatch: pytest.MonkeyPatch):

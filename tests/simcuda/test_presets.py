@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed
-ENGINES = {name for name in solo.list_presets() if (composed(name).strategy or {}).get("name") == "zero_offload"}
+ENGINES = {name for name in solo.list_presets() if composed(name).has("zero_offload")}
 PLAIN = [name for name in solo.list_presets() if name != "auto" and name not in ENGINES]
 NEEDS_DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 DEEPSPEED = [
