@@ -54,7 +54,7 @@ def trainer_arguments(
         _refuse_other_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(ours, callbacks)
     advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
-    arguments["callbacks"] = [PresetGuard({**arguments, "callbacks": ours}, advise, lightning), *ours, *callbacks]
+    arguments["callbacks"] = [PresetGuard(arguments, advise), *ours, *callbacks]
     return arguments
 
 

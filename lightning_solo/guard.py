@@ -1,13 +1,9 @@
-"""Sees to it that what a preset promised is what the Trainer does: nothing of a preset is lost in silence."""
+"""Checks that the Trainer got every argument of the preset."""
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
-from lightning_solo.seams.patches import before_fits
 
 log = logging.getLogger(__name__)
 
@@ -25,37 +20,21 @@ class PresetGuard(Callback):
 
     Python itself refuses ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``: an argument given twice. This
     callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. Where that mapping
-    replaces ``callbacks``, this one is lost with the others; the log says so when the Trainer begins a fit.
+    replaces ``callbacks``, this one is lost with the others, and nothing is checked.
 
     Args:
         promised: the arguments that the preset made for the Trainer.
         advise: returns what to add to the message of a BudgetError: the presets that would fit the module.
-        home: the package of the Trainer.
     """
 
     def __init__(
         self,
         promised: Mapping[str, Any],
         advise: Callable[[LightningModule], str] | None = None,
-        home: str = "lightning.pytorch",
     ) -> None:
-        self.promised = {key: value for key, value in promised.items() if key != "callbacks"}
+        self.promised = dict(promised)
         self._advise = advise
-        self._home = home
         self._window_loaded = False  # whether the checkpoint of this run has released gradients of an open window
-        names = [type(callback).__name__ for callback in promised.get("callbacks", ())]
-        if names:
-            _wait(self, names)
-
-    @property
-    def state_key(self) -> str:
-        """The key of our (empty) state; a Trainer asks for it when it takes its callbacks over."""
-        _wait_no_longer(self)
-        return type(self).__qualname__
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing; overridden, because a Trainer asks only callbacks with a state of their own for their key."""
-        return {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer that is not as the preset promised.
@@ -102,9 +81,9 @@ class PresetGuard(Callback):
         """
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
-        run = getattr(trainer.strategy, "ctx", None)
+        run = getattr(trainer.strategy, "solo_run", None)
         releases = run is not None and run.window.gradients_saved and not run.window.gradients_stay
-        if self._window_loaded and not releases:  # who releases has loaded the window, or has said that it can't
+        if self._window_loaded and not releases:  # gradient release has loaded the window, or has warned
             warn_of_dropped_window()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -119,36 +98,3 @@ class PresetGuard(Callback):
         message = str(exception)
         if advice not in message:
             exception.args = (f"{message}\n{advice}",)
-
-
-_waiting: dict[str, dict[PresetGuard, list[str]]] = defaultdict(dict)
-"""Home -> guards that no Trainer has taken over yet, with the names of the callbacks beside them."""
-_watches: dict[str, ExitStack] = defaultdict(ExitStack)
-
-
-def _wait(guard: PresetGuard, names: list[str]) -> None:
-    """Watch the fits of a home until a Trainer takes over the guard."""
-    home = guard._home
-    if not _waiting[home]:
-        _watches[home].enter_context(before_fits(importlib.import_module(home).Trainer, partial(_say_if_lost, home)))
-    _waiting[home][guard] = names
-
-
-def _wait_no_longer(guard: PresetGuard) -> None:
-    waiting = _waiting[guard._home]
-    if waiting.pop(guard, None) and not waiting:
-        _watches[guard._home].close()
-
-
-def _say_if_lost(home: str, trainer: Any) -> None:
-    """Warn of a Trainer about to fit that has what a preset promised, but not its callbacks."""
-    if any(isinstance(callback, PresetGuard) for callback in trainer.callbacks):
-        return
-    for guard, names in list(_waiting[home].items()):
-        if not any(guard._differences(trainer)):
-            _wait_no_longer(guard)
-            log.warning(
-                "lightning-solo: the callbacks of a preset (%s) never reached this Trainer; if `callbacks` was replaced"
-                " in a merged mapping, give yours to the preset instead: trainer_kwargs(..., callbacks=[...])",
-                ", ".join(names),
-            )

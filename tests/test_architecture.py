@@ -115,6 +115,18 @@ def test_each_room_imports_only_what_it_may(path: Path) -> None:
         assert not top & HEAVY, "a typo is found before torch is imported"
 
 
+# Objects of Lightning, by the names that the package gives them -> an attribute with a private name.
+PRIVATE = re.compile(
+    r"\b(trainer|strategy|precision|precision_plugin|fit_loop|epoch_loop|loop|automatic_optimization|\w*connector)\._[a-z]\w*"
+    r"|core\.optimizer\"\)\._"
+)
+
+
+def test_private_names_of_lightning_stand_in_one_file() -> None:
+    uses = {path for path in FILES if PRIVATE.search(path.read_text(encoding="utf-8"))}
+    assert uses == {PACKAGE / "seams" / "patches.py"}
+
+
 # File or room -> what it has in common with a technique's word or class, without being about the technique.
 WORDS_IN_COMMON = {
     "cards/lightning_callbacks.py": {"AccumulationSchedule"},  # a remedy: what to write

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,9 +14,8 @@ import torch
 from omegaconf import OmegaConf
 
 import lightning_solo as solo
-from lightning_solo import guard
 from lightning_solo.build import HOMES
-from tests.messages import lines_with, mentions
+from tests.messages import mentions
 from tests.modules import PRESETS_OF_DOCUMENTS, classification, composed, documents, loader, regression
 
 pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:curriculum. training ends")]
@@ -128,44 +125,6 @@ def test_a_hydra_applications_node_is_checked_too() -> None:
     cfg.solo.callback.memory_logger.typo = 1
     with pytest.raises(solo.PresetError, match="typo"):
         solo.trainer_kwargs(cfg.solo)
-
-
-@pytest.fixture
-def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set aside the arguments that other tests made and gave to no Trainer."""
-    monkeypatch.setattr(guard, "_waiting", defaultdict(dict))
-    monkeypatch.setattr(guard, "_watches", defaultdict(ExitStack))
-
-
-@pytest.mark.usefixtures("nothing_waits")
-def test_callbacks_replaced_in_a_merged_mapping_are_said_to_be_lost(
-    home: ModuleType, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    stock = home.Trainer.fit
-    for _ in range(2):
-        kwargs = solo.trainer_kwargs("checkpointing", lightning=home.__name__)
-        trainer = make_trainer(home, **{**kwargs, "callbacks": []})
-        trainer.fit(regression(home), loader(1))
-        assert len(lines_with(caplog.text, "(ActivationCheckpointing, MemoryLogger)", "Trainer")) == 1
-        caplog.clear()
-        trainer.fit(regression(home), loader(1))  # said once
-        assert "(ActivationCheckpointing" not in caplog.text
-    assert home.Trainer.fit is stock
-
-
-@pytest.mark.usefixtures("nothing_waits")
-def test_callbacks_that_were_only_looked_at_are_not_said_to_be_lost(
-    home: ModuleType, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    stock = home.Trainer.fit
-    looked_at = solo.trainer_kwargs("checkpointing", lightning=home.__name__)
-    with pytest.raises(ValueError, match="no_such"):
-        make_trainer(home, **{**looked_at, "accelerator": "no_such"})
-    make_trainer(home).fit(regression(home), loader(1))  # another precision: not of this preset
-    make_trainer(home, **solo.trainer_kwargs("checkpointing", lightning=home.__name__)).fit(regression(home), loader(1))
-    make_trainer(home, **looked_at)
-    assert "(ActivationCheckpointing" not in caplog.text
-    assert home.Trainer.fit is stock
 
 
 @pytest.mark.gpu

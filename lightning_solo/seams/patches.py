@@ -7,48 +7,43 @@ test each, in `tests/seams/test_patches.py` and for both homes, fails where the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import proxy
 
 from lightning_solo.attributes import replaced
 from lightning_solo.data.epoch_batches import EpochBatches
+from lightning_solo.seams.homes import part
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes what Lightning does, and returns what is done in its place."""
 
 
-def give_seams(strategy: Any, mixin: type) -> Callable[[], None]:
-    """Give a user's own strategy the seams, by a class that stands over its own; return what takes them off."""
-    cls = type(strategy)
-    # An object's class may be replaced by one whose first base it is; the seams come before it all the same.
-    order = {"mro": lambda new: [new, mixin, *cls.__mro__]}
-    strategy.__class__ = type(type(cls).__name__, (type(cls),), order)(cls.__name__, (cls, mixin), _in_the_name_of(cls))
+@contextmanager
+def methods_through(strategy: Any, around: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace methods of a strategy by functions that take the own method before its arguments.
 
-    def undo() -> None:
-        strategy.__class__ = cls
-        vars(strategy).pop("solo_run", None)
+    Copies and pickles of the strategy, and of its precision, are as they would be without.
+    """
+    stock_state = strategy.__getstate__
+    left_out = {*around, "__getstate__", "solo_run", "batch_to_device"}  # the last is of `batches_through`
 
-    return undo
+    def state() -> dict[str, Any]:
+        plain = {name: value for name, value in stock_state().items() if name not in left_out}
+        return plain | {"_precision_plugin": as_found(strategy.precision_plugin)}
 
-
-def _in_the_name_of(cls: type) -> dict[str, Any]:
-    """Return the body of a class that stands for another for a while: copies and pickles are of that other."""
-
-    def reduced(thing: Any, protocol: Any) -> Any:
-        # Python 3.10 has no __getstate__ of every object.
-        state = thing.__getstate__() if hasattr(thing, "__getstate__") else vars(thing)
-        return object.__new__, (cls,), state
-
-    names = ("__module__", "__qualname__", "__doc__")
-    return {**{name: getattr(cls, name) for name in names}, "__reduce_ex__": reduced}
+    with ExitStack() as stack:
+        stack.enter_context(replaced(strategy, "__getstate__", state))
+        for name, function in around.items():
+            stack.enter_context(replaced(strategy, name, partial(function, getattr(strategy, name))))
+        yield
 
 
 def as_found(thing: Any) -> Any:
-    """Return a shallow copy of an object, with the methods of its class in the place of those put on the object."""
+    """Return a shallow copy without the instance attributes that shadow methods."""
     plain = copy(thing)
     for name, value in vars(thing).items():
         if callable(value) and callable(getattr(type(thing), name, None)):
@@ -58,14 +53,23 @@ def as_found(thing: Any) -> Any:
 
 @contextmanager
 def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | float]) -> Iterator[None]:
-    """Let ``trainer.estimated_stepping_batches`` be ``count(trainer, Lightning's own answer)``.
+    """Replace ``trainer.estimated_stepping_batches`` by ``count(trainer, Lightning's answer)``.
 
-    A property is of the class, so that this Trainer gets a class of its own.
+    Python looks a property up in the class, so this Trainer gets a subclass; copies and pickles are of its own class.
     """
     cls = type(trainer)
     stock = cls.estimated_stepping_batches.fget
+
+    def reduced(thing: Any, protocol: Any) -> Any:
+        # Python 3.10 has no __getstate__ of every object.
+        state = thing.__getstate__() if hasattr(thing, "__getstate__") else vars(thing)
+        return object.__new__, (cls,), state
+
+    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     counted = property(lambda self: count(self, stock(self)))
-    trainer.__class__ = type(cls.__name__, (cls,), {**_in_the_name_of(cls), "estimated_stepping_batches": counted})
+    trainer.__class__ = type(
+        cls.__name__, (cls,), {**body, "__reduce_ex__": reduced, "estimated_stepping_batches": counted}
+    )
     try:
         yield
     finally:
@@ -103,21 +107,9 @@ def clipping(precision: Any, around: Around) -> Any:
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         by = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-        around(lambda *_: stock(optimizer, clip_val, gradient_clip_algorithm))(optimizer, clip_val, by)
+        around(stock)(optimizer, clip_val, by)
 
     return replaced(precision, "clip_gradients", clip_gradients)
-
-
-def before_fits(cls: Any, call: Callable[[Any], None]) -> Any:
-    """Call a function with each Trainer of a class before it fits: with those that have no callback of ours."""
-    stock = cls.fit
-
-    @wraps(stock)
-    def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        call(trainer)
-        return stock(trainer, *args, **kwargs)
-
-    return replaced(cls, "fit", fit)
 
 
 def without_module_init_context(precision: Any) -> Any:
@@ -241,6 +233,57 @@ def micro_batches(trainer: Any, around: Around) -> Any:
         return closure
 
     return replaced(loop, "_make_closure", make_closure)
+
+
+@contextmanager
+def states_stay(home: str) -> Iterator[None]:
+    """Load optimizer states without Lightning's move to the device."""
+    with replaced(part(home, "strategies.strategy"), "_optimizer_to_device", lambda optimizer, device: None):
+        yield
+
+
+@contextmanager
+def all_stays(strategy: Any) -> Iterator[None]:
+    """Tear a strategy down without its move of module and optimizer states to the host."""
+    module = strategy.lightning_module
+    with replaced(strategy, "_optimizers", []), replaced(module, "cpu", lambda: module):
+        yield
+
+
+def batches_that_stepped(trainer: Any) -> int:
+    """Return the axis that ``self.log`` uses for loggers."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def steps_next(trainer: Any) -> bool:
+    """Return whether the optimizer steps after this micro-batch: the factor is reached, or the epoch ends."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def logged(trainer: Any) -> Callable[..., None]:
+    """Return the function to which ``self.log`` of a training batch passes its values."""
+    log: Callable[..., None] = trainer.fit_loop.epoch_loop._results.log
+    return log
+
+
+def fetcher(trainer: Any) -> Any:
+    """Return the object that fetches batches of training; it holds one or two of them."""
+    return trainer.fit_loop._data_fetcher
+
+
+def after_closure(precision: Any, module: Any, optimizer: Any) -> None:
+    """Run clipping and the hooks that Lightning runs between backward and the optimizer's step."""
+    precision._after_closure(module, optimizer)
+
+
+def weights_dtype(precision: Any) -> Any:
+    """Return the dtype of the weights under the precision of DeepSpeed's strategy."""
+    return precision._desired_dtype
+
+
+def new_optimizers(module: Any, home: str) -> Any:
+    """Return the optimizers and the configurations of schedulers that ``configure_optimizers`` makes."""
+    return part(home, "core.optimizer")._init_optimizers_and_lr_schedulers(module)
 
 
 def empty_result(trainer: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_solo.cards.catalogue import chosen_of
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError
+from lightning_solo.seams import patches
 from lightning_solo.seams.homes import home_of, part
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class Window:
 
     @property
     def is_last(self) -> bool:
-        """Whether the optimizer steps behind this micro-batch: the factor is reached, or the epoch ends."""
-        return not self._trainer.fit_loop._should_accumulate()
+        """Whether the optimizer steps after this micro-batch: the factor is reached, or the epoch ends."""
+        return patches.steps_next(self._trainer)
 
     def before(self, batch_idx: int) -> int:
         """Return how many batches come before this one in its window."""
@@ -191,6 +192,18 @@ class Run:
         for technique in reversed(self.having(seam)):
             proceed = partial(getattr(technique, seam), self, proceed)
         return proceed
+
+    def loss(self, proceed: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``proceed`` with the techniques' ``loss`` around it; an outer one may run the inner ones on parts."""
+        for technique in reversed(self.having("loss")):
+            proceed = partial(self._loss_of_part, technique, proceed)
+        return proceed
+
+    def _loss_of_part(self, technique: Technique, proceed: Callable[..., Any], **outer: Any) -> Any:
+        def within(weight: float = 1.0, **inner: Any) -> Any:
+            return proceed(**{**outer, **inner, "weight": weight * outer.get("weight", 1.0)})
+
+        return technique.loss(self, within)
 
     def transform(self) -> None:
         """Let techniques change the module, once: after ``configure_model``, before it goes to the device."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.cards.phase import Phase
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import Seams, join
+from lightning_solo.seams.strategy import join
 
 
 class Technique(Callback):
@@ -123,8 +123,8 @@ class Technique(Callback):
             self.ctx.end()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save behind a fit as during it, where the strategy is without seams again."""
-        if isinstance(trainer.strategy, Seams):
+        """Save after a fit as during it, when the strategy has no seams any more."""
+        if self.ctx is not None:
             return
         ctx = Run(trainer.strategy, trainer)
         checkpoint["state_dict"] = self.saved_weights(ctx, checkpoint["state_dict"])

@@ -17,7 +17,8 @@ import torch
 
 from lightning_solo.attributes import replaced
 from lightning_solo.seams import patches
-from lightning_solo.seams.strategy import Seams
+from lightning_solo.seams.homes import part
+from lightning_solo.seams.strategy import AROUND
 from tests.modules import Resumable, loader, regression
 
 Make = Callable[..., Any]
@@ -36,49 +37,48 @@ def noting(calls: list[Any]) -> Callable[..., Any]:
     return around
 
 
-def test_a_strategy_gets_seams_and_loses_them(home: ModuleType, make_trainer: Make) -> None:
-    strategy = make_trainer(home).strategy
-    own, before = type(strategy), dict(vars(strategy))
-    undo = patches.give_seams(strategy, Seams)
-    assert isinstance(strategy, Seams)
-    assert isinstance(strategy, own)
-    assert type(strategy).__qualname__ == own.__qualname__
-    for method in SEAMED:  # all that the mixin stands before are methods of Lightning's strategy
-        assert getattr(type(strategy), method) is not getattr(own, method)
-    undo()
-    assert type(strategy) is own
+def test_methods_of_a_strategy_are_replaced_for_a_while(home: ModuleType, make_trainer: Make) -> None:
+    strategy, calls = make_trainer(home).strategy, []
+    before = dict(vars(strategy))
+
+    def teardown(own: Any) -> None:
+        calls.append(own)
+
+    with patches.methods_through(strategy, {"teardown": teardown}):
+        strategy.teardown()
+        for other in (copy.copy(strategy), copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+            assert type(other) is home.strategies.SingleDeviceStrategy
+            assert other.root_device == strategy.root_device
+            assert vars(other).keys() == before.keys()
+    assert calls == [strategy.teardown]
     assert vars(strategy) == before
 
 
-SEAMED = (
-    *("teardown", "model_sharded_context", "load_model_state_dict", "setup"),
-    *(
-        "process_dataloader",
-        "on_train_start",
-        "on_train_batch_start",
-        "training_step",
-        "backward",
-        "optimizer_step",
-        "lightning_module_state_dict",
-    ),
-    *("optimizer_state", "load_optimizer_state_dict"),
-)
+def test_only_methods_that_lightning_has_are_replaced(home: ModuleType) -> None:
+    assert all(callable(getattr(home.strategies.Strategy, name)) for name in AROUND)
 
 
-def test_copies_and_pickles_of_a_strategy_with_seams_are_of_its_own_class(home: ModuleType, make_trainer: Make) -> None:
-    strategy = make_trainer(home).strategy
-    undo = patches.give_seams(strategy, Seams)
-    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert type(other) is home.strategies.SingleDeviceStrategy
-        assert other.root_device == strategy.root_device
-    undo()
+def test_module_and_states_stay_where_they_are(home: ModuleType, make_trainer: Make) -> None:
+    trainer, module = make_trainer(home), regression(home)
+    trainer.fit(module, loader(1))
+    moved: list[str] = []
+    optimizers = trainer.strategy.optimizers
+    module.cpu = lambda: moved.append("module") or module
+    trainer.strategy.connect(module)
+    with patches.all_stays(trainer.strategy):
+        trainer.strategy.teardown()
+    assert moved == []
+    assert trainer.strategy.optimizers is optimizers
+    trainer.strategy.teardown()
+    assert moved == ["module"]
 
 
-def test_the_mixin_overrides_no_method_that_lightning_lacks(home: ModuleType) -> None:
-    ours = {"begin", "ctx", "_having_after"}
-    methods = {name for name in vars(Seams) if callable(getattr(Seams, name)) and not name.startswith("__")}
-    assert methods - ours == set(SEAMED)
-    assert all(hasattr(home.strategies.Strategy, name) for name in SEAMED)
+def test_states_stay_where_an_optimizer_loads_them(home: ModuleType, make_trainer: Make) -> None:
+    strategy_module = part(home.__name__, "strategies.strategy")
+    stock = strategy_module._optimizer_to_device
+    with patches.states_stay(home.__name__):
+        strategy_module._optimizer_to_device(None, None)  # which the stock one would refuse
+    assert strategy_module._optimizer_to_device is stock
 
 
 def test_estimated_stepping_batches(home: ModuleType, make_trainer: Make) -> None:
@@ -311,14 +311,3 @@ def test_nobody_else_patches_lightning() -> None:
     package = Path(patches.__file__).parents[1]
     found = {path for path in package.rglob("*.py") if PATCHES.search(path.read_text(encoding="utf-8"))}
     assert found == {Path(patches.__file__)}
-
-
-def test_a_class_calls_before_each_fit(home: ModuleType, make_trainer: Make) -> None:
-    stock, calls = home.Trainer.fit, list[Any]()
-    with patches.before_fits(home.Trainer, calls.append):
-        assert home.Trainer.fit.__doc__ == stock.__doc__
-        trainer = make_trainer(home)
-        trainer.fit(regression(home), loader(1))
-    assert calls == [trainer]
-    assert trainer.global_step == 1
-    assert home.Trainer.fit is stock

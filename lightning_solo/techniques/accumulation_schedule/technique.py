@@ -315,7 +315,7 @@ class AccumulationSchedule(Technique, Settings):
         trainer.accumulate_grad_batches = factor
         for logger in trainer.loggers:
             # the axis that pl_module.log() uses
-            logger.log_metrics({"accumulation/factor": factor}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics({"accumulation/factor": factor}, step=patches.batches_that_stepped(trainer))
 
 
 def _parameters(trainer: Any) -> Iterator[Tensor]:

@@ -38,12 +38,8 @@ def without_corrections(states: Mapping[str, Any]) -> dict[str, Any]:
     return {**states, "state": kept}
 
 
-def load_states(optimizers: Iterable[Optimizer], module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Load optimizer states to their device or host; take masters from fp32 weights in the checkpoint."""
-    optimizers = list(optimizers)
-    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=False):
-        optimizer.load_state_dict(state)  # Lightning's own loading would move all states to the device
-    weights = checkpoint["state_dict"]
+def set_master_weights(optimizers: Iterable[Optimizer], module: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Set the master weights to a checkpoint's fp32 weights, where it has them."""
     for optimizer in optimizers:
         if isinstance(optimizer, WITH_MASTERS):
             for name, p in module.named_parameters():

@@ -22,7 +22,7 @@ from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.compact_states.card import CARD, Settings
 from lightning_solo.techniques.compact_states.checkpoints import (
     WITH_MASTERS,
-    load_states,
+    set_master_weights,
     with_master_weights,
     without_corrections,
 )
@@ -165,10 +165,8 @@ class CompactStates(Technique, Settings):
         warnings.warn(
             "the host has no room for what is on the device: weights and optimizer states stay there", stacklevel=2
         )
-        strategy.precision_plugin.teardown()
-        if strategy.accelerator is not None:
-            strategy.accelerator.teardown()
-        strategy.checkpoint_io.teardown()
+        with patches.all_stays(strategy):
+            proceed()
 
     # --- checkpoints ---
 
@@ -183,5 +181,7 @@ class CompactStates(Technique, Settings):
         return states if self.checkpoint_weights == "bf16" else without_corrections(states)
 
     def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states to their device or host; take masters from fp32 weights in the checkpoint."""
-        load_states(ctx.strategy.optimizers, ctx.module, checkpoint)
+        """Load optimizer states to where they belong; masters from fp32 weights beside them."""
+        with patches.states_stay(ctx.home):  # where the optimizers put them
+            proceed(checkpoint)
+        set_master_weights(ctx.strategy.optimizers, ctx.module, checkpoint["state_dict"])

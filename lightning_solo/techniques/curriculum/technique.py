@@ -282,7 +282,7 @@ class Curriculum(Technique, Settings):
         trainer = self.ctx.trainer
         for logger in trainer.loggers:
             # the axis that pl_module.log() uses
-            logger.log_metrics({f"curriculum/{what}": value}, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics({f"curriculum/{what}": value}, step=patches.batches_that_stepped(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which the next batches depend."""

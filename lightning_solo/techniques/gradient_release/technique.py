@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.optim.gradient_release import GradientRelease as Release
+from lightning_solo.seams import patches
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -83,6 +84,8 @@ class GradientRelease(Technique, Settings):
         if self.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.window.gradients_stay = False
+        # parameters hold no gradients that Lightning could clip; others' seams are called all the same
+        ctx.undo.enter_context(patches.clipping(ctx.strategy.precision_plugin, lambda _: lambda *args: None))
         ctx.info(f"gradient_release: gradients, {self._words(ctx, release)}")
         return optimizers
 
@@ -131,6 +134,7 @@ class GradientRelease(Technique, Settings):
             proceed(optimizer, bound, by)
             return
         if not bound or bound <= 0:
+            proceed(optimizer, bound, by)
             return
         name = "max_value" if by == "value" else "max_norm"
         if release.immediate and getattr(release, name) != bound:
@@ -140,6 +144,7 @@ class GradientRelease(Technique, Settings):
             )
         setattr(release, name, float(bound))
         self._clipped = True
+        proceed(optimizer, bound, by)
 
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
@@ -158,8 +163,8 @@ class GradientRelease(Technique, Settings):
         self._clipped = False
         if not release.immediate and release.max_norm is not None:
             release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
-        optimizer.step(**options)  # without gradients, for the hooks of optimizer and schedulers
-        return result
+        # no parameter has a gradient any more: for others' seams, the optimizer's hooks, and schedulers
+        return proceed(optimizer, lambda: result, **options)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.memory.census import Census, Growth, Kind, growths, take_census
 from lightning_solo.memory.holders import Leak, leaks_of
+from lightning_solo.seams import patches
 from lightning_solo.techniques.leak_finder.card import Settings
 
 
@@ -80,7 +81,7 @@ class LeakFinder(Callback, Settings):
         steps = step - self._looks[0][0]
         if grown:
             self._known |= {growth.kind for growth in grown}
-            self._warn(leaks_of(grown, steps, pl_module, ignored={id(trainer.fit_loop._data_fetcher)}))
+            self._warn(leaks_of(grown, steps, pl_module, ignored={id(patches.fetcher(trainer))}))
         self._looks = deque(list(self._looks)[-1:], self._looks.maxlen)
 
     def _grown(self) -> list[Growth]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_solo.seams import patches
 from lightning_solo.seams.patches import batches_through, fetches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -114,7 +115,7 @@ class LoaderAdvice(Technique, Settings):
         figures = {f"loader/{name}_s": seconds / times.batches for name, seconds in each.items()}
         for logger in trainer.loggers:
             # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
-            logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(figures, step=patches.batches_that_stepped(trainer))
 
 
 class _Timed:

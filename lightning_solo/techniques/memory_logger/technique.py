@@ -19,6 +19,7 @@ from lightning_solo.memory.category_peaks import CategoryPeaks, describe
 from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below_logs
 from lightning_solo.memory.reading import Reading
+from lightning_solo.seams import patches
 from lightning_solo.techniques.memory_logger.card import Settings
 from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
@@ -206,7 +207,7 @@ class MemoryLogger(Callback, Settings):
         metrics = self._add_row(trainer, {} if counted is None else counted.breakdown)
         for logger in trainer.loggers:
             # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(metrics, step=patches.batches_that_stepped(trainer))
 
     def _add_row(self, trainer: Trainer, categories: Mapping[str, int] | None = None) -> dict[str, float]:
         """Add a current reading to the CSV and the table, and return its metrics."""

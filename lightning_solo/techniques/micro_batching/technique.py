@@ -250,7 +250,7 @@ class MicroBatching(Technique, Settings):
         assert result is not None
         logged, whole = result
         samples = sum(part.samples for part in parts) if len(batches) > 1 else None
-        logged.replay(ctx.trainer.fit_loop.epoch_loop._results.log, samples)
+        logged.replay(patches.logged(ctx.trainer), samples)
         if size is not None:
             largest = max(sum(part.samples for part in parts if part.batch == index) for index in range(len(batches)))
             if (larger := self._size.fitted(largest)) is not None:
@@ -306,7 +306,7 @@ class MicroBatching(Technique, Settings):
         values = {"micro_batching/micro_batch": self._size.current, "micro_batching/retries": self.retries}
         for logger in ctx.trainer.loggers:
             # the axis that self.log() uses
-            logger.log_metrics(values, step=ctx.trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(values, step=patches.batches_that_stepped(ctx.trainer))
 
     # --- the check of the first batch ---
 

@@ -21,7 +21,6 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.nn.document_boundaries import BoundaryError, caching_configs, require_boundaries
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import Seams
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.packing.card import CARD, Settings
 
@@ -138,7 +137,7 @@ def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor
     batch = patches.on_device(ctx.trainer, {key: tensor.clone() for key, tensor in packed.items()})
     name = type(ctx.module).__name__
     try:
-        output = super(Seams, ctx.strategy).training_step(batch, *args, **kwargs)  # its own, without seams
+        output = type(ctx.strategy).training_step(ctx.strategy, batch, *args, **kwargs)  # its own, without seams
     except (TypeError, LookupError, AttributeError) as error:
         if not any(key in str(error) for key in (*packed, "attention_mask")):
             raise

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
+from lightning_solo.seams import patches
 from lightning_solo.techniques.throughput.card import Settings
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype, peak_flops
 from lightning_solo.techniques.throughput.rates import Rates
@@ -119,7 +120,7 @@ class Throughput(Callback, Settings):
         self._since = self._step, self._rates.seconds
         for logger in trainer.loggers if figures else ():
             # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
-            logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(figures, step=patches.batches_that_stepped(trainer))
 
     def _step_time(self) -> dict[str, float]:
         step, seconds = self._since or (self._step, self._rates.seconds)

@@ -21,7 +21,7 @@ from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.memory.sizes import host_bytes_of
 from lightning_solo.processes import environment
 from lightning_solo.seams import patches
-from lightning_solo.seams.homes import fabric_part, part
+from lightning_solo.seams.homes import fabric_part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import Seams
 from lightning_solo.techniques.zero_offload.card import CARD
@@ -268,7 +268,6 @@ class ZeroOffloadStrategy(Base):
             ConflictError: optimizers that ZeRO can't step.
         """
         run = self._active
-        run.transform()  # the engine takes the module over as the techniques have made it
         folder = None
         if self.nvme_path is not None:
             folder = self._stack.enter_context(run_folder(self.nvme_path))
@@ -278,7 +277,7 @@ class ZeroOffloadStrategy(Base):
             self._fitted, self.optimizers = None, []  # the states of the run before need not be there beside the new
         precision: Any = self.precision_plugin
         refuse_module(trainer.lightning_module, self.stage)
-        self._run = EngineRun(trainer.lightning_module, precision._desired_dtype, self.root_device)
+        self._run = EngineRun(trainer.lightning_module, patches.weights_dtype(precision), self.root_device)
         # Lightning's does nothing under DeepSpeed, and nothing would say that gradients are not clipped.
         run.undo.enter_context(patches.clipping(precision, lambda _: self.clip_gradients))
         super().setup(trainer)
@@ -350,9 +349,8 @@ class ZeroOffloadStrategy(Base):
         return self._active.window.accumulates or not self._module.automatic_optimization
 
     def _configured_optimizer(self) -> tuple[Any, list[Any]]:
-        make = part(self.home, "core.optimizer")._init_optimizers_and_lr_schedulers
         try:
-            optimizers, configs = make(self.lightning_module)
+            optimizers, configs = patches.new_optimizers(self.lightning_module, self.home)
         except RuntimeError as error:
             # Lightning's advice, to optimize by hand, would end at the next refusal.
             if "multiple optimizers" not in str(error):
@@ -387,7 +385,7 @@ class ZeroOffloadStrategy(Base):
         """Step once for the window's micro-batches; one in which every ``training_step`` returned None has no step."""
         module = model or self._module
         result = closure()
-        self.precision_plugin._after_closure(module, optimizer)
+        patches.after_closure(self.precision_plugin, module, optimizer)
         if module.automatic_optimization and not self._clipped:
             warnings.warn(
                 "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: under"
