@@ -17,7 +17,7 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.homes import home_of, part
 
 if TYPE_CHECKING:
-    from lightning_solo.seams.technique import Technique
+    from lightning_solo.seams.technique import Checkpoint, Technique
 
 
 class Window:
@@ -192,6 +192,10 @@ class Run:
         for technique in reversed(self.having(seam)):
             proceed = partial(getattr(technique, seam), self, proceed)
         return proceed
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return how the techniques change checkpoints, by phase."""
+        return [technique.checkpoint(self) for technique in self.having("checkpoint")]
 
     def loss(self, proceed: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``proceed`` with the techniques' ``loss`` around it; an outer one may run the inner ones on parts."""

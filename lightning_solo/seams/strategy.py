@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -95,8 +95,8 @@ def _model_sharded_context(run: Run, own: Own) -> Iterator[None]:
 def _load_model_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
     """Load weights in the contexts of the techniques."""
     with ExitStack() as stack:
-        for technique in run.having("loading"):
-            stack.enter_context(technique.loading(run))
+        for each in run.checkpoints():
+            stack.enter_context(each.loading_weights())
         own(checkpoint, strict=strict)
 
 
@@ -180,22 +180,25 @@ def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any
 def _lightning_module_state_dict(run: Run, own: Own) -> dict[str, Any]:
     """Return the weights for a checkpoint."""
     weights: dict[str, Any] = own()
-    for technique in run.having("saved_weights"):
-        weights = technique.saved_weights(run, weights)
+    for checkpoint in run.checkpoints():
+        weights = checkpoint.saved_weights(weights)
     return weights
 
 
 def _optimizer_state(run: Run, own: Own, optimizer: Any) -> dict[str, Any]:
     """Return the states of an optimizer for a checkpoint."""
     states: dict[str, Any] = own(optimizer)
-    for technique in run.having("saved_states"):
-        states = technique.saved_states(run, optimizer, states)
+    for checkpoint in run.checkpoints():
+        states = checkpoint.saved_states(optimizer, states)
     return states
 
 
 def _load_optimizer_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any]) -> None:
     """Load the states of the optimizers."""
-    run.around("load_states", own)(checkpoint)
+    proceed = own
+    for each in reversed(run.checkpoints()):
+        proceed = partial(each.load_states, proceed)
+    proceed(checkpoint)
 
 
 AROUND: dict[str, Callable[..., Any]] = {

@@ -15,6 +15,26 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import join
 
 
+class Checkpoint:
+    """How a technique changes checkpoints; by default not at all. Override the methods that are needed."""
+
+    def loading_weights(self) -> AbstractContextManager[Any]:
+        """Return a context for loading a checkpoint's weights into the module, before `Technique.transform`."""
+        return nullcontext()
+
+    def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states; ``proceed(checkpoint)`` does as Lightning."""
+        proceed(checkpoint)
+
+    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights to save, from the module's state dict."""
+        return weights
+
+    def saved_states(self, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
+        """Return the states to save, from the optimizer's state dict."""
+        return states
+
+
 class Technique(Callback):
     """A callback that also acts at seams of the strategy, whichever strategy and home the Trainer has.
 
@@ -33,10 +53,6 @@ class Technique(Callback):
         """Return a context for ``configure_model``."""
         return nullcontext()
 
-    def loading(self, ctx: Run) -> AbstractContextManager[Any]:
-        """Return a context for loading a checkpoint's weights into the module."""
-        return nullcontext()
-
     def transform(self, ctx: Run) -> None:
         """Change the module, which is built and has its weights; it goes to the device next, then to optimizers."""
 
@@ -44,9 +60,9 @@ class Technique(Callback):
         """Return the optimizers that take the place of those that ``configure_optimizers`` made."""
         return optimizers
 
-    def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        """Load a checkpoint's optimizer states; ``proceed(checkpoint)`` does as Lightning."""
-        proceed(checkpoint)
+    def checkpoint(self, ctx: Run) -> Checkpoint:
+        """Return how this technique changes checkpoints: what is saved, and how it is loaded."""
+        return Checkpoint()
 
     def loader(self, ctx: Run, loader: Any) -> Any:
         """Return the loader that takes the place of the one for training."""
@@ -93,14 +109,6 @@ class Technique(Callback):
         """
         return proceed(optimizer, closure, **options)
 
-    def saved_weights(self, ctx: Run, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights that a checkpoint has, from the module's state dict."""
-        return weights
-
-    def saved_states(self, ctx: Run, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizer states that a checkpoint has, from the optimizer's state dict."""
-        return states
-
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
         """Leave the device at the end of a run; ``proceed()`` does as Lightning: all moves to the host."""
         proceed()
@@ -127,8 +135,9 @@ class Technique(Callback):
         if self.ctx is not None:
             return
         ctx = Run(trainer.strategy, trainer)
-        checkpoint["state_dict"] = self.saved_weights(ctx, checkpoint["state_dict"])
+        own = self.checkpoint(ctx)
+        checkpoint["state_dict"] = own.saved_weights(checkpoint["state_dict"])
         states = zip(trainer.strategy.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
-        saved = [self.saved_states(ctx, optimizer, state) for optimizer, state in states]
+        saved = [own.saved_states(optimizer, state) for optimizer, state in states]
         if saved:
             checkpoint["optimizer_states"] = saved

@@ -21,7 +21,7 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
-from lightning_solo.seams.technique import Technique
+from lightning_solo.seams.technique import Checkpoint, Technique
 from tests.contract.runs import BATCHES, ON_CPU, batches_of, fields, module_of, trainer_of
 
 pytestmark = [
@@ -32,6 +32,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:regional compilation did nothing"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
+
+
+class CheckpointProbe(Checkpoint):
+    """Counts its calls, and does as Lightning."""
+
+    def __init__(self, probe: Any) -> None:
+        self._probe = probe
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        self._probe.calls["loading"] += 1
+        yield
+
+    def load_states(self, proceed: Any, checkpoint: Any) -> None:
+        self._probe.calls["load_states"] += 1
+        proceed(checkpoint)
+
+    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        self._probe.calls["saved_weights"] += 1
+        return weights
+
+    def saved_states(self, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+        self._probe.calls["saved_states"] += 1
+        return states
 
 
 class Probe(Technique):
@@ -48,11 +72,6 @@ class Probe(Technique):
         self.calls["building"] += 1
         yield
 
-    @contextmanager
-    def loading(self, ctx: Any) -> Iterator[None]:
-        self.calls["loading"] += 1
-        yield
-
     def transform(self, ctx: Any) -> None:
         self.calls["transform"] += 1
 
@@ -60,9 +79,8 @@ class Probe(Technique):
         self.calls["loader"] += 1
         return loader
 
-    def load_states(self, ctx: Any, proceed: Any, checkpoint: Any) -> None:
-        self.calls["load_states"] += 1
-        proceed(checkpoint)
+    def checkpoint(self, ctx: Any) -> Checkpoint:
+        return CheckpointProbe(self)
 
     def loss(self, ctx: Any, proceed: Any) -> Any:
         self.calls["loss"] += 1
@@ -84,14 +102,6 @@ class Probe(Technique):
         assert bound == 0.5
         self.calls["clip"] += 1
         proceed(optimizer, bound, by)
-
-    def saved_weights(self, ctx: Any, weights: dict[str, Any]) -> dict[str, Any]:
-        self.calls["saved_weights"] += 1
-        return weights
-
-    def saved_states(self, ctx: Any, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-        self.calls["saved_states"] += 1
-        return states
 
     def leaving(self, ctx: Any, proceed: Any) -> None:
         self.calls["leaving"] += 1

@@ -20,11 +20,35 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams.homes import for_home, home_of, part
 from lightning_solo.seams.strategy import Seams
-from lightning_solo.seams.technique import Technique
+from lightning_solo.seams.technique import Checkpoint, Technique
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 
 Make = Callable[..., Any]
+
+
+class CheckpointProbe(Checkpoint):
+    """Counts its calls, and does as Lightning."""
+
+    def __init__(self, probe: Any) -> None:
+        self._probe = probe
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        self._probe.note("loading")
+        yield
+
+    def load_states(self, proceed: Any, checkpoint: Any) -> None:
+        self._probe.note("load_states")
+        proceed(checkpoint)
+
+    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        self._probe.note("saved_weights")
+        return weights
+
+    def saved_states(self, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+        self._probe.note("saved_states")
+        return states
 
 
 class Everywhere(Technique):
@@ -44,11 +68,6 @@ class Everywhere(Technique):
         yield
         self.note("built")
 
-    @contextmanager
-    def loading(self, ctx: Any) -> Iterator[None]:
-        self.note("loading")
-        yield
-
     def transform(self, ctx: Any) -> None:
         self.note("transform")
         ctx.undo.callback(self.note, "undone")
@@ -58,9 +77,8 @@ class Everywhere(Technique):
         self.note("optimizers")
         return optimizers
 
-    def load_states(self, ctx: Any, proceed: Any, checkpoint: Any) -> None:
-        self.note("load_states")
-        proceed(checkpoint)
+    def checkpoint(self, ctx: Any) -> Checkpoint:
+        return CheckpointProbe(self)
 
     def loader(self, ctx: Any, loader: Any) -> Any:
         self.note("loader")
@@ -86,14 +104,6 @@ class Everywhere(Technique):
     def step(self, ctx: Any, proceed: Any, optimizer: Any, closure: Any, **options: Any) -> Any:
         self.note("step")
         return proceed(optimizer, closure, **options)
-
-    def saved_weights(self, ctx: Any, weights: dict[str, Any]) -> dict[str, Any]:
-        self.note("saved_weights")
-        return weights
-
-    def saved_states(self, ctx: Any, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-        self.note("saved_states")
-        return states
 
     def leaving(self, ctx: Any, proceed: Any) -> None:
         self.note("leaving")
@@ -361,15 +371,19 @@ def test_the_window_counts_and_knows_its_last(home: ModuleType, make_trainer: Ma
 
 
 def test_weights_are_saved_the_same_way_behind_a_fit(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    class Double(Checkpoint):
+        def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+            return {name: value.double() for name, value in weights.items()}
+
+        def saved_states(self, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+            return {**states, "marked": True}
+
     class InDouble(Technique):
         phase = Phase.STATES
 
-        def saved_weights(self, ctx: Any, weights: dict[str, Any]) -> dict[str, Any]:
+        def checkpoint(self, ctx: Any) -> Checkpoint:
             assert ctx.module is not None
-            return {name: value.double() for name, value in weights.items()}
-
-        def saved_states(self, ctx: Any, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-            return {**states, "marked": True}
+            return Double()
 
     for strategy in ("auto", for_home(Seams, home.__name__)()):
         trainer = make_trainer(home, strategy=strategy, callbacks=[InDouble()], max_steps=1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,9 +12,48 @@ from torch.optim import Optimizer
 
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Checkpoint
+from lightning_solo.techniques.compact_states.weights import WeightSplit
 
 WITH_MASTERS = (CompactAdamW, MasterWeights)
 """Optimizers that hold master weights."""
+
+
+class CompactCheckpoint(Checkpoint):
+    """How compact states are saved and loaded.
+
+    Args:
+        ctx: the run.
+        weights: the split weights of the module.
+        form: "bf16" or "fp32", the weights to save.
+    """
+
+    def __init__(self, ctx: Run, weights: WeightSplit, form: str) -> None:
+        self._ctx = ctx
+        self._weights = weights
+        self._form = form
+
+    def loading_weights(self) -> AbstractContextManager[Any]:
+        """Load weights into those that have been split, one by one, in fp32."""
+        return self._weights.loading()
+
+    def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states to where they belong; masters from fp32 weights beside them."""
+        with patches.states_stay(self._ctx.home):  # where the optimizers put them
+            proceed(checkpoint)
+        set_master_weights(self._ctx.strategy.optimizers, self._ctx.module, checkpoint["state_dict"])
+
+    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights as they are in bf16, or fp32 master weights."""
+        if self._form == "bf16":
+            return weights
+        return with_master_weights(weights, self._ctx.module, self._ctx.strategy.optimizers)
+
+    def saved_states(self, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's states; beside fp32 weights without corrections, which those hold."""
+        return states if self._form == "bf16" else without_corrections(states)
 
 
 def with_master_weights(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +20,7 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.compact_states.card import CARD, Settings
-from lightning_solo.techniques.compact_states.checkpoints import (
-    WITH_MASTERS,
-    set_master_weights,
-    with_master_weights,
-    without_corrections,
-)
+from lightning_solo.techniques.compact_states.checkpoints import WITH_MASTERS, CompactCheckpoint
 from lightning_solo.techniques.compact_states.states import StateLayout, convert, host_has_room, require_room
 from lightning_solo.techniques.compact_states.weights import WeightSplit
 from lightning_solo.units import format_bytes
@@ -83,10 +78,6 @@ class CompactStates(Technique, Settings):
             self._weights.building(bits, splits, keep),
         ):
             yield
-
-    def loading(self, ctx: Run) -> AbstractContextManager[Any]:
-        """Load weights one by one, in fp32, into those that have been split."""
-        return self._weights.loading()
 
     def transform(self, ctx: Run) -> None:
         """Split the weights one by one, before Lightning's conversion would drop their lower bits.
@@ -168,20 +159,6 @@ class CompactStates(Technique, Settings):
         with patches.all_stays(strategy):
             proceed()
 
-    # --- checkpoints ---
-
-    def saved_weights(self, ctx: Run, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the bf16 weights, or fp32 master weights."""
-        if self.checkpoint_weights == "bf16":
-            return weights
-        return with_master_weights(weights, ctx.module, ctx.strategy.optimizers)
-
-    def saved_states(self, ctx: Run, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's states, without corrections if the saved weights are fp32."""
-        return states if self.checkpoint_weights == "bf16" else without_corrections(states)
-
-    def load_states(self, ctx: Run, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states to where they belong; masters from fp32 weights beside them."""
-        with patches.states_stay(ctx.home):  # where the optimizers put them
-            proceed(checkpoint)
-        set_master_weights(ctx.strategy.optimizers, ctx.module, checkpoint["state_dict"])
+    def checkpoint(self, ctx: Run) -> CompactCheckpoint:
+        """Return how compact states are saved and loaded."""
+        return CompactCheckpoint(ctx, self._weights, self.checkpoint_weights)
