@@ -133,7 +133,7 @@ WORDS_IN_COMMON = {
     "cli/train.py": {"throughput"},  # the application's own choice of an observer
     "data/prefetch.py": {"prefetch"},  # the thread's name
     "nn": {"chunked_cross_entropy", "attention"},  # the mechanism's function; torch's module
-    "optim": {"gradient_release", "GradientRelease"},  # the mechanism's class
+    "optim": {"gradient_release"},  # the module of the mechanism
     "planner": {"attention"},  # the operator, which is traced by its fused kernel or by products
     "reference/byte_gpt.py": {"attention", "Attention"},  # a layer
     # what to write in the place of an old name

@@ -25,7 +25,7 @@ from lightning_solo.cli.command_line import (
 from lightning_solo.cli.options import Parser, positive, size
 from lightning_solo.errors import PresetError
 from lightning_solo.ladder.ladder import Prepared
-from lightning_solo.ladder.rungs import Technique, chosen, folder_name, overrides_of
+from lightning_solo.ladder.rungs import LadderTechnique, chosen, folder_name, overrides_of
 from lightning_solo.ladder.rungs import techniques as rungs
 from lightning_solo.presets.overrides import parse_override, refuse_twice
 from lightning_solo.sweeps.jobs import Settings
@@ -57,7 +57,7 @@ class LadderOptions:
     overrides: tuple[str, ...]
     steps: int
     until: int | None
-    techniques: tuple[Technique, ...]
+    techniques: tuple[LadderTechnique, ...]
 
     @property
     def of_the_task(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def compose_base(options: LadderOptions) -> DictConfig:
     return compose_application(overrides)
 
 
-def prepare(techniques: tuple[Technique, ...], options: LadderOptions, folder: Path) -> Prepared:
+def prepare(techniques: tuple[LadderTechnique, ...], options: LadderOptions, folder: Path) -> Prepared:
     """Return a combination with the configuration for its process.
 
     Raises:

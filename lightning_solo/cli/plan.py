@@ -19,7 +19,7 @@ from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
-from lightning_solo.planner.worker import WORKER, Request
+from lightning_solo.planner.worker import WORKER, PlanRequest
 from lightning_solo.presets.devices import budget_on
 from lightning_solo.report.plan_chart import write_pictures
 from lightning_solo.units import format_bytes
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     budget: Any = options.budget if options.device else Deferred(partial(budget_here, options.budget))
     local = options.device is None or options.device.name == CPU
     host = host_memory()[1] if options.host_memory is None and local else options.host_memory
-    request = Request(
+    request = PlanRequest(
         make=partial(model_of, checked),
         batch=partial(first_batch, checked),
         trainer=checked.trainer,
@@ -96,7 +96,7 @@ def measure(*, as_json: bool) -> int:
 
 
 def planned(
-    request: Request, host_memory: int | None, *, caveats_last: bool
+    request: PlanRequest, host_memory: int | None, *, caveats_last: bool
 ) -> tuple[list[Plan], dict[str, SoloError]]:
     """Return the plans, the one to try first in front, and the errors of the other presets.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_solo.ladder.rungs import Technique, name_of
+from lightning_solo.ladder.rungs import LadderTechnique, name_of
 from lightning_solo.sweeps.files import JobFiles
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
@@ -60,7 +60,7 @@ class Figures:
 
 
 def compare(
-    techniques: Sequence[Technique],
+    techniques: Sequence[LadderTechnique],
     row: Row,
     error: dict[str, str] | None,
     base: Mapping[str, Any],

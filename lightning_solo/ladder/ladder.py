@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, compare, error_of, measured
-from lightning_solo.ladder.rungs import Technique, folder_name, name_of
+from lightning_solo.ladder.rungs import LadderTechnique, folder_name, name_of
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
@@ -37,11 +37,11 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Combination:
     """One combination of techniques; ``prepared`` is None where it is refused, for the reason ``refusal``."""
 
     number: int
-    techniques: tuple[Technique, ...]
+    techniques: tuple[LadderTechnique, ...]
     prepared: Prepared | None
     refusal: str = ""
 
@@ -72,8 +72,8 @@ class Ladder:
         folder: SweepFolder,
         application: Application,
         settings: Settings,
-        techniques: Sequence[Technique],
-        prepare: Callable[[tuple[Technique, ...]], Prepared],
+        techniques: Sequence[LadderTechnique],
+        prepare: Callable[[tuple[LadderTechnique, ...]], Prepared],
         *,
         steps: int,
         until: int | None = None,
@@ -94,8 +94,8 @@ class Ladder:
         self.steps = steps
         self.until = until
         self.names = {} if names is None else names
-        self.rungs: list[Rung] = []
-        self._prepared: dict[tuple[Technique, ...], Rung] = {}
+        self.rungs: list[Combination] = []
+        self._prepared: dict[tuple[LadderTechnique, ...], Combination] = {}
         self._rows: dict[int, Row] = {}
         self._sweep = Sweep(folder, application, settings, tell=tell, look=look, wanted=self._wanted)
 
@@ -118,14 +118,14 @@ class Ladder:
                 self._climb(self.plan(without=[figures.name for figures in ended])[1 + len(self.techniques) :])
         return self.figures()
 
-    def plan(self, without: Collection[str] = ()) -> list[Rung]:
+    def plan(self, without: Collection[str] = ()) -> list[Combination]:
         """Prepare `baseline`, each technique alone, and those that add one more technique to the ones before.
 
         Nothing runs yet. A technique that is refused with earlier ones is left out of the later combinations.
         """
         alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
-        combinations: list[Rung] = []
-        kept: tuple[Technique, ...] = ()
+        combinations: list[Combination] = []
+        kept: tuple[LadderTechnique, ...] = ()
         for rung in alone[1:]:
             if rung.prepared is None or rung.name in without:
                 continue
@@ -162,7 +162,7 @@ class Ladder:
         refused = any(f.detail.startswith("PresetError: ") for f in self.figures()[:1])
         return not refused and self.fitting() is None
 
-    def _rung(self, techniques: tuple[Technique, ...]) -> Rung:
+    def _rung(self, techniques: tuple[LadderTechnique, ...]) -> Combination:
         """Return the rung of a combination; it keeps its number however often the ladder is planned."""
         if techniques not in self._prepared:
             prepared, refusal = None, ""
@@ -172,10 +172,10 @@ class Ladder:
                 if not techniques:
                     raise
                 refusal = str(error)
-            self._prepared[techniques] = Rung(len(self._prepared), techniques, prepared, refusal)
+            self._prepared[techniques] = Combination(len(self._prepared), techniques, prepared, refusal)
         return self._prepared[techniques]
 
-    def _climb(self, rungs: Sequence[Rung]) -> None:
+    def _climb(self, rungs: Sequence[Combination]) -> None:
         jobs = []
         for rung in rungs:
             if rung.prepared is None:
@@ -187,6 +187,6 @@ class Ladder:
         self._sweep.run(jobs)
         self._rows |= self._sweep.rows
 
-    def _without_last(self, rung: Rung, rows: dict[int, Row]) -> Row | None:
+    def _without_last(self, rung: Combination, rows: dict[int, Row]) -> Row | None:
         same = (r.number for r in self.rungs if r.techniques == rung.techniques[:-1])
         return rows.get(next(same, -1))

@@ -15,7 +15,7 @@ _STRATEGY = "+solo/strategy="
 
 
 @dataclass(frozen=True)
-class Technique:
+class LadderTechnique:
     """A rung of its own.
 
     Attributes:
@@ -42,22 +42,22 @@ class Technique:
         return any(key == option or key.startswith(f"{option}.") for option in options)
 
 
-BF16 = Technique("bf16", ("solo.precision=bf16-mixed",))
+BF16 = LadderTechnique("bf16", ("solo.precision=bf16-mixed",))
 
 
 @functools.cache
-def techniques() -> dict[str, Technique]:
+def techniques() -> dict[str, LadderTechnique]:
     """Return every technique that a ladder can have, in the order in which they are added to one another."""
     cards = [card for card in catalogue().cards.values() if card.rung is not None]
     rungs = {BF16.name: BF16}
     for card in sorted(cards, key=lambda card: (card.rung.order, card.name)):  # type: ignore[union-attr]
         assert card.rung is not None
         overrides = (f"+solo/{card.group}={card.name}", *card.rung.overrides)
-        rungs[card.rung.name] = Technique(card.rung.name, overrides, card.exact, card.name)
+        rungs[card.rung.name] = LadderTechnique(card.rung.name, overrides, card.exact, card.name)
     return rungs
 
 
-def chosen(names: str | None) -> tuple[Technique, ...]:
+def chosen(names: str | None) -> tuple[LadderTechnique, ...]:
     """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; all of them by default.
 
     Args:
@@ -80,18 +80,18 @@ def chosen(names: str | None) -> tuple[Technique, ...]:
     return tuple(technique for technique in ladder if technique.name in requested or technique.card in requested)
 
 
-def name_of(combination: Sequence[Technique]) -> str:
+def name_of(combination: Sequence[LadderTechnique]) -> str:
     """Return the name of a combination."""
     return " + ".join(technique.name for technique in combination) or BASELINE
 
 
-def folder_name(combination: Sequence[Technique]) -> str:
+def folder_name(combination: Sequence[LadderTechnique]) -> str:
     """Return the name of a combination's folder."""
     return name_of(combination).replace(" ", "")
 
 
 def overrides_of(
-    combination: Sequence[Technique], given: Sequence[str], ladder: Sequence[Technique] | None = None
+    combination: Sequence[LadderTechnique], given: Sequence[str], ladder: Sequence[LadderTechnique] | None = None
 ) -> list[str]:
     """Return the overrides of `lightning-solo train` for a combination.
 
@@ -121,12 +121,12 @@ def overrides_of(
     return [*before, f"solo={BASELINE}", *fields, *listed, *behind]
 
 
-def _applies(override: str, combination: Sequence[Technique], ladder: Sequence[Technique]) -> bool:
+def _applies(override: str, combination: Sequence[LadderTechnique], ladder: Sequence[LadderTechnique]) -> bool:
     owners = [technique for technique in ladder if technique.owns(override)]
     return not owners or any(technique in owners for technique in combination)
 
 
-def _refuse_twice(fields: Sequence[str], combination: Sequence[Technique]) -> None:
+def _refuse_twice(fields: Sequence[str], combination: Sequence[LadderTechnique]) -> None:
     keys = [text.partition("=")[0] for text in fields]
     for key in keys:
         if keys.count(key) > 1:

@@ -256,10 +256,10 @@ def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator
 
 def storages_of(tree: Any) -> list[UntypedStorage]:
     """Return the storage of every tensor in ``tree`` that has one."""
-    return [tensor.untyped_storage() for tensor in tensors_of(tree) if tensor.layout is torch.strided]
+    return [tensor.untyped_storage() for tensor in operator_tensors(tree) if tensor.layout is torch.strided]
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
+def operator_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor in ``tree``; in arguments of operators, by far the most, without torch's slower walk."""
     tensors: list[Tensor] = []
     _gather(tree, tensors)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.events import EventLog
-from lightning_solo.memory.ledger import Ledger, storages_of, tensors_of
+from lightning_solo.memory.ledger import Ledger, operator_tensors, storages_of
 
 Call = tuple[str, int]
 """The name of a block, and the number of its call in a batch."""
@@ -68,7 +68,7 @@ class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
         if count is not None:
             self.work += int(count(*args, **kwargs, out_val=result))
         elif not getattr(func, "is_view", True):
-            self.work += sum(tensor.numel() for tensor in tensors_of(result))
+            self.work += sum(tensor.numel() for tensor in operator_tensors(result))
         return result
 
 

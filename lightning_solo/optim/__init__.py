@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_solo.optim.compact_adamw import CompactAdamW
-    from lightning_solo.optim.gradient_release import GradientRelease
+    from lightning_solo.optim.gradient_release import StepInBackward
     from lightning_solo.optim.master_weights import MasterWeights
 
-__all__ = ["CompactAdamW", "GradientRelease", "MasterWeights"]
+__all__ = ["CompactAdamW", "MasterWeights", "StepInBackward"]
 
 _MODULES = {
     "CompactAdamW": "compact_adamw",
-    "GradientRelease": "gradient_release",
+    "StepInBackward": "gradient_release",
     "MasterWeights": "master_weights",
 }
 

@@ -16,7 +16,7 @@ Moments stay in fp32 below 4,096 elements, and with torchao where its block of 2
 the parameter; `uncompressed` names these. torchao itself keeps them in the weights' bf16, where exp_avg_sq stops
 growing at a part of what it should be.
 
-Each of them steps each parameter by itself, so `GradientRelease` is exact.
+Each of them steps each parameter by itself, so `StepInBackward` is exact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_solo.units import format_bytes
 def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end: str) -> Optimizer:
     """Return a library's optimizer that shares the groups of a user's AdamW or Adam; schedulers then act on it.
 
-    It has a ``step_one(parameter, gradient, scale)``, as `GradientRelease` needs it, and a ``back_end``, its name.
+    It has a ``step_one(parameter, gradient, scale)``, as `StepInBackward` needs it, and a ``back_end``, its name.
 
     Args:
         optimizer: torch's AdamW or Adam, before its first step.

@@ -8,7 +8,7 @@ master_bits      moment_bits   weight + correction + exp_avg + exp_avg_sq + scal
 16-stochastic    4             2 + 0 + 0.5 + 0.5 + 0.0625                             3.0625
 ```
 
-Gradients come on top, 2 bytes in bf16, unless `GradientRelease` frees each as it is used.
+Gradients come on top, 2 bytes in bf16, unless `StepInBackward` frees each as it is used.
 """
 
 from __future__ import annotations

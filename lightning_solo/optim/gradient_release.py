@@ -42,11 +42,11 @@ from lightning_solo.optim.window_gradients import saved_window
 BUFFERS = ("device", "host")
 
 
-class GradientRelease:
+class StepInBackward:
     """Steps an optimizer from backward; `step` ends a window of micro-batches of any length.
 
     ```
-    release = GradientRelease(optimizer, accumulation=4, max_norm=1.0)
+    release = StepInBackward(optimizer, accumulation=4, max_norm=1.0)
     for step in range(steps):
         for batch in window:
             (loss(batch) / len(window)).backward()
@@ -75,12 +75,12 @@ class GradientRelease:
         buffer: str = "device",
     ) -> None:
         if type(accumulation) is not int or accumulation < 1:
-            raise PresetError(f"GradientRelease: accumulation={accumulation!r}: write a whole number of at least 1")
+            raise PresetError(f"StepInBackward: accumulation={accumulation!r}: write a whole number of at least 1")
         for name, bound in (("max_norm", max_norm), ("max_value", max_value)):
             if bound is not None and not bound > 0:
-                raise PresetError(f"GradientRelease: {name}={bound}: write a number above 0, or None")
+                raise PresetError(f"StepInBackward: {name}={bound}: write a number above 0, or None")
         if buffer not in BUFFERS:
-            raise PresetError(f"GradientRelease: buffer={buffer!r}: write 'device' or 'host'")
+            raise PresetError(f"StepInBackward: buffer={buffer!r}: write 'device' or 'host'")
         self.optimizer, self.accumulation, self.buffer = optimizer, accumulation, buffer
         self.max_norm, self.max_value = max_norm, max_value
         self._immediate = ImmediateSteps(optimizer)
@@ -140,7 +140,7 @@ class GradientRelease:
     def _require_ended(self, *_: Any) -> None:
         if self.has_kept:
             raise GradientError(
-                "optimizer.step() in a window whose gradients GradientRelease keeps would step nothing; call"
+                "optimizer.step() in a window whose gradients StepInBackward keeps would step nothing; call"
                 " release.step(), which ends the window, in its place"
             )
 
@@ -165,7 +165,7 @@ class GradientRelease:
         self.forget()
         self._zero_grad(*args, **kwargs)
 
-    def __enter__(self) -> GradientRelease:
+    def __enter__(self) -> StepInBackward:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -179,7 +179,7 @@ class GradientRelease:
             if p.grad is not None:
                 self.forget()
                 raise GradientError(
-                    f"{self._name(p)} was unfrozen or added after GradientRelease was made, and its gradient was not"
+                    f"{self._name(p)} was unfrozen or added after StepInBackward was made, and its gradient was not"
                     " released; call watch() before backward"
                 )
 

@@ -1,4 +1,4 @@
-"""What `CompactAdamW` and `GradientRelease` run on a device: the step of many parameters, and sums of gradients.
+"""What `CompactAdamW` and `StepInBackward` run on a device: the step of many parameters, and sums of gradients.
 
 `Kernels` is what each implementation offers: `operator_kernels` by torch's operators on any device and in C++ on a CPU,
 `gpu_kernel` by Triton, one launch for all pieces of a call. There nothing in a call waits for the device: what decides

@@ -52,7 +52,7 @@ class WindowGradients:
 
 
 def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> dict[Tensor, Tensor]:
-    """Return the gradients of an open window of micro-batches that a `GradientRelease` has saved, by parameter.
+    """Return the gradients of an open window of micro-batches that a `StepInBackward` has saved, by parameter.
 
     Args:
         optimizer: the one that the state dict is loaded into.

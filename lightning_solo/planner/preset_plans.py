@@ -17,7 +17,7 @@ from lightning_solo.planner.device import CPU, Device, this_device
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.fake_modules import stripped
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
-from lightning_solo.planner.worker import WORKER, Request
+from lightning_solo.planner.worker import WORKER, PlanRequest
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.devices import budget_on, parse_budget
 from lightning_solo.presets.files import preset_files
@@ -77,7 +77,7 @@ def plan(
     host = parse_budget(host_memory, "host_memory")
     if host is None and (device is None or target.name == CPU):
         host = memory_here()[1]
-    request = Request(
+    request = PlanRequest(
         make=_factory(module),
         batch=batch,
         trainer=dict(trainer or {}),

@@ -16,7 +16,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lightning_solo.memory.ledger import Ledger, tensors_of
+from lightning_solo.memory.ledger import Ledger, operator_tensors
 from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
@@ -127,9 +127,9 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
             check_indices(func, args)
         replacement = DATA_DEPENDENT.get(func) if self.fake else None
         result: Any = NotImplemented
-        if replacement is not None and not all(map(has_numbers, tensors_of((args, kwargs)))):
+        if replacement is not None and not all(map(has_numbers, operator_tensors((args, kwargs)))):
             result = replacement(self.assume, *args, **kwargs)
-        if self.fake and _updates_lists(func) and not any(map(has_numbers, tensors_of((args, kwargs)))):
+        if self.fake and _updates_lists(func) and not any(map(has_numbers, operator_tensors((args, kwargs)))):
             result = None  # torch would spend time on each tensor to find it unchanged
         if result is NotImplemented:
             with _numbers_of_few(func, args, kwargs) if self.fake else nullcontext():
@@ -169,14 +169,14 @@ def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     A mask of all pairs of positions would be such a result.
     """
-    tensors = [tensor for tensor in tensors_of((args, kwargs)) if isinstance(tensor, FakeTensor)]
+    tensors = [tensor for tensor in operator_tensors((args, kwargs)) if isinstance(tensor, FakeTensor)]
     numbers = [tensor.constant for tensor in tensors]
     if any(number is None for number in numbers) or not any(tensor.numel() ** 2 > KNOWN for tensor in tensors):
         yield
         return
     with no_dispatch(), suppress(RuntimeError):  # raised if the size depends on the numbers
         empty = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs))
-        if any(result.numel() > KNOWN for result in tensors_of(func(*empty[0], **empty[1]))):
+        if any(result.numel() > KNOWN for result in operator_tensors(func(*empty[0], **empty[1]))):
             for tensor in tensors:
                 tensor.constant = None
     try:
@@ -214,7 +214,7 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     integers = func is aten._int_mm.default  # counted as a product in bf16, for which torch has a rule
     count = flop_registry.get(aten.mm if integers else func._overloadpacket)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-    tensors = {id(t): t for t in tensors_of((args, kwargs, result))}.values()
+    tensors = {id(t): t for t in operator_tensors((args, kwargs, result))}.values()
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.bfloat16 if integers else torch.float32)
     return Cost(flops, sum(map(_bytes, tensors)), dtype)
 

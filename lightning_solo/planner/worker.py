@@ -24,7 +24,7 @@ from lightning_solo.processes import end_with_parent, interpreter
 
 
 @dataclass
-class Request:
+class PlanRequest:
     """The arguments of a `Planner`, and the presets to plan, by name."""
 
     make: Callable[[], Any]
@@ -51,7 +51,7 @@ class Worker:
         with self._lock:
             self._ensure_running()
 
-    def answers(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
+    def answers(self, request: PlanRequest, timeout_s: float) -> Iterator[tuple[str, Any]]:
         """Yield (name, plan or exception) of each preset when it is done; ("", exception) where none can be planned.
 
         A preset at which the process dies gets an exception, and the others are requested again.
@@ -66,7 +66,7 @@ class Worker:
                     remaining = {other: config for other, config in remaining.items() if name not in ("", other)}
                     yield name, answer
 
-    def _answers_until_death(self, request: Request, timeout_s: float) -> Iterator[tuple[str, Any]]:
+    def _answers_until_death(self, request: PlanRequest, timeout_s: float) -> Iterator[tuple[str, Any]]:
         payload = cloudpickle.dumps(request)
         pending = list(request.presets)
         self._ensure_running()
@@ -172,7 +172,7 @@ def _answer(payload: bytes, replies: Connection) -> None:
     from lightning_solo.planner.planner import Planner
 
     try:
-        request: Request = cloudpickle.loads(payload)
+        request: PlanRequest = cloudpickle.loads(payload)
         precisions = dict.fromkeys(config.precision for config in request.presets.values())
         checked = False
         planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})

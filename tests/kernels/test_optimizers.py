@@ -1,4 +1,4 @@
-"""`CompactAdamW` and `GradientRelease` on the Triton kernels, run by Triton's interpreter: as on torch's operators."""
+"""`CompactAdamW` and `StepInBackward` on the Triton kernels, run by Triton's interpreter: as on torch's operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import GradientError
 from lightning_solo.machine import is_installed
-from lightning_solo.optim import CompactAdamW, GradientRelease, kernels, triton_launches
+from lightning_solo.optim import CompactAdamW, StepInBackward, kernels, triton_launches
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.optim.split_weights import split_parameters
@@ -82,7 +82,7 @@ def plain(net: nn.Module, optimizer: CompactAdamW) -> None:
 
 def released(**choices: Any) -> Train:
     def train(net: nn.Module, optimizer: CompactAdamW) -> None:
-        release = GradientRelease(optimizer, **choices)
+        release = StepInBackward(optimizer, **choices)
         for _ in range(STEPS):
             for _ in range(choices.get("accumulation", 1)):
                 loss_of(net).backward()
@@ -131,7 +131,7 @@ def test_small_parameters_share_launches(launches: list[str], monkeypatch: pytes
 @pytest.mark.parametrize("choices", [{}, {"accumulation": 2}, {"max_norm": 1.0}], ids=str)
 def test_a_gradient_that_is_not_finite_is_refused(choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     def train(net: nn.Module, optimizer: CompactAdamW) -> None:
-        release = GradientRelease(optimizer, **choices)
+        release = StepInBackward(optimizer, **choices)
         (loss_of(net) * float("nan")).backward()
         with pytest.raises(GradientError):
             release.step()

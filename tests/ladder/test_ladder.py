@@ -22,7 +22,7 @@ from lightning_solo.ladder.display import COLUMNS, details, memory_in_words, noi
 from lightning_solo.ladder.figures import Figures, as_json, change, remarks
 from lightning_solo.ladder.ladder import Ladder, Prepared
 from lightning_solo.ladder.measurement import Clock, fingerprint, measure
-from lightning_solo.ladder.rungs import Technique, chosen, name_of, overrides_of, techniques
+from lightning_solo.ladder.rungs import LadderTechnique, chosen, name_of, overrides_of, techniques
 from lightning_solo.memory.reading import Reading
 from lightning_solo.presets.compose import compose
 from lightning_solo.sweeps.application import Application
@@ -61,7 +61,7 @@ FIGURES = {
     "loss": 3.0,
     "fingerprint": "a",
 }
-A, B, C = Technique("a", (), exact=True), Technique("b", ()), Technique("c", ())
+A, B, C = LadderTechnique("a", (), exact=True), LadderTechnique("b", ()), LadderTechnique("c", ())
 
 
 def stub(folder: Path, does: Mapping[str, Any], **arguments: Any) -> Ladder:
@@ -69,7 +69,7 @@ def stub(folder: Path, does: Mapping[str, Any], **arguments: Any) -> Ladder:
     (folder / "stub.py").write_text(STUB)
     application = Application("stub", str(folder / "stub.py"), "task", 0, tuple(sys.path), ("stub",))
 
-    def prepare(techniques: tuple[Technique, ...]) -> Prepared:
+    def prepare(techniques: tuple[LadderTechnique, ...]) -> Prepared:
         name = name_of(techniques)
         do = {**FIGURES, **does.get(name, {})}
         if "conflict" in do:
@@ -233,7 +233,7 @@ def test_an_argument_of_a_technique_goes_where_it_is() -> None:
 
 def test_two_techniques_that_set_one_thing_are_a_conflict() -> None:
     with pytest.raises(ConflictError, match=mentions("zero_offload and mine", "solo/strategy")):
-        overrides_of([techniques()["zero_offload"], Technique("mine", ("+solo/strategy=another",))], [])
+        overrides_of([techniques()["zero_offload"], LadderTechnique("mine", ("+solo/strategy=another",))], [])
 
 
 def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
@@ -249,7 +249,7 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
 
 
 @pytest.mark.parametrize("technique", techniques().values(), ids=lambda technique: technique.name)
-def test_every_technique_is_one_that_the_library_has(technique: Technique) -> None:
+def test_every_technique_is_one_that_the_library_has(technique: LadderTechnique) -> None:
     own = [text.replace("solo/", "").replace("solo.", "") for text in overrides_of([technique], [])[1:]]
     baseline, config = compose("baseline"), compose("baseline", own)
     assert config != baseline

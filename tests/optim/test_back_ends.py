@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError
 from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import GradientRelease, back_ends
+from lightning_solo.optim import StepInBackward, back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.back_ends import converted, state_sizes, summary, uncompressed
 from lightning_solo.optim.library_optimizers import optimizer_class
@@ -157,7 +157,7 @@ def test_released_is_unreleased(back_end: str, arguments: dict[str, Any]) -> Non
 
     windows = arguments.get("accumulation", 1)
     train_windows(one, range(4), clip_and_step, plain.zero_grad, windows)
-    release = GradientRelease(released, **arguments)
+    release = StepInBackward(released, **arguments)
     train_windows(other, range(4), release.step, lambda: None, windows)
     assert all(p.grad is None for p in other.parameters())
     assert equal(contents(plain), contents(released))
@@ -172,7 +172,7 @@ def test_released_is_unreleased_in_bf16_but_for_random_numbers(monkeypatch: pyte
     one, other = net(torch.bfloat16), net(torch.bfloat16)
     plain, released = (converted(adamw(module), back_end="torchao_8bit") for module in (one, other))
     train_windows(one, range(5), plain.step, plain.zero_grad)
-    release = GradientRelease(released)
+    release = StepInBackward(released)
     train_windows(other, range(5), release.step, lambda: None)
     assert equal(contents(plain), contents(released))
 
@@ -342,7 +342,7 @@ def test_on_a_gpu(back_end: str) -> None:
     module = net(torch.bfloat16 if BACK_ENDS[back_end].bf16_weights else torch.float32).cuda()
     start = module[0].weight.detach().clone()
     optimizer = converted(adamw(module), back_end=back_end)
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     module(torch.randn(8, 128, device="cuda", dtype=start.dtype)).float().square().mean().backward()
     release.step()
     assert not torch.equal(module[0].weight, start)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update
+from lightning_solo.optim import CompactAdamW, StepInBackward, adamw_update
 from lightning_solo.optim.split_weights import split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from tests.messages import mentions
@@ -42,8 +42,8 @@ class Graph:
     def accumulation(self) -> int:
         return max(self.windows)
 
-    def release(self, optimizer: torch.optim.Optimizer) -> GradientRelease:
-        return GradientRelease(
+    def release(self, optimizer: torch.optim.Optimizer) -> StepInBackward:
+        return StepInBackward(
             optimizer,
             accumulation=self.accumulation,
             max_norm=self.max_norm,
@@ -211,7 +211,7 @@ def test_other_optimizers_of_torch(name: str, windows: list[int]):
 
 def test_sums_in_fp32_where_bf16_stops_growing():
     p = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    release = GradientRelease(torch.optim.SGD([p], lr=0.0), accumulation=1000)
+    release = StepInBackward(torch.optim.SGD([p], lr=0.0), accumulation=1000)
     for _ in range(1000):
         p.sum().backward()
     assert release.step() == 1000  # in bf16 256 + 1 is 256
@@ -234,7 +234,7 @@ def test_the_peak_is_a_formula(
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
     optimizer = CompactAdamW(module.parameters())
-    release = GradientRelease(optimizer, accumulation=accumulation, max_norm=norm, max_value=value)
+    release = StepInBackward(optimizer, accumulation=accumulation, max_norm=norm, max_value=value)
     x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
 
     def window() -> None:
@@ -270,7 +270,7 @@ def test_without_release_all_gradients_are_there_at_once():
     peaks = []
     for released in (False, True):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        release = GradientRelease(optimizer) if released else None
+        release = StepInBackward(optimizer) if released else None
         with Ledger(module, [optimizer]) as ledger:
             module(x).square().mean().backward()
             peaks.append(ledger.peak_bytes)
@@ -288,7 +288,7 @@ def test_without_release_all_gradients_are_there_at_once():
 def test_removed_it_leaves_plain_training(norm: float | None):
     net = Graph().net()
     optimizer = CompactAdamW(net.parameters(), master_bits=32)
-    release = GradientRelease(optimizer, max_norm=norm)
+    release = StepInBackward(optimizer, max_norm=norm)
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in net.parameters())
     net.loss(torch.ones(1, 3), False).backward()
     release.remove()
@@ -302,7 +302,7 @@ def test_removed_it_leaves_plain_training(norm: float | None):
 def test_a_parameter_unfrozen_later_is_refused_until_it_is_watched():
     net = Graph().net()
     net.layers[0].requires_grad_(False)
-    release = GradientRelease(CompactAdamW(net.parameters(), master_bits=32), max_norm=1.0)
+    release = StepInBackward(CompactAdamW(net.parameters(), master_bits=32), max_norm=1.0)
     net.layers[0].requires_grad_(True)
     before = [p.detach().clone() for p in net.parameters()]
     net.loss(torch.ones(1, 3), False).backward()
@@ -331,7 +331,7 @@ def poison(net: Net, bad: float) -> Callable[[], None]:
 def test_kept_gradients_that_are_not_finite_touch_nothing(accumulation: int, value: float | None, bad: float):
     net = Graph().net()
     optimizer = CompactAdamW(net.named_parameters())
-    release = GradientRelease(optimizer, accumulation=accumulation, max_norm=1.0, max_value=value)
+    release = StepInBackward(optimizer, accumulation=accumulation, max_norm=1.0, max_value=value)
 
     def run() -> None:
         for _ in range(accumulation):
@@ -357,7 +357,7 @@ def test_kept_gradients_that_are_not_finite_touch_nothing(accumulation: int, val
 
 def test_finite_gradients_whose_norm_is_too_large():
     net = Graph().net()
-    release = GradientRelease(torch.optim.SGD(net.parameters()), max_norm=1.0)
+    release = StepInBackward(torch.optim.SGD(net.parameters()), max_norm=1.0)
     poison(net, 1e30)
     net.loss(torch.ones(1, 3), False).backward()
     with pytest.raises(GradientError, match=mentions("fp32", "no weight")):
@@ -368,7 +368,7 @@ def test_finite_gradients_whose_norm_is_too_large():
 @pytest.mark.parametrize("value", [None, 0.1])
 def test_in_backward_the_message_says_what_has_been_touched(value: float | None, bad: float):
     net = Graph().net()
-    GradientRelease(CompactAdamW(net.named_parameters(), master_bits=32), max_value=value)
+    StepInBackward(CompactAdamW(net.named_parameters(), master_bits=32), max_value=value)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     poison(net, bad)
     with pytest.raises(GradientError, match=mentions("layers.0.weight", "not finite")) as raised:
@@ -381,7 +381,7 @@ def test_in_backward_the_message_says_what_has_been_touched(value: float | None,
 
 def test_a_second_gradient_in_one_window():
     net = Graph([3, 3]).net()
-    release = GradientRelease(CompactAdamW(net.named_parameters(), master_bits=32))
+    release = StepInBackward(CompactAdamW(net.named_parameters(), master_bits=32))
     net.loss(torch.ones(1, 3), False).backward()
     with pytest.raises(GradientError, match=r"layers\.0\.\w+ .*write accumulation=2"):
         net.loss(torch.ones(1, 3), False).backward()
@@ -392,7 +392,7 @@ def test_a_second_gradient_in_one_window():
 def test_the_optimizers_own_step_in_place_of_ours():
     net = Graph([3, 3]).net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    release = GradientRelease(optimizer, accumulation=2)
+    release = StepInBackward(optimizer, accumulation=2)
     net.loss(torch.ones(1, 3), False).backward()
     with pytest.raises(GradientError, match=mentions("call release.step()")):
         optimizer.step()
@@ -412,7 +412,7 @@ def test_a_reentrant_checkpoint_of_a_tied_layer():
         x = checkpoint(layer, x, use_reentrant=True)
         return checkpoint(layer, x, use_reentrant=True).sum()
 
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     with pytest.raises(GradientError, match="use_reentrant=False"):
         loss().backward()
     release.remove()
@@ -420,14 +420,14 @@ def test_a_reentrant_checkpoint_of_a_tied_layer():
     expected = layer.weight.grad
     assert expected is not None
     layer.zero_grad()
-    release = GradientRelease(optimizer, accumulation=2)  # as the message says: their sum is kept
+    release = StepInBackward(optimizer, accumulation=2)  # as the message says: their sum is kept
     loss().backward()
     assert torch.equal(release._sums[layer.weight], expected)
 
 
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(5, 2, sparse=True)
-    GradientRelease(torch.optim.SGD(embedding.parameters()))
+    StepInBackward(torch.optim.SGD(embedding.parameters()))
     with pytest.raises(GradientError, match=mentions("parameter 0", "write nn.Embedding(..., sparse=False)")):
         embedding(torch.tensor([1])).sum().backward()
 
@@ -440,7 +440,7 @@ class AdamW(torch.optim.AdamW):
 def test_unknown_optimizers_are_refused_by_name(kind: Any):
     net = Graph().net()
     with pytest.raises(ConflictError, match=rf"release with {kind.__name__}: .* write ~callback\.gradient_rel"):
-        GradientRelease(kind(net.parameters()))
+        StepInBackward(kind(net.parameters()))
     assert all(not p._post_accumulate_grad_hooks for p in net.parameters())
 
 
@@ -459,13 +459,13 @@ def test_unknown_optimizers_are_refused_by_name(kind: Any):
 def test_values_that_are_not_allowed(arguments: dict[str, Any], words: list[str]):
     net = Graph().net()
     with pytest.raises(PresetError, match=mentions(*words)):
-        GradientRelease(torch.optim.SGD(net.parameters()), **arguments)
+        StepInBackward(torch.optim.SGD(net.parameters()), **arguments)
 
 
 def test_empty_parameters_and_windows():
     empty, full = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))
     for arguments in ({}, {"max_norm": 0.5, "max_value": 10.0}):
-        release = GradientRelease(CompactAdamW([empty, full], master_bits=32), **arguments)  # type: ignore[arg-type]
+        release = StepInBackward(CompactAdamW([empty, full], master_bits=32), **arguments)  # type: ignore[arg-type]
         assert release.step() is None
         (empty.sum() + full.sum()).backward()
         norm = release.step()
@@ -474,10 +474,10 @@ def test_empty_parameters_and_windows():
 
 
 def test_a_window_of_another_module_is_refused_before_anything_is_kept() -> None:
-    def released(widths: list[int]) -> tuple[nn.Module, torch.optim.Optimizer, GradientRelease]:
+    def released(widths: list[int]) -> tuple[nn.Module, torch.optim.Optimizer, StepInBackward]:
         net = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
         optimizer = torch.optim.AdamW(net.parameters())
-        return net, optimizer, GradientRelease(optimizer, accumulation=2)
+        return net, optimizer, StepInBackward(optimizer, accumulation=2)
 
     net, optimizer, _ = released([3, 4, 2])
     net(torch.ones(1, 3)).sum().backward()
@@ -515,7 +515,7 @@ def gradients(*numbers: int) -> list[Tensor]:
 def test_a_saved_window_is_continued(buffer: str, again: bool) -> None:
     net = two_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    release = GradientRelease(optimizer, accumulation=2, max_norm=100.0, buffer=buffer)
+    release = StepInBackward(optimizer, accumulation=2, max_norm=100.0, buffer=buffer)
     for number in (0, 1):
         add_micro_batch(net, number)
     state = copy.deepcopy(optimizer.state_dict())
@@ -524,7 +524,7 @@ def test_a_saved_window_is_continued(buffer: str, again: bool) -> None:
     else:
         net = two_layers()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        release = GradientRelease(optimizer, accumulation=2, max_norm=100.0, buffer=buffer)
+        release = StepInBackward(optimizer, accumulation=2, max_norm=100.0, buffer=buffer)
     optimizer.load_state_dict(state)
     if not again:
         add_micro_batch(net, 2)
@@ -538,7 +538,7 @@ def test_a_saved_window_is_continued(buffer: str, again: bool) -> None:
 def test_what_is_kept_for_the_norm_of_one_micro_batch_is_no_window() -> None:
     net = two_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    release = GradientRelease(optimizer, max_norm=1.0)
+    release = StepInBackward(optimizer, max_norm=1.0)
     add_micro_batch(net, 0)
     assert release.has_kept
     assert "window" not in optimizer.state_dict()
@@ -548,11 +548,11 @@ def test_what_is_kept_for_the_norm_of_one_micro_batch_is_no_window() -> None:
 def test_a_window_of_another_number_of_micro_batches_is_dropped(accumulation: int, max_norm: float | None) -> None:
     net = two_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    release = GradientRelease(optimizer, accumulation=2)
+    release = StepInBackward(optimizer, accumulation=2)
     add_micro_batch(net, 0)
     state = optimizer.state_dict()
     release.remove()
-    release = GradientRelease(optimizer, accumulation=accumulation, max_norm=max_norm)
+    release = StepInBackward(optimizer, accumulation=accumulation, max_norm=max_norm)
     with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "accumulate_grad_batches")):
         optimizer.load_state_dict(state)
     assert not release.has_kept

@@ -20,7 +20,7 @@ from lightning_solo.memory import host_slabs
 from lightning_solo.memory.host_slabs import host_tensors
 from lightning_solo.optim import (
     CompactAdamW,
-    GradientRelease,
+    StepInBackward,
     adamw_update,
     state_placement,
 )
@@ -204,7 +204,7 @@ def test_parity_for_any_sizes_and_budget(sizes: list[int], budget: int, bits: An
         parameters = [nn.Parameter(torch.randn(n)) for n in sizes]
         kwargs: dict[str, Any] = {"master_bits": bits[0], "moment_bits": bits[1], "fused": False}
         optimizer = CompactAdamW(parameters, lr=1e-2, state_budget=given_budget, **kwargs)
-        release = GradientRelease(optimizer, max_norm=norm, buffer="host") if released else None
+        release = StepInBackward(optimizer, max_norm=norm, buffer="host") if released else None
         for step in range(3):
             loss = sum(((p.float() - step) ** 2).mean() for p in parameters)
             torch.as_tensor(loss).backward()
@@ -229,7 +229,7 @@ def test_gradients_in_pieces_are_the_same_but_for_the_order_of_their_norm(
             if compact
             else torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
         )
-        release = GradientRelease(optimizer, accumulation=max(windows), max_norm=0.01, max_value=value, buffer=buffer)
+        release = StepInBackward(optimizer, accumulation=max(windows), max_norm=0.01, max_value=value, buffer=buffer)
         stream = batches(sum(windows))
         for window in windows:
             for _ in range(window):
@@ -373,7 +373,7 @@ def test_a_host_that_is_too_small_is_told_before_anything_is_allocated(monkeypat
     with pytest.raises(BudgetError, match=mentions("optimizer states", " KiB", "host", " 950 B")):
         optimizer_of(module, (24, 8), budget=0).place_states()
     module = net()
-    GradientRelease(torch.optim.AdamW(module.parameters()), accumulation=2, buffer="host")
+    StepInBackward(torch.optim.AdamW(module.parameters()), accumulation=2, buffer="host")
     loss = module(next(batches(1))).sum()
     with pytest.raises(BudgetError, match=mentions("gradients", " KiB", "host")):
         loss.backward()
@@ -422,7 +422,7 @@ def test_gpu_parity_with_states_on_the_device(released: bool, monkeypatch: pytes
         torch.manual_seed(1)
         module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).cuda()
         optimizer = CompactAdamW(module.parameters(), lr=1e-2, state_budget=budget)
-        release = GradientRelease(optimizer, accumulation=2, max_norm=0.1, buffer="host") if released else None
+        release = StepInBackward(optimizer, accumulation=2, max_norm=0.1, buffer="host") if released else None
         torch.manual_seed(2)
         for _ in range(5):
             for _ in range(2):

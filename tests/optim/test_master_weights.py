@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import GradientRelease, MasterWeights
+from lightning_solo.optim import MasterWeights, StepInBackward
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.split_weights import STOCHASTIC, split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
@@ -111,7 +111,7 @@ def test_parity_with_fp32_masters_by_hand(rule: str, release: bool) -> None:
     masters, plain = by_hand(rule)
     module, optimizer = split_net(rule)
     if release:
-        steps = GradientRelease(optimizer)
+        steps = StepInBackward(optimizer)
         for step in range(8):
             backward(module, step)
             assert all(p.grad is None for p in module.parameters())
@@ -154,7 +154,7 @@ def test_parity_released_with_accumulation_and_clipping(rule: str) -> None:
     holder.own = nn.ParameterList(masters)
     own = made(rule, holder)
     two, optimizer = split_net(rule)
-    release = GradientRelease(optimizer, accumulation=3, max_norm=0.05)
+    release = StepInBackward(optimizer, accumulation=3, max_norm=0.05)
     for window in range(4):
         for p, master in zip(one.parameters(), masters, strict=True):
             raw = master.detach().view(torch.int32)

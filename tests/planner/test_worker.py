@@ -22,7 +22,7 @@ from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.preset_plans import plan
-from lightning_solo.planner.worker import Request, Worker
+from lightning_solo.planner.worker import PlanRequest, Worker
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
 from tests.conftest import long
@@ -219,7 +219,7 @@ import sys
 import lightning as L, torch
 from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.device import device
-from lightning_solo.planner.worker import Request, Worker
+from lightning_solo.planner.worker import PlanRequest, Worker
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
 
@@ -296,7 +296,7 @@ def test_a_process_that_is_started_early_answers_and_is_closed() -> None:
         process = worker._process
         assert process is not None
         worker.start()
-        request = Request(dense, vectors(), {}, device("cpu"), GiB, None, {"baseline": compose("baseline")})
+        request = PlanRequest(dense, vectors(), {}, device("cpu"), GiB, None, {"baseline": compose("baseline")})
         (answer,) = worker.answers(request, ANSWER_S)
         assert isinstance(answer[1], Plan)
         assert worker._process is process

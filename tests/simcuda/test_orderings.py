@@ -25,7 +25,7 @@ from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.nn.disk_offloading import DiskOffloader
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import checkpoint_blocks, inputs_kept_in
-from lightning_solo.optim import CompactAdamW, GradientRelease, adamw_update, state_placement
+from lightning_solo.optim import CompactAdamW, StepInBackward, adamw_update, state_placement
 from lightning_solo.optim.staging import Staging
 from tests.modules import Stack, loader, regression
 from tests.simcuda import device
@@ -220,7 +220,7 @@ def test_gradients_on_the_host_are_dropped_while_they_are_under_way(compact: boo
     optimizer: Any = (
         CompactAdamW(module.parameters(), lr=1e-2) if compact else torch.optim.AdamW(module.parameters(), foreach=False)
     )
-    release = GradientRelease(optimizer, accumulation=2, max_norm=0.1, buffer="host")
+    release = StepInBackward(optimizer, accumulation=2, max_norm=0.1, buffer="host")
     kind = next(module.parameters()).dtype
     for window in range(3):
         for _ in range(2):
@@ -235,7 +235,7 @@ def test_gradients_on_the_host_are_dropped_while_they_are_under_way(compact: boo
 
 def test_gradients_get_other_room_while_they_are_under_way() -> None:
     module = net()
-    release = GradientRelease(CompactAdamW(module.parameters()), accumulation=2, buffer="host")
+    release = StepInBackward(CompactAdamW(module.parameters()), accumulation=2, buffer="host")
     kind = next(module.parameters()).dtype
     module(torch.ones(6, 70, device=CUDA, dtype=kind)).float().square().mean().backward()
     sums = pinned_tensors()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import GradientError
-from lightning_solo.optim import CompactAdamW, GradientRelease, staging
+from lightning_solo.optim import CompactAdamW, StepInBackward, staging
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from tests.messages import mentions
@@ -54,7 +54,7 @@ def trained(
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2, state_budget=budget, fused=fused)
     norms: list[Tensor | None] = []
     counts: Any = None
-    with GradientRelease(optimizer, accumulation=accumulation, **release) as releasing:
+    with StepInBackward(optimizer, accumulation=accumulation, **release) as releasing:
         given = batches(windows * accumulation, where)
         for _ in range(windows):
             for _ in range(accumulation):
@@ -83,7 +83,7 @@ def numel(module: nn.Module) -> int:
 def test_released_gradients_take_a_launch_for_each_large_parameter_and_one_wait() -> None:
     module = net()
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     for x in batches(2):
         loss = module(x).float().square().mean()
         with device.counted() as counts:
@@ -126,7 +126,7 @@ def test_a_step_of_gradients_that_are_all_there_takes_two_launches_and_one_wait(
 
 def test_states_on_the_host_pass_once_each_way() -> None:
     module, optimizer, _, _ = trained(1, budget=0)
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     states = sum(bytes_of(state_layout(p, 24, 8)) for p in module.parameters() if p.numel() >= 4096)
     assert optimizer.host_bytes == states
     (x,) = batches(1)
@@ -221,7 +221,7 @@ def test_nothing_is_touched_though_the_host_learns_of_it_last(way: str, bad: flo
     release = None
     if way != "all at once":
         on_host = {"accumulation": 2, "buffer": "host", "max_value": 0.1} if "host" in way else {}
-        release = GradientRelease(optimizer, max_norm=0.1, **on_host)  # type: ignore[arg-type]
+        release = StepInBackward(optimizer, max_norm=0.1, **on_host)  # type: ignore[arg-type]
 
     def window() -> None:
         optimizer.zero_grad()
@@ -244,7 +244,7 @@ def test_nothing_is_touched_though_the_host_learns_of_it_last(way: str, bad: flo
 
 def test_a_gradient_used_in_backward_is_named_at_the_end_of_the_window() -> None:
     module = net()
-    release = GradientRelease(CompactAdamW(module.named_parameters(), lr=1e-2))
+    release = StepInBackward(CompactAdamW(module.named_parameters(), lr=1e-2))
     cure = poisoned(module, float("nan"))
     module(next(batches(1))).float().square().mean().backward()
     with pytest.raises(GradientError, match=mentions("2.weight", "not finite", "stepped")):
@@ -278,7 +278,7 @@ def test_a_kernel_that_does_not_compile_leaves_its_work_to_operators(monkeypatch
 def test_what_was_not_finite_in_a_window_that_was_given_up_is_forgotten() -> None:
     module = net()
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     before = [p.detach().clone() for p in module.parameters()]
     cure = poisoned(module, float("inf"))
     module(next(batches(1))).float().square().mean().backward()
@@ -302,7 +302,7 @@ def test_a_fall_back_flags_nothing_where_nothing_was_stepped(monkeypatch: pytest
         optimizer.step()
     cure()
     optimizer.zero_grad()
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     module(next(batches(1))).float().square().mean().backward()
     release.step()
     release.remove()
@@ -330,7 +330,7 @@ def test_a_launch_that_fails_counts_no_step_that_was_not_taken(monkeypatch: pyte
 def test_kernels_follow_parameters_to_another_device() -> None:
     module = net(torch.device("cpu"))
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
-    release = GradientRelease(optimizer)
+    release = StepInBackward(optimizer)
     optimizer.zero_grad()
     assert not isinstance(optimizer.kernels, TritonKernels)
     module.cuda()
@@ -343,7 +343,7 @@ def test_kernels_follow_parameters_to_another_device() -> None:
 @pytest.mark.parametrize("value", [None, 0.01])
 def test_torchs_optimizers_wait_once_for_the_norm(value: float | None) -> None:
     module = net()
-    release = GradientRelease(torch.optim.SGD(module.parameters(), lr=0.1), max_norm=0.1, max_value=value)
+    release = StepInBackward(torch.optim.SGD(module.parameters(), lr=0.1), max_norm=0.1, max_value=value)
     module(next(batches(1)).float()).square().mean().backward()
     with device.counted() as counts:
         release.step()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
-from lightning_solo.optim.gradient_release import GradientRelease as Release
+from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.run import Run
@@ -36,12 +36,12 @@ class GradientRelease(Technique, Settings):
     phase = CARD.phase
 
     def _init_state(self) -> None:
-        self._release: Release | None = None
+        self._release: StepInBackward | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._warned: set[str] = set()
 
     @property
-    def release(self) -> Release | None:
+    def release(self) -> StepInBackward | None:
         """The mechanism of this run; None outside a fit, and under manual optimization."""
         return self._release
 
@@ -73,7 +73,7 @@ class GradientRelease(Technique, Settings):
         algorithm = ctx.trainer.gradient_clip_algorithm
         by_value = str(getattr(algorithm, "value", algorithm)) == "value"
         by_hand = self._clips_by_hand
-        self._release = release = Release(
+        self._release = release = StepInBackward(
             optimizer,
             accumulation=_micro_batches(ctx),
             max_norm=math.inf if by_hand or (value and not by_value) else None,
@@ -100,7 +100,7 @@ class GradientRelease(Technique, Settings):
                 )
         return bool(overridden("configure_gradient_clipping", ctx.module))
 
-    def _words(self, ctx: Run, release: Release) -> str:
+    def _words(self, ctx: Run, release: StepInBackward) -> str:
         if release.immediate:
             return "released in backward, one by one"
         trained = sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
