@@ -38,6 +38,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.units import GiB
 from tests.messages import mentions, nearest
 from tests.modules import Block, Held, Stack, loader, regression
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -54,10 +55,6 @@ def gradients(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
     random.seed(3)
     module(*args, **kwargs).float().sum().backward()
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def equal(first: Any, second: Any) -> bool:
-    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
 def fitted(home: ModuleType, make_trainer: Any, make: Callable[[], Any], callbacks: Any = (), **kwargs: Any) -> Any:
@@ -82,8 +79,7 @@ def same_weights(home: ModuleType, make_trainer: Any, make: Callable[[], Any], n
     acted = fitted(home, make_trainer, make, seen.callbacks(), **kwargs).state_dict()
     assert len(seen.wrapped) == names
     assert seen.ran
-    assert list(plain) == list(acted)
-    assert all(torch.equal(plain[key], acted[key]) for key in plain)
+    assert equal(plain, acted)
     assert any(not torch.equal(start[key], plain[key]) for key in start if start[key].is_floating_point()) or not start
 
 

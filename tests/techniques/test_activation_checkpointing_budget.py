@@ -34,6 +34,7 @@ from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Held, Stack, loader, regression
+from tests.training import equal
 
 WIDTH = 32
 BLOCKS = 6
@@ -82,10 +83,6 @@ def fitted(
     torch.manual_seed(1)
     make_trainer(home, callbacks=callbacks, **arguments).fit(module, data)
     return peaks, list(module.parameters())
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
 def bounds(home: ModuleType, make_trainer: Any, **arguments: Any) -> tuple[int, int]:

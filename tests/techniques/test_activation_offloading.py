@@ -27,6 +27,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.units import GiB
 from tests.modules import Held, Stack, loader, regression
+from tests.training import equal
 
 pytestmark = [
     pytest.mark.any_device,
@@ -58,10 +59,6 @@ def gradients(net: nn.Module, x: Tensor, context: AbstractContextManager[Any] | 
         loss = net(x).square().sum()
     loss.backward()
     return [p.grad.cpu() for p in net.parameters() if p.grad is not None]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
 def offloader_for(

@@ -33,6 +33,7 @@ from lightning_solo.techniques.activation_offloading.technique import Activation
 from lightning_solo.units import GiB
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
+from tests.training import equal
 
 pytestmark = [
     pytest.mark.any_device,
@@ -108,10 +109,6 @@ def gradients(net: nn.Module, x: Tensor, offloader: DiskOffloader | None = None,
             loss = net(x).square().sum()
     loss.backward()
     return [p.grad.cpu() for p in net.parameters() if p.grad is not None]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
 # Acted, and memory

@@ -25,6 +25,7 @@ from lightning_solo.techniques.curriculum.technique import Curriculum
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Resumable, loader
+from tests.training import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:curriculum. training ends")  # many fits here are short
 Make = Callable[..., Any]
@@ -122,10 +123,6 @@ def fit(
     trainer = make_trainer(L, callbacks=callbacks, **{"max_epochs": 2, **arguments})
     trainer.fit(module, data, ckpt_path=path, weights_only=path and True)
     return trainer, module
-
-
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
 def short(by: Any = "length", **options: Any) -> Curriculum:
@@ -346,9 +343,9 @@ def test_weights_are_those_of_the_same_batches_without_it(make_trainer: Make) ->
     data = Texts()
     batches = [padded([data[index] for index in items]) for items in seen.items]
     _, reference = fit(make_trainer, None, Resumable(batches), None, without_dropout, max_epochs=1)
-    assert same(module, reference)
+    assert equal(module, reference)
     torch.manual_seed(2)
-    assert not same(module.cpu(), without_dropout())
+    assert not equal(module.cpu(), without_dropout())
 
 
 @pytest.mark.any_device
@@ -367,7 +364,7 @@ def test_taking_losses_changes_nothing_else(make_trainer: Make) -> None:
     losses = technique.state_dict()["losses"]
     _, known = fit(make_trainer, short(lambda item: float(losses[item["index"]])), texts(), again, Noisy)
     assert seen.items == again.items
-    assert same(module, known)
+    assert equal(module, known)
     assert module.count == 30
 
 
@@ -381,7 +378,7 @@ def test_weights_are_those_of_sequences_cut_by_hand(make_trainer: Make) -> None:
         for batch, length in zip(data, seen.lengths, strict=True)
     ]
     _, reference = fit(make_trainer, None, Resumable(cut), None, without_dropout, max_epochs=1)
-    assert same(module, reference)
+    assert equal(module, reference)
     assert len(set(seen.lengths)) > 1
 
 
@@ -471,7 +468,7 @@ def test_a_resumed_run_has_the_batches_and_weights_of_the_undisturbed_one(
     assert 0 < len(rest.batches) == len(whole.batches) - after
     for one, other in zip(rest.batches, whole.batches[after:], strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
-    assert same(resumed, module)
+    assert equal(resumed, module)
 
 
 def test_a_second_fit_of_the_trainer_goes_on_and_another_trainer_begins(make_trainer: Make) -> None:

@@ -194,10 +194,6 @@ def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str,
         LeakFinder(**arguments)
 
 
-def test_repr_builds_it_again() -> None:
-    assert repr(eval(repr(LeakFinder(7, 4, 9)))) == "LeakFinder(every_n_steps=7, consecutive=4, min_bytes=9)"
-
-
 # --- parity ---
 
 

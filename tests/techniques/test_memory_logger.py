@@ -389,12 +389,6 @@ def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str,
         MemoryLogger(**arguments)
 
 
-def test_repr_builds_it_again() -> None:
-    callback = MemoryLogger(7, True, "m/x.csv", False, 2)
-    arguments = "every_n_steps=7, per_phase=True, file='m/x.csv', table=False, category_steps=2"
-    assert repr(eval(repr(callback))) == repr(callback) == f"MemoryLogger({arguments})"
-
-
 # --- parity ---
 
 

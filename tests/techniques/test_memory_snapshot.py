@@ -168,11 +168,6 @@ def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str,
         MemorySnapshot(**arguments)
 
 
-def test_repr_builds_it_again() -> None:
-    callback = MemorySnapshot("snapshots/here", 7, True)
-    assert repr(eval(repr(callback))) == repr(callback)
-
-
 # --- parity ---
 
 

@@ -19,6 +19,7 @@ from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from tests.messages import mentions
 from tests.modules import Resumable, Stack, loader, regression
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -82,11 +83,6 @@ def fit(make: Make, net: nn.Module, callbacks: list[Any], batches: list[Any] | N
     return module
 
 
-def same(one: Any, other: Any, tolerance: float = 0.0) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.allclose(p, q, rtol=0, atol=tolerance) for p, q in pairs)
-
-
 @pytest.mark.parametrize("way", ["global_batch", "accumulation", "schedule", "released"])
 def test_a_run_resumed_within_a_step_is_the_undisturbed_one(make_trainer: Make, tmp_path: Path, way: str) -> None:
     def run(*others: Any, **options: Any) -> Any:
@@ -100,11 +96,11 @@ def test_a_run_resumed_within_a_step_is_the_undisturbed_one(make_trainer: Make, 
     save = Save(tmp_path)
     undisturbed = run(save)
     torch.manual_seed(3)
-    assert not same(undisturbed.net.cpu(), Stack(2).double(), 1e-3)
+    assert not equal(undisturbed.net.cpu(), Stack(2).double(), 1e-3)
     starts = [0, 2, 6] if way == "schedule" else [0, 3, 6]
     for after in range(7):
         resumed = run(ckpt_path=save.path(after), weights_only=True)
-        assert same(resumed.net.cpu(), undisturbed.net), after
+        assert equal(resumed.net.cpu(), undisturbed.net), after
         first = 0 if after == 6 else max(start for start in starts if start <= after + 1)  # of the step or the next
         ran = resumed.indices[: resumed.indices.index(6)]
         assert sorted({*ran}) == [*range(first, 6)], after
@@ -125,7 +121,7 @@ def test_a_window_whose_gradients_are_released_is_resumed(
     undisturbed = run(save := Save(tmp_path))
     for after in (1, 3, 5):
         resumed = run(ckpt_path=save.path(after), weights_only=True)
-        assert same(resumed.net.cpu(), undisturbed.net.cpu()), after
+        assert equal(resumed.net.cpu(), undisturbed.net.cpu()), after
 
 
 @pytest.mark.parametrize("make", [lambda: MicroBatching(2, global_batch=12), lambda: AccumulationSchedule([[0, 3]])])
@@ -161,7 +157,7 @@ def test_a_run_stopped_within_a_batch_has_those_that_came_before_it(
     assert len([*tmp_path.glob("*.ckpt")]) >= 3  # of 7 batches in steps of 3, 3 and 1
     for stopped in [int(path.stem) for path in tmp_path.glob("*.ckpt")]:
         resumed = run(ckpt_path=str(tmp_path / f"{stopped}.ckpt"), weights_only=True)
-        assert same(resumed.net, undisturbed.net), stopped
+        assert equal(resumed.net, undisturbed.net), stopped
 
 
 def test_gradients_that_a_checkpoint_has_outlast_a_retry(make_trainer: Make, tmp_path: Path) -> None:
@@ -175,7 +171,7 @@ def test_gradients_that_a_checkpoint_has_outlast_a_retry(make_trainer: Make, tmp
             weights_only=True,
         )  # fmt: skip
         assert net.failures == 1
-        assert same(resumed.net.cpu(), undisturbed.net.cpu(), 1e-10), after
+        assert equal(resumed.net.cpu(), undisturbed.net.cpu(), 1e-10), after
 
 
 def test_batches_of_types_that_checkpoints_do_not_have(make_trainer: Make, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
+from tests.training import equal
 
 Make = Callable[..., Any]
 WIDTH = 64
@@ -105,10 +106,6 @@ def fit(home: ModuleType, make_trainer: Make, data: Any, *callbacks: Any, module
     torch.manual_seed(2)
     make_trainer(home, callbacks=list(callbacks), **arguments).fit(module, data)
     return module
-
-
-def equal(one: Any, other: Any) -> bool:
-    return all(torch.equal(other.state_dict()[name], weight) for name, weight in one.state_dict().items())
 
 
 # --- acted ---

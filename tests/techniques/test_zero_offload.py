@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 from lightning_solo.errors import CapabilityError, ConflictError
@@ -110,15 +109,6 @@ def test_the_configuration_is_ours_whatever_the_environment_says(
     assert isinstance(made, home.strategies.DeepSpeedStrategy)
     assert isinstance(made, zero_offload.ZeroOffloadStrategy)
     assert eval(repr(made), {"ZeroOffloadStrategy": type(made)}).config == made.config
-
-
-def test_the_yaml_lists_the_constructor() -> None:
-    given = yaml.safe_load((ROOT / "conf/library/solo/strategy/zero_offload.yaml").read_text())
-    assert given.pop("name") == "zero_offload"
-    made = for_home(ZeroOffloadStrategy)(**given)
-    assert given.pop("config") is made.given_config is None
-    assert {name: getattr(made, name) for name in given} == given
-    assert repr(made) == repr(for_home(ZeroOffloadStrategy)())
 
 
 def test_without_deepspeed_the_package_and_the_command_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
