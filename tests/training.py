@@ -10,7 +10,7 @@ import lightning.pytorch
 import torch
 from torch import Tensor, nn
 
-from tests.modules import loader, regression
+from tests.modules import Stack, loader, regression
 
 
 def equal(one: Any, other: Any, tolerance: float = 0.0) -> bool:
@@ -40,11 +40,6 @@ def _equal(one: Any, other: Any, tolerance: float) -> bool:
         case list() | tuple():
             return len(one) == len(other) and all(_equal(*both, tolerance) for both in zip(one, other, strict=True))
     return bool(one == other)
-
-
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a module's parameters by their names, on the CPU."""
-    return {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
 
 
 def contents(optimizer: Any) -> list[Tensor]:
@@ -87,7 +82,6 @@ def fit(
     module: Any = None,
     data: Any = None,
     home: ModuleType = lightning.pytorch,
-    path: Any = None,
     **arguments: Any,
 ) -> Any:
     """Fit a module under callbacks, with the same random numbers each time, and return it; its `trainer` is set.
@@ -96,16 +90,14 @@ def fit(
         make_trainer: The fixture.
         callbacks: Those of the Trainer; None is left out.
         module: By default a `regression` of a stack with dropout.
-        data: A loader or a data module; by default ten batches.
+        data: A loader; by default ten batches.
         home: The package whose Trainer is made; the module's, where one is given.
-        path: A checkpoint to resume.
         arguments: Those of the Trainer.
     """
     torch.manual_seed(1)
     if module is None:
-        module = regression(home)
+        module = regression(home, Stack(dropout=0.2))
     trainer = make_trainer(home, callbacks=[each for each in callbacks if each is not None], **arguments)
     torch.manual_seed(2)
-    kind = "datamodule" if hasattr(data, "train_dataloader") else "train_dataloaders"
-    trainer.fit(module, **{kind: loader() if data is None else data}, ckpt_path=path, weights_only=path and True)
+    trainer.fit(module, loader() if data is None else data)
     return module

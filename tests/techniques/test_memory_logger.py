@@ -27,6 +27,7 @@ from lightning_solo.units import GiB, MiB
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
+from tests.training import equal, fit
 
 pytestmark = pytest.mark.any_device
 
@@ -395,15 +396,10 @@ def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str,
 @pytest.mark.parametrize("per_phase", [False, True])
 @pytest.mark.parametrize("category_steps", [0, 3])
 def test_training_is_bit_equal(home: Any, make_trainer: Any, per_phase: bool, category_steps: int) -> None:
-    after = []
-    for callbacks in ([], [MemoryLogger(every_n_steps=2, per_phase=per_phase, category_steps=category_steps)]):
-        torch.manual_seed(0)
-        module = regression(home)
-        before = [p.detach().clone() for p in module.parameters()]
-        make_trainer(home, callbacks=callbacks).fit(module, loader(10))
-        after.append(list(module.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+    logger = MemoryLogger(every_n_steps=2, per_phase=per_phase, category_steps=category_steps)
+    plain = fit(make_trainer, home=home)
+    assert equal(fit(make_trainer, logger, home=home), plain)
+    assert not equal(fit(make_trainer, home=home, max_steps=1), plain)
 
 
 def test_the_modules_own_keys_are_left_alone(home: Any, make_trainer: Any) -> None:

@@ -33,7 +33,7 @@ from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
-from tests.training import equal
+from tests.training import equal, fit
 
 Make = Callable[..., Any]
 WIDTH = 64
@@ -99,15 +99,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def fit(home: ModuleType, make_trainer: Make, data: Any, *callbacks: Any, module: Any = None, **arguments: Any) -> Any:
-    if module is None:
-        torch.manual_seed(1)
-        module = regression(home, Stack(dropout=0.2))
-    torch.manual_seed(2)
-    make_trainer(home, callbacks=list(callbacks), **arguments).fit(module, data)
-    return module
-
-
 # --- acted ---
 
 
@@ -125,7 +116,7 @@ def test_batches_are_loaded_during_the_steps_before(home: ModuleType, make_train
         return step(batch, batch_idx)
 
     module.training_step = training_step
-    fit(home, make_trainer, data, Prefetch(depth=3), module=module)
+    fit(make_trainer, Prefetch(depth=3), home=home, data=data, module=module)
     assert steps == list(range(8))
     assert data.threads[2:] == ["prefetch"] * 6
     assert not threads()
@@ -156,8 +147,8 @@ def test_weights_are_those_of_a_plain_run(home: ModuleType, make_trainer: Make, 
         return DataLoader(loader(8).dataset, batch_size=4, shuffle=shuffle)
 
     arguments = {"max_epochs": 3, "accumulate_grad_batches": 2}
-    plain = fit(home, make_trainer, made(), **arguments)
-    ahead = fit(home, make_trainer, made(), Prefetch(), **arguments)
+    plain = fit(make_trainer, home=home, data=made(), **arguments)
+    ahead = fit(make_trainer, Prefetch(), home=home, data=made(), **arguments)
     assert equal(plain, ahead)
     assert not equal(plain, regression(home, Stack()))
 
@@ -172,7 +163,7 @@ def test_combined_loaders_and_a_second_fit(make_trainer: Make) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
         data = CombinedLoader({"a": loader(5), "b": loader(3, seed=2)}, "max_size_cycle")
         for _ in range(2):
-            fit(L, make_trainer, data, *callbacks, module=module, max_epochs=2)
+            fit(make_trainer, *callbacks, data=data, module=module, max_epochs=2)
         assert all(getattr(each, "closed", True) for each in data.flattened)
         return module
 
@@ -201,9 +192,9 @@ def test_batches_that_draw_random_numbers_are_not_loaded_ahead(make_trainer: Mak
         np.random.seed(1)
         if callbacks:
             with pytest.warns(UserWarning, match=mentions("prefetch", "num_workers=1")):
-                trained.append(fit(L, make_trainer, DataLoader(Noisy(), 2), *callbacks))
+                trained.append(fit(make_trainer, *callbacks, data=DataLoader(Noisy(), 2)))
         else:
-            trained.append(fit(L, make_trainer, DataLoader(Noisy(), 2)))
+            trained.append(fit(make_trainer, data=DataLoader(Noisy(), 2)))
     assert equal(*trained)
     assert "prefetch" not in names
 
@@ -219,7 +210,7 @@ def test_limits_end_an_epoch_of_a_loader_that_continues(make_trainer: Make) -> N
         module = regression(L)
         step, here = module.training_step, list[Tensor]()
         module.training_step = noting(step, here)
-        fit(L, make_trainer, data, *callbacks, module=module, max_epochs=2, limit_train_batches=5)
+        fit(make_trainer, *callbacks, data=data, module=module, max_epochs=2, limit_train_batches=5)
         seen.append(here)
     assert len(seen[0]) == len(seen[1])
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
@@ -335,7 +326,7 @@ def test_an_error_comes_with_its_batch_and_its_traceback(make_trainer: Make) -> 
     step = module.training_step
     module.training_step = lambda batch, batch_idx: trained.append(batch_idx) or step(batch, batch_idx)
     with pytest.raises(OSError, match="batch 5") as caught:
-        fit(L, make_trainer, data, Prefetch(), module=module)
+        fit(make_trainer, Prefetch(), data=data, module=module)
     assert trained == [0, 1, 2, 3, 4]
     assert "__iter__" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert not threads()
@@ -367,13 +358,13 @@ def test_a_depth_that_is_none(given: Any) -> None:
 def test_workers_on_a_cpu_leave_nothing_to_do(make_trainer: Make) -> None:
     data = DataLoader(loader(4).dataset, batch_size=4, num_workers=1)
     with pytest.raises(NothingToDoError, match=mentions("prefetch", "prefetch_factor")):
-        fit(L, make_trainer, data, Prefetch())
+        fit(make_trainer, Prefetch(), data=data)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_a_precision_whose_step_sets_the_default_dtype_is_refused(make_trainer: Make, precision: str) -> None:
     with pytest.raises(ConflictError, match=mentions("num_workers=1", precision)):
-        fit(L, make_trainer, loader(4), Prefetch(), precision=precision)
+        fit(make_trainer, Prefetch(), data=loader(4), precision=precision)
 
 
 # --- no trace ---
