@@ -147,15 +147,6 @@ class Card:
         """Return the settings that plain values describe; see `TechniqueSettings.parse`."""
         return self.settings.parse(values, option or self.name)
 
-    def check_call(self, arguments: Mapping[str, Any], option: str | None = None) -> Any:
-        """Return the settings that a constructor of its class was called with: `check` of its ``locals()``."""
-        return self.check({each.name: arguments[each.name] for each in fields(self.settings)}, option)
-
-    def repr(self, technique: Any) -> str:
-        """Return the call that builds a technique again."""
-        values = ", ".join(f"{each.name}={getattr(technique, each.name)!r}" for each in fields(self.settings))
-        return f"{self.class_name}({values})"
-
 
 def resources(of: Resources, settings: Any) -> frozenset[str]:
     """Return the names of resources for given settings."""

@@ -91,9 +91,8 @@ def chosen_of(technique: object) -> Chosen | None:
     for cls in type(technique).__mro__:
         card = targets.get(f"{cls.__module__}:{cls.__qualname__}")
         if card is not None:
-            settings = card.check(
-                {field.name: getattr(technique, field.name, field.default) for field in fields(card.settings)}
-            )
+            values = {field.name: getattr(technique, field.name, field.default) for field in fields(card.settings)}
+            settings = getattr(technique, "settings", None) or card.check(values)
             return Chosen(card, settings, card.group if card.group == "strategy" else f"callback.{card.name}")
     return None
 

@@ -44,7 +44,7 @@ class TechniqueSettings:
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]
             if "__init__" not in vars(cls):  # evaluated, since LightningCLI reads only types that its module can name
                 cls.__init__.__annotations__ = get_type_hints(cls.__init__)
-            if "__doc__" in vars(cls) and cls.__doc__:
+            if "__doc__" in vars(cls) and cls.__doc__ and "    Args:" not in cls.__doc__:
                 cls.__doc__ = documented(cls.__doc__, cls)
 
     def __post_init__(self) -> None:

@@ -108,6 +108,7 @@ def test_the_configuration_is_ours_whatever_the_environment_says(
     assert made.config["zero_force_ds_cpu_optimizer"] is False
     assert isinstance(made, home.strategies.DeepSpeedStrategy)
     assert isinstance(made, zero_offload.ZeroOffloadStrategy)
+    assert made.settings.config is None
     assert eval(repr(made), {"ZeroOffloadStrategy": type(made)}).config == made.config
 
 

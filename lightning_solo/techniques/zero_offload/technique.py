@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.cards.card import resources
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
+from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
@@ -24,7 +25,7 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.homes import fabric_part
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import Seams
-from lightning_solo.techniques.zero_offload.card import CARD
+from lightning_solo.techniques.zero_offload.card import CARD, Settings
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
     check_device_budget,
@@ -68,24 +69,14 @@ else:
     Base = Seams
 
 
-class ZeroOffloadStrategy(Base):
+class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
     """Train with the optimizer on the host, and at stage 3 with the weights there too.
 
     ``ZeroOffloadStrategy(...)`` is for the Trainer of ``lightning``; :func:`lightning_solo.seams.homes.for_home` gives
     that of ``pytorch_lightning``.
 
-    Args:
-        stage: 2 keeps the 16-bit weights on the device, 3 partitions them too.
-        offload_parameters: Keep the weights on the host, and bring them to the device block by block; stage 3.
-        nvme_path: A folder on a local SSD for optimizer states, and with ``offload_parameters`` weights; stage 3.
-        pin_memory: Keep the host's copies in page-locked memory, which is what makes the transfers fast.
-        host_optimizer: ``"auto"`` for your own on the host, Adam and AdamW by torch's fused loop; ``"torch"`` for your
-            own as it is; ``"deepspeed"`` for its C++ Adam, AdamW or Adagrad, which is built once, in a minute or more,
-            or ahead by ``lightning-solo doctor --build``.
-        config: DeepSpeed's own configuration on top of ours, a mapping or a JSON file: its buckets, say.
-        save_engine_directory: Write DeepSpeed's own checkpoint beside each file, as ``<file>.deepspeed``.
-        exclude_frozen_parameters: Leave weights that are not trained out of checkpoints.
-        allow_cpu: Run the engine on the CPU, for tests and for trying: it saves nothing there.
+    Attributes:
+        settings: as given; ``config`` is DeepSpeed's whole configuration, with these settings.
 
     Raises:
         CapabilityError: DeepSpeed is not installed or too old, or, when a run starts, there is no CUDA device.
@@ -95,34 +86,17 @@ class ZeroOffloadStrategy(Base):
 
     base = "DeepSpeedStrategy"
     config: Any
+    __setattr__ = object.__setattr__  # Lightning's strategy sets `config`
+    __delattr__ = object.__delattr__
 
-    def __init__(
-        self,
-        stage: int = 2,
-        offload_parameters: bool = False,
-        nvme_path: str | None = None,
-        pin_memory: bool = True,
-        host_optimizer: str = "auto",
-        config: Mapping[str, Any] | str | None = None,
-        save_engine_directory: bool = False,
-        exclude_frozen_parameters: bool = False,
-        allow_cpu: bool = False,
-    ) -> None:
-        self._settings = CARD.check_call(locals())
-        self.stage = stage
-        self.offload_parameters = offload_parameters
-        self.nvme_path = nvme_path
-        self.pin_memory = pin_memory
-        self.host_optimizer = host_optimizer
-        self.given_config = config
-        self.save_engine_directory = save_engine_directory
-        self.allow_cpu = allow_cpu
+    def _init_state(self) -> None:
+        self.settings = Settings.from_settings(self)
         require_deepspeed()
         # A config given outright also keeps PL_DEEPSPEED_CONFIG_PATH out.
-        super().__init__(
+        super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
             config=self._new_config(),
             cluster_environment=one_process(fabric_part(self.home, "plugins.environments").LightningEnvironment),
-            exclude_frozen_parameters=exclude_frozen_parameters,
+            exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
         self._opened_group: bool | None = None  # False: it is the user's
         self._stack = ExitStack()
@@ -131,11 +105,11 @@ class ZeroOffloadStrategy(Base):
         self._clipped = False  # whether clip_gradients was called since the last step
 
     def __repr__(self) -> str:
-        return CARD.repr(self._settings)
+        return repr(self.settings).replace("Settings", "ZeroOffloadStrategy", 1)
 
     def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
         """Return DeepSpeed's configuration; ``folder`` is the run's own below ``nvme_path``, once there is one."""
-        merged: dict[str, Any] = self._settings.engine_config()
+        merged: dict[str, Any] = self.settings.engine_config()
         check_zero_section(merged)
         for place in ("offload_optimizer", "offload_param"):
             if folder is not None and place in merged["zero_optimization"]:
@@ -205,7 +179,7 @@ class ZeroOffloadStrategy(Base):
         require_device(self.root_device, allow_cpu=self.allow_cpu)
         refuse_trainer(self._trainer)
         # Lightning's scheduler of accumulation, which refuses every DeepSpeedStrategy, is refused here with a remedy
-        owned = resources(CARD.owns, self._settings) | {"accumulation_factor"}
+        owned = resources(CARD.owns, self.settings) | {"accumulation_factor"}
         refuse_callbacks("strategy=zero_offload", owned, self._trainer.callbacks)
         run = self.begin(self._trainer)
         run.window.gradients_stay = run.window.gradients_saved = False  # the engine takes them in backward
