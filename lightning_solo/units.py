@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 
 GiB = 2**30
 MiB = 2**20
@@ -55,17 +57,35 @@ def shorter_numbers(text: str) -> str:
     return _LONG.sub(lambda found: f"{float(found[0]):.4g}", text)
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as ``16GiB`` stands for.
+def parse_budget(value: object, *, least: int = MiB) -> int:
+    """Return the bytes that a text such as ``16GiB``, or a number of bytes, stands for.
 
-    >>> parse_bytes("16GiB") == 16 * GiB, parse_bytes("1.5 MiB") == 3 * MiB // 2, parse_bytes("512B")
+    Args:
+        value: a text with a unit, a text of digits, or a number.
+        least: bytes that a value without a unit must have: ``16`` is more likely 16 GiB than 16 bytes. With a unit, any
+            number above 0 will do, and 0 where ``least`` is 0.
+
+    >>> parse_budget("16GiB") == 16 * GiB, parse_budget("1.5 MiB") == 3 * MiB // 2, parse_budget("512B")
     (True, True, 512)
+    >>> parse_budget("6442450944"), parse_budget(1.6e10), parse_budget(0, least=0)
+    (6442450944, 16000000000, 0)
 
     Raises:
-        ValueError: it is no number of B, KiB, MiB, GiB or TiB, or of nothing; GB is 10**9 to some and 2**30 to others.
+        ValueError: it is no number of B, KiB, MiB, GiB or TiB, and no number of at least ``least``. GB is no unit:
+            10**9 to some and 2**30 to others.
     """
-    found = _BYTES.fullmatch(text.strip())
-    count = int(float(found[1]) * 1024 ** " kmgt".index((found[2] or " ")[0].lower())) if found else 0
-    if not count:
-        raise ValueError(f"{text!r}: write a number above 0 and one of B, KiB, MiB, GiB, TiB, such as 16GiB")
+    text = value.strip() if isinstance(value, str) else ""
+    number = int(text) if text.isdecimal() else value
+    count = -1
+    if found := _BYTES.fullmatch(text):
+        count, least = int(Fraction(found[1]) * 1024 ** " kmgt".index((found[2] or " ")[0].lower())), min(least, 1)
+    elif isinstance(number, int) and not isinstance(number, bool):
+        count = number
+    elif isinstance(number, float) and math.isfinite(number):
+        count, least = int(number), max(least, MiB)  # 1.5 stands for no bytes, 0.9 * 2**30 does
+    if count < least:
+        raise ValueError(
+            f"{value!r}: write a number and one of B, KiB, MiB, GiB, TiB, such as 16GiB, or bytes,"
+            f" at least {format_bytes(least)}, such as 17179869184"
+        )
     return count

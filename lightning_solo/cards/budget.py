@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 from lightning_solo.cards.settings import setting
-from lightning_solo.units import MiB, parse_bytes
-
-_NUMBER = re.compile(r"\d+|\d*\.\d+")
+from lightning_solo.units import parse_budget
 
 
-def parse_budget(budget: int | float | str) -> int | float:
+def bytes_or_share(budget: int | float | str) -> int | float:
     """Return bytes as an int, a share as a float.
 
-    >>> parse_budget("6GiB"), parse_budget("6442450944"), parse_budget("0.5")
+    >>> bytes_or_share("6GiB"), bytes_or_share("6442450944"), bytes_or_share("0.5")
     (6442450944, 6442450944, 0.5)
 
     Raises:
         ValueError: it is neither.
     """
     try:
-        if isinstance(budget, str) and not _NUMBER.fullmatch(budget):
-            return parse_bytes(budget)
-        number = float(budget)
-        if 0 <= number <= 1:
-            return number
-        if number >= MiB:
-            return int(budget)
-    except (ValueError, OverflowError):
+        if not isinstance(budget, bool) and 0 <= float(budget) <= 1:
+            return float(budget)
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise ValueError("write bytes, at least 1 MiB, such as 6GiB or 6442450944, or a share from 0 to 1, such as 0.5")
-
-
-def budget_setting(text: str) -> Any:
-    """Return a field of settings: a budget as `parse_budget` reads it, or None."""
-    return setting(None, text, check=_complaint)
-
-
-def _complaint(budget: int | float | str | None) -> str | None:
     try:
-        if budget is not None:
-            parse_budget(budget)
+        return parse_budget(budget)
     except ValueError as error:
-        return str(error)
-    return None
+        raise ValueError(f"{error}; or a share from 0 to 1, such as 0.5") from None
+
+
+def budget_setting(text: str, parse: Callable[[Any], object] = bytes_or_share) -> Any:
+    """Return a field of settings: a budget as ``parse`` reads it, or None."""
+
+    def complaint(budget: int | float | str | None) -> str | None:
+        try:
+            if budget is not None:
+                parse(budget)
+        except ValueError as error:
+            return str(error).removeprefix(f"{budget!r}: ")
+        return None
+
+    return setting(None, text, check=complaint)

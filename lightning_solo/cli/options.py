@@ -6,7 +6,7 @@ import argparse
 from typing import NoReturn
 
 from lightning_solo.errors import PresetError
-from lightning_solo.units import parse_bytes
+from lightning_solo.units import parse_budget
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +38,6 @@ def size(option: str, text: str | None) -> int | None:
         PresetError: it is no size.
     """
     try:
-        return None if text is None else parse_bytes(text)
+        return None if text is None else parse_budget(text)
     except ValueError as error:
         raise PresetError(f"{option} {error}") from None

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.units import format_bytes, parse_bytes
+from lightning_solo.units import format_bytes, parse_budget
 
 EVENTS_AT_MOST = 10_000
 
@@ -26,7 +26,7 @@ class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
         optimizers: their states count too.
 
     Raises:
-        ValueError: a text that is no number of bytes.
+        ValueError: a limit that is no number of bytes.
 
     >>> with MemoryLimit("1KiB"):
     ...     torch.zeros(200).exp()
@@ -36,7 +36,7 @@ class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
 
     def __init__(self, limit: int | str, module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> None:
         super().__init__(module, optimizers)
-        self.limit = parse_bytes(limit) if isinstance(limit, str) else limit
+        self.limit = parse_budget(limit, least=0)
         self.raised = 0
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,7 +35,7 @@ from lightning_solo.optim.operator_kernels import greatest
 from lightning_solo.optim.param_groups import load_groups, name_in, names_of, with_hooks
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, joined, split_again, split_parameters
 from lightning_solo.optim.staging import Staging
-from lightning_solo.optim.state_placement import StatePlacement, require_state_budget
+from lightning_solo.optim.state_placement import StatePlacement, parse_state_budget
 from lightning_solo.units import format_bytes
 
 _KEPT = (
@@ -68,10 +68,10 @@ class CompactAdamW(Optimizer):
         fused: step in one pass: on a GPU by a Triton kernel; a parameter on a CPU with moments in 8 bits by a kernel
             in C++; both round as torch's operators do. Others by torch.compile. None: where there is a compiler, and
             by torch.compile from 16 million elements on; False: by torch's operators.
-        state_budget: bytes of states that stay on the device; the others are stored in host memory, and pass through
-            the device when they are stepped. "auto": as many as the first step leaves free, during which as many as
-            possible are on the host. None: all stay. The first parameters' states stay first, for in backward their
-            gradients come last, when little is left to compute meanwhile.
+        state_budget: bytes of states that stay on the device, as "8GiB"; the others are stored in host memory, and
+            pass through the device when they are stepped. "auto": as many as the first step leaves free, during which
+            as many as possible are on the host. None: all stay. The first parameters' states stay first, for in
+            backward their gradients come last, when little is left to compute meanwhile.
 
     Raises:
         PresetError: a value that is none of those allowed; parameters that are not fp32 or bf16, or have gaps in
@@ -104,9 +104,8 @@ class CompactAdamW(Optimizer):
             raise PresetError(f"CompactAdamW: master_bits={master_bits!r}: write 32, 24 or {STOCHASTIC!r}")
         if moment_bits not in moments.MOMENT_BITS:
             raise PresetError(f"CompactAdamW: moment_bits={moment_bits!r}: write 32, 8 or 4")
-        require_state_budget(state_budget, "CompactAdamW: state_budget")
         self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
-        self.state_budget = state_budget
+        self.state_budget = parse_state_budget(state_budget, "CompactAdamW: state_budget")
         self._numbers: dict[Tensor, int] = {}  # of each parameter
         self._group_sizes: list[int] = []  # when `_group_numbers` was made
         self._group_numbers: dict[Tensor, int] = {}  # of each parameter's group
@@ -114,7 +113,7 @@ class CompactAdamW(Optimizer):
         self._splits = corrections is None
         self._numel = 0
         self._layout = partial(state_layout, master_bits=master_bits, moment_bits=moment_bits)
-        self._placement = StatePlacement(self._layout, state_budget)
+        self._placement = StatePlacement(self._layout, self.state_budget)
         self._device_steps: DeviceSteps | None = None
         super().__init__(params, {**vars(hyperparameters), "betas": tuple(betas)})
         if moment_bits == 4:

@@ -13,7 +13,7 @@ from lightning_solo.memory import host_slabs
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_states import Layout, bytes_of
 from lightning_solo.optim.staging import Staging
-from lightning_solo.units import format_bytes
+from lightning_solo.units import format_bytes, parse_budget
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
 """Parameter -> tensors of its state by name."""
@@ -160,11 +160,13 @@ def free_bytes(device: torch.device) -> int:
     return max(0, free - total // 20)
 
 
-def require_state_budget(budget: int | str | None, name: str) -> None:
-    """Check a budget of states on the device.
+def parse_state_budget(budget: int | str | None, name: str) -> int | str | None:
+    """Return the bytes of states that stay on the device, "auto" or None.
 
     Raises:
         PresetError: it is neither a number of bytes, nor "auto", nor None.
     """
-    if budget is not None and budget != "auto" and (type(budget) is not int or budget < 0):
-        raise PresetError(f"{name}={budget!r}: write bytes that stay on the device, 'auto' or None")
+    try:
+        return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)
+    except ValueError as error:
+        raise PresetError(f"{name}={error}; or 'auto' or None") from None

@@ -19,7 +19,7 @@ from lightning_solo.planner.fake_modules import stripped
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, PlanRequest
 from lightning_solo.presets.compose import compose
-from lightning_solo.presets.devices import budget_on, parse_budget
+from lightning_solo.presets.devices import budget_bytes, budget_on
 from lightning_solo.presets.files import preset_files
 
 
@@ -74,7 +74,7 @@ def plan(
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise PresetError(f"micro_batch={micro_batch!r}: write a whole number of at least 1")
     target = this_device() if device is None else device if isinstance(device, Device) else device_of(device)
-    host = parse_budget(host_memory, "host_memory")
+    host = budget_bytes(host_memory, "host_memory")
     if host is None and (device is None or target.name == CPU):
         host = memory_here()[1]
     request = PlanRequest(
@@ -82,7 +82,7 @@ def plan(
         batch=batch,
         trainer=dict(trainer or {}),
         device=target,
-        budget=budget_on(target, parse_budget(budget), f"budget={budget!r}"),
+        budget=budget_on(target, budget_bytes(budget), f"budget={budget!r}"),
         micro_batch=micro_batch,
         presets=configs,
     )

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.machine import host_memory
 from lightning_solo.presets.files import conf_folder, user_conf_folder
-from lightning_solo.units import MiB, format_bytes, parse_bytes
+from lightning_solo.units import format_bytes, parse_budget
 
 CPU = "cpu"
 KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
@@ -113,28 +113,16 @@ def device(name: str, option: str = "device") -> Device:
     )
 
 
-def parse_budget(given: str | int | float | None, option: str = "budget") -> int | None:
-    """Return the bytes that a budget stands for; None stands for none.
-
-    >>> parse_budget("16GiB"), parse_budget(17179869184), parse_budget(None)
-    (17179869184, 17179869184, None)
+def budget_bytes(given: str | int | float | None, option: str = "budget") -> int | None:
+    """Return the bytes of an option, None where it is not given.
 
     Raises:
         PresetError: it is no size such as ``16GiB``, nor a number of bytes of at least 1 MiB.
     """
-    if given is None:
-        return None
-    if isinstance(given, str):
-        try:
-            return parse_bytes(given)
-        except ValueError as error:
-            raise PresetError(f"{option}={error}") from error
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < MiB:
-        raise PresetError(
-            f"{option}={given!r}: must be a size with its unit, such as '16GiB', or a number of bytes such as"
-            " 17179869184"
-        )
-    return int(given)
+    try:
+        return None if given is None else parse_budget(given)
+    except ValueError as error:
+        raise PresetError(f"{option}={error}") from error
 
 
 def budget_on(on: Device, budget: int | None, given: str) -> int:

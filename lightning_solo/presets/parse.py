@@ -13,7 +13,7 @@ from lightning_solo.cards.catalogue import card_of, catalogue
 from lightning_solo.cards.configuration import AutoSettings, Chosen, Configuration, Target
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets import old_spellings
-from lightning_solo.presets.devices import budget_on, device, parse_budget
+from lightning_solo.presets.devices import budget_bytes, budget_on, device
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
 from lightning_solo.presets.targets import refuse_foreign_targets
@@ -204,7 +204,7 @@ def _auto(given: object) -> AutoSettings | None:
         if not accepts(kinds[name], value):
             raise PresetError(f"auto.{name}={value!r}: write auto.{name}={AUTO_EXAMPLES[name]}")
     values = {str(name): value for name, value in given.items()}
-    budget = parse_budget(values.get("budget"), "auto.budget")
+    budget = budget_bytes(values.get("budget"), "auto.budget")
     if values.get("device") is not None:
         budget_on(device(values["device"], "auto.device"), budget, f"auto.budget={values.get('budget')}")
     if values.get("presets") is not None:

@@ -14,7 +14,7 @@ from lightning_solo.errors import PresetError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.device import CAPABILITIES, device, devices, this_device
 from lightning_solo.presets import devices as table
-from lightning_solo.presets.devices import KINDS, parse_budget
+from lightning_solo.presets.devices import KINDS
 from lightning_solo.presets.files import conf_folder, preset_files
 from lightning_solo.units import GiB
 from tests.messages import mentions, nearest
@@ -297,23 +297,3 @@ def test_the_file_that_an_unknown_device_asks_for_is_then_used(own: Path, here: 
 @pytest.mark.gpu
 def test_the_device_here_has_the_memory_that_torch_reports() -> None:
     assert this_device().memory_bytes == torch.cuda.get_device_properties(0).total_memory
-
-
-# --- budgets ---
-
-
-@pytest.mark.parametrize(
-    ("given", "size"),
-    [(None, None), ("16GiB", 16 * GiB), (" 1.5 gib", 3 * GiB // 2), (16 * GiB, 16 * GiB), (1.6e10, 16_000_000_000)],
-)
-def test_budgets(given: str | int | float | None, size: int | None) -> None:
-    assert parse_budget(given) == size
-
-
-@pytest.mark.parametrize(
-    "given", [0, -1, 16, 0.5, True, float("nan"), float("inf"), "16 gigs", "16", "-1", "0GiB", "", "16GB", [16]]
-)
-def test_a_budget_that_is_none_says_what_was_given_and_what_to_write(given: object) -> None:
-    with pytest.raises(PresetError, match="16GiB") as caught:
-        parse_budget(given)  # type: ignore[arg-type]
-    assert f"budget={given!r}" in str(caught.value)

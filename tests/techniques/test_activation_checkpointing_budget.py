@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
-from lightning_solo.cards.budget import parse_budget
+from lightning_solo.cards.budget import bytes_or_share
 from lightning_solo.errors import BudgetError, ConflictError, PresetError
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.memory.ledger import Ledger
@@ -531,7 +531,7 @@ def test_results_inside_blocks_and_whole_blocks_are_not_chosen_both():
 
 @pytest.mark.parametrize("budget", [-1, 1.5, 2, "6", "6GB", "50%", "1.5", "much"])
 def test_what_is_no_budget_is_refused_with_the_forms_of_one(budget):
-    with pytest.raises(PresetError, match=mentions(f"budget={budget!r}", "6GiB", "6442450944", "0.5")):
+    with pytest.raises(PresetError, match=mentions(f"budget={budget!r}", "16GiB", "17179869184", "0.5")):
         ActivationCheckpointing(budget=budget)
 
 
@@ -544,7 +544,7 @@ def test_what_is_no_number_is_refused(budget):
 @pytest.mark.parametrize(("text", "budget"), [("0.5", 0.5), ("1", 1.0), ("12061416", 12061416), ("12MiB", 12 * 2**20)])
 def test_a_text_may_be_any_form_of_a_budget(text, budget):
     assert ActivationCheckpointing(budget=text).budget == text
-    parsed = parse_budget(text)
+    parsed = bytes_or_share(text)
     assert (type(parsed), parsed) == (type(budget), budget)
 
 

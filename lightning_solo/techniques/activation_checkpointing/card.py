@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.blocks import blocks_setting
-from lightning_solo.cards.budget import budget_setting, parse_budget
+from lightning_solo.cards.budget import budget_setting, bytes_or_share
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -62,7 +62,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     if settings.budget is None:
         return tracing
     # in bytes, small micro-batches keep more blocks than large ones
-    scales = tracing.scales and isinstance(parse_budget(settings.budget), float)
+    scales = tracing.scales and isinstance(bytes_or_share(settings.budget), float)
     return replace(tracing, steps=max(tracing.steps, 3), scales=scales)
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_solo.cards.blocks import AUTO
-from lightning_solo.cards.budget import parse_budget
+from lightning_solo.cards.budget import bytes_or_share
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.activation_budget import Calls
@@ -149,7 +149,7 @@ class ActivationCheckpointing(Technique, Settings):
                 "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
             )
         if self.budget is not None and calls is not None:
-            self._batches = BudgetedBatches(parse_budget(self.budget), calls)
+            self._batches = BudgetedBatches(bytes_or_share(self.budget), calls)
         kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
         but = "" if self._kept is None else f", but for {kept}"
         but += "" if self.budget is None else f", or fewer under budget={self.budget}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.budget import budget_setting, parse_budget
+from lightning_solo.cards.budget import budget_setting, bytes_or_share
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
@@ -63,7 +63,7 @@ def _two_budgets(settings: Settings, configuration: Configuration) -> str | None
         if "saved_tensors" in chosen.owned()
     }
     in_bytes = [
-        option for option, budget in budgets.items() if budget is not None and isinstance(parse_budget(budget), int)
+        option for option, budget in budgets.items() if budget is not None and isinstance(bytes_or_share(budget), int)
     ]
     if settings.keep_on_device is None or not in_bytes:
         return None
@@ -77,7 +77,7 @@ def _two_budgets(settings: Settings, configuration: Configuration) -> str | None
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it on the CPU; copies there stand for those to the host."""
     # of small micro-batches, more fits into so many bytes than of large ones
-    keeps_bytes = settings.keep_on_device is not None and isinstance(parse_budget(settings.keep_on_device), int)
+    keeps_bytes = settings.keep_on_device is not None and isinstance(bytes_or_share(settings.keep_on_device), int)
     attached = replace(settings, allow_cpu=True, folder=None)
     keeps_up = (*tracing.assumptions, *(["the disk keeps up with offloaded activations"] * (settings.mode == DISK)))
     return replace(tracing, attached=attached, scales=tracing.scales and not keeps_bytes, assumptions=keeps_up)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_solo.cards.budget import parse_budget
+from lightning_solo.cards.budget import bytes_or_share
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.machine import IN_MEMORY, file_system
 from lightning_solo.nn.disk_offloading import DiskOffloader
@@ -56,7 +56,7 @@ class ActivationOffloading(Technique, Settings):
     def transform(self, ctx: Run) -> None:
         if ctx.device.type != "cuda" and not self.allow_cpu:
             raise CapabilityError(CARD.requires[0].remedy)
-        keep = None if self.keep_on_device is None else parse_budget(self.keep_on_device)
+        keep = None if self.keep_on_device is None else bytes_or_share(self.keep_on_device)
         options = self.min_offload_bytes, IN_FLIGHT[self.mode], keep
         if self.mode == DISK:
             self._offloader = DiskOffloader(ctx.device, self._disk_folder(), *options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightning_solo.cards.budget import budget_setting
 from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request
@@ -12,21 +13,18 @@ from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError, PlanError
 from lightning_solo.optim.back_end_facts import BACK_ENDS
-from lightning_solo.units import parse_bytes
+from lightning_solo.units import parse_budget
 
 OPTION = "callback.compact_states"
 """The path of the settings, as messages name it."""
 SCALE_BYTES = 4 / 128  # per element of a moment in 8 bits: an fp32 scale for each block of 128
 
 
-def _not_a_budget(value: int | str | None) -> str | None:
+def _parse_state_budget(budget: int | str | None) -> int | str | None:
     try:
-        in_bytes = parse_bytes(value) if isinstance(value, str) and value != "auto" else value
+        return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)
     except ValueError as error:
-        return f"{str(error).partition(': ')[2]}; 0 for none, auto for what fits, null for all"
-    if isinstance(in_bytes, int) and in_bytes < 0:
-        return "write bytes that stay on the device, 'auto' or None"
-    return None
+        raise ValueError(f"{error}; 0 for none, auto for what fits, null for all") from None
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,10 @@ class Settings(TechniqueSettings):
         24, "of the weights that are stepped; 16-stochastic: bf16, rounded at random", allowed=(32, 24, "16-stochastic")
     )
     moment_bits: int = setting(8, "of each of Adam's moments; 4 needs torchao", allowed=(32, 8, 4))
-    state_budget: int | str | None = setting(
-        None,
+    state_budget: int | str | None = budget_setting(
         "bytes of optimizer states that stay on the device, as 8GiB, the others in pinned memory of the host; auto: as"
         " many as the first step leaves room for; null: all",
-        check=_not_a_budget,
+        _parse_state_budget,
     )
     checkpoint_weights: str = setting(
         "bf16", "weights in a checkpoint: as they are, with corrections beside the states; or masters in fp32",
@@ -62,8 +59,7 @@ class Settings(TechniqueSettings):
     @property
     def budget(self) -> int | str | None:
         """Bytes of states that stay on the device, "auto", or None for all."""
-        budget = self.state_budget
-        return parse_bytes(budget) if isinstance(budget, str) and budget != "auto" else budget
+        return _parse_state_budget(self.state_budget)
 
     @property
     def needs_cuda(self) -> bool:
