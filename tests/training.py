@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +17,8 @@ from tests.modules import Stack, loader, regression
 def equal(one: Any, other: Any, tolerance: float = 0.0) -> bool:
     """Return whether two values hold the same: tensors of one type, to the bit or within an absolute tolerance.
 
-    Modules are compared by their `state_dict`; mappings, sequences and iterators item by item. An empty one equals
-    nothing, since it would show nothing.
+    Modules are compared by their `state_dict`; mappings, sequences, iterators and dataclasses item by item. An empty
+    one equals nothing, since it would show nothing.
     """
     match one:
         case nn.Module():
@@ -38,7 +39,10 @@ def _equal(one: Any, other: Any, tolerance: float) -> bool:
         case Mapping():
             return list(one) == list(other) and all(_equal(one[key], other[key], tolerance) for key in one)
         case list() | tuple():
-            return len(one) == len(other) and all(_equal(*both, tolerance) for both in zip(one, other, strict=True))
+            alike = type(one) is type(other) and len(one) == len(other)
+            return alike and all(_equal(*both, tolerance) for both in zip(one, other, strict=True))
+    if is_dataclass(one):
+        return type(one) is type(other) and _equal(vars(one), vars(other), tolerance)
     return bool(one == other)
 
 

@@ -20,6 +20,7 @@ from lightning_solo.data.loss_weights import labels_of, weight_of
 from lightning_solo.data.splitting import even_ranges, samples_of, split_evenly
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions, nearest
+from tests.training import equal
 
 
 class Pair(NamedTuple):
@@ -46,11 +47,6 @@ class Mine(list):  # type: ignore[type-arg]
 
 def rows(samples: int = 5, width: int = 2) -> Tensor:
     return torch.arange(samples * width).view(samples, width)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, with tensors in them."""
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 # --- what batches are nested in ---
@@ -109,8 +105,8 @@ def test_every_nesting_is_kept(batch: Any) -> None:
         assert shape(part) == shape(batch)
     for whole, *pieces in zip(before, *(leaves(part) for part, _ in parts), strict=True):
         rejoined = torch.cat(pieces) if isinstance(whole, Tensor) and whole.dim() else pieces[0]
-        assert same(rejoined, whole)
-    assert all(map(same, leaves(batch), before))  # the batch itself is as it was
+        assert equal(rejoined, whole)
+    assert all(map(equal, leaves(batch), before))  # the batch itself is as it was
 
 
 def test_a_batch_of_a_tokenizer() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_solo.data.truncation import is_left_padded, sequences_of, truncated
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions
+from tests.training import equal
 
 B, T, W = 3, 10, 6
 IDS = torch.arange(B * T).view(B, T)
@@ -35,18 +36,6 @@ NESTED: list[tuple[Any, Any]] = [
     (Named(IDS, torch.ones(B)), Named(IDS[:, :4], torch.ones(B))),
     ({"text": {"input_ids": IDS}, "kind": "train"}, {"text": {"input_ids": IDS[:, :4]}, "kind": "train"}),
 ]
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, Pair):
-        return equal(vars(one), vars(other))
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize(("batch", "expected"), NESTED, ids=["tensor", "list", "dataclass", "named tuple", "mapping"])

@@ -274,7 +274,7 @@ def test_keeping_gives_the_same_weights(home: ModuleType, make_trainer: Any, pre
     kept = fitted(home, make_trainer, make, [callback], precision=precision).state_dict()
     assert callback._kept is not None
     assert callback._kept.matched
-    assert all(torch.equal(plain[key], kept[key]) for key in plain)
+    assert equal(plain, kept)
 
 
 def test_an_operator_that_torch_lacks_and_one_that_never_runs(home: ModuleType, make_trainer: Any) -> None:

@@ -19,6 +19,7 @@ from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -39,11 +40,6 @@ def fit(home: ModuleType, make_trainer: Make, callbacks: Any = (), module: Any =
 
 def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in trainer.lightning_module.named_parameters()}
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 class GradientsBehindBackward:
@@ -111,7 +107,7 @@ def test_parity_with_a_plain_run(home: ModuleType, make_trainer: Make, arguments
     plain = fit(home, make_trainer, max_epochs=2, precision=precision, **arguments)
     buffer = "host" if arguments else "device"
     ours = fit(home, make_trainer, [GradientRelease(buffer)], max_epochs=2, precision=precision, **arguments)
-    assert_same(weights(ours), weights(plain))
+    assert equal(weights(ours), weights(plain))
     assert ours.global_step == plain.global_step
     assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
     if "gradient_clip_val" in arguments:  # it did clip
@@ -131,7 +127,7 @@ def test_parity_of_other_optimizers_with_a_schedule(make_trainer: Make, name: st
         return made
 
     plain, ours = fit(home, make_trainer, (), module()), fit(home, make_trainer, [GradientRelease()], module())
-    assert_same(weights(ours), weights(plain))
+    assert equal(weights(ours), weights(plain))
     assert ours.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 / 11)
 
 
@@ -144,7 +140,7 @@ def test_parity_of_a_schedule_in_either_order(
     plain = fit(home, make_trainer, [AccumulationSchedule(milestones, by)], max_epochs=2)
     both = [AccumulationSchedule(milestones, by), GradientRelease()][::order]
     ours = fit(home, make_trainer, both, max_epochs=2)
-    assert_same(weights(ours), weights(plain))
+    assert equal(weights(ours), weights(plain))
     assert ours.global_step == plain.global_step
 
 
@@ -159,7 +155,7 @@ def test_clipping_by_hand(home: ModuleType, make_trainer: Make) -> None:
         return made
 
     plain, ours = fit(home, make_trainer, (), module()), fit(home, make_trainer, [GradientRelease()], module())
-    assert_same(weights(ours), weights(plain))
+    assert equal(weights(ours), weights(plain))
     other = regression(home, net())
     type(other).configure_gradient_clipping = lambda *args, **kwargs: None
     with pytest.warns(UserWarning, match=mentions("self.clip_gradients")):
@@ -235,7 +231,7 @@ def test_trace_several_fits_and_evaluation(home: ModuleType, make_trainer: Make)
             trainer.validate(module, loader(2), verbose=False)
         trainer.test(module, loader(2), verbose=False)
         runs.append({**weights(trainer), "predicted": torch.cat(trainer.predict(module, loader(2))).cpu()})
-    assert_same(*runs)
+    assert equal(*runs)
 
 
 def test_trace_a_resumed_run_is_the_undisturbed_one(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
@@ -245,7 +241,7 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(home: ModuleType, make_train
     for callbacks in ([GradientRelease()], []):  # a file is a plain run's
         trainer = make_trainer(home, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=4)
         trainer.fit(regression(home, net()), loader(10), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-        assert_same(weights(trainer), weights(whole))
+        assert equal(weights(trainer), weights(whole))
 
 
 # --- refusals ---
@@ -275,4 +271,4 @@ def test_the_preset_trains(home: ModuleType, make_trainer: Make) -> None:
     assert watch.counts == [0] * 10
     assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.float32}
     plain = fit(home, make_trainer, precision="bf16-mixed")
-    assert_same(weights(trainer), weights(plain))
+    assert equal(weights(trainer), weights(plain))

@@ -20,6 +20,7 @@ from lightning_solo.techniques.leak_finder.technique import LeakFinder
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -207,8 +208,8 @@ def test_training_is_bit_equal(home: Any, make_trainer: Any) -> None:
             warnings.simplefilter("ignore")
             make_trainer(home, callbacks=callbacks).fit(module, loader(10))
         after.append(list(module.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+    assert equal(*after)
+    assert not equal(before, after[0])
 
 
 # --- memory and cost ---

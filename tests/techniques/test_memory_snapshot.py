@@ -19,6 +19,7 @@ from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
 from tests.memory.test_snapshot import EVENTS, active, event, recorded
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -181,8 +182,8 @@ def test_training_is_bit_equal(home: Any, make_trainer: Any, cuda: Cuda) -> None
         make_trainer(home, callbacks=callbacks).fit(module, loader(5))
         after.append(list(module.parameters()))
     assert cuda.taken == 5
-    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+    assert equal(*after)
+    assert not equal(before, after[0])
 
 
 # --- memory and cost ---

@@ -21,6 +21,7 @@ from lightning_solo.techniques.throughput.technique import Throughput
 from tests.messages import mentions
 from tests.modules import loader, regression
 from tests.techniques.test_memory_logger import recording_logger
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -291,8 +292,8 @@ def test_training_is_bit_equal(home: Any, make_trainer: Any) -> None:
         before = [p.detach().clone() for p in module.parameters()]
         make_trainer(home, callbacks=callbacks).fit(module, loader(10), loader(2))
         after.append(list(module.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(before, after[0], strict=True))
+    assert equal(*after)
+    assert not equal(before, after[0])
 
 
 def test_compiled_modules_are_still_compiled(home: Any, make_trainer: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_solo.errors import CapabilityError, ConflictError
 from lightning_solo.presets.compose import compose
@@ -27,6 +26,7 @@ from lightning_solo.zero.module import MODULE_HOOKS
 from lightning_solo.zero.process import close_process_group
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
+from tests.training import equal
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
@@ -51,10 +51,6 @@ def look(home: ModuleType, at_end: Callable[[Any, Any], None]) -> Any:
             at_end(trainer, pl_module)
 
     return Look()
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 # --- acted ---
@@ -95,7 +91,7 @@ def test_the_engine_is_stage_2_with_the_optimizer_on_the_host(home: ModuleType, 
         "clipping": 0.5,
         "steps": 5,  # 10 batches / 2
     }
-    assert not same(trained, untrained)
+    assert not equal(trained, untrained)
 
 
 def test_the_configuration_is_ours_whatever_the_environment_says(
@@ -149,12 +145,12 @@ def test_the_weights_are_those_of_a_plain_run(
     trainer.fit(offloaded, loader())
     assert trainer.global_step == plain_trainer.global_step == 2 * -(-10 // accumulation)
     if clip is None:
-        assert same(offloaded, plain)
+        assert equal(offloaded, plain)
     else:
         # The norm of the gradients is summed in another order.
         for p, q in zip(offloaded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-    assert not same(offloaded, module(home))
+    assert not equal(offloaded, module(home))
 
 
 def test_a_schedule_steps_with_the_optimizer(home: ModuleType, make_trainer: Any) -> None:
@@ -330,8 +326,8 @@ def test_resume_equals_the_undisturbed_run(home: ModuleType, make_trainer: Any, 
     trainer.fit(first, loader())
     resumed = make_trainer(home, strategy=strategy(home), precision=precision, max_epochs=2)
     resumed.fit(second, loader(), ckpt_path=keep.best_model_path)
-    assert same(second, undisturbed)
-    assert not same(second, first)
+    assert equal(second, undisturbed)
+    assert not equal(second, first)
 
 
 def test_a_group_of_the_user_is_used_and_kept(home: ModuleType, make_trainer: Any) -> None:
@@ -350,6 +346,7 @@ def test_with_an_empty_environment_and_with_a_launchers(tmp_path: Path) -> None:
 import os, warnings
 warnings.simplefilter("ignore")
 from tests.modules import loader, regression
+from tests.training import equal
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 import lightning.pytorch as home
 before = dict(os.environ)

@@ -22,6 +22,7 @@ from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.module import MODULE_HOOKS
 from tests.messages import mentions
 from tests.modules import Block, Resumable, Stack, loader, regression
+from tests.training import equal
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [
@@ -93,12 +94,6 @@ def saving(home: ModuleType, make_trainer: Any, folder: Path, made: Any, given: 
     return Path(keep.best_model_path)
 
 
-def same(a: nn.Module, b: nn.Module) -> bool:
-    """Compare parameters and buffers to the bit."""
-    ours, theirs = a.state_dict(), b.state_dict()
-    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 # --- the file ---
 
 
@@ -168,7 +163,7 @@ def test_frozen_weights_are_left_out_where_asked(
     assert file.stat().st_size < whole.stat().st_size - 4 * 8 * 32  # at least one of its matrices
     resuming = make_trainer(home, max_epochs=2, strategy=strategy(home, **arguments))
     resuming.fit(second, loader(), ckpt_path=file)
-    assert same(second, undisturbed)
+    assert equal(second, undisturbed)
 
     saved = torch.load(file, weights_only=True)
     del saved["state_dict"]["net.head.bias"]
@@ -192,7 +187,7 @@ def test_tied_weights_are_saved_under_both_names_and_stay_tied(
     resuming = make_trainer(home, max_epochs=2, strategy=strategy(home, **arguments))
     resuming.fit(second, loader(), ckpt_path=file)
     assert second.net.encode.weight is second.net.decode.weight
-    assert same(second, undisturbed)
+    assert equal(second, undisturbed)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -236,10 +231,10 @@ def test_a_run_resumes_from_a_save_after_the_fit(
     for given in ({}, {"strategy": strategy(home, **arguments)}):
         second = module(home, Frozen, seed=1)
         make_trainer(home, max_epochs=2, **given).fit(second, loader(), ckpt_path=tmp_path / "late.ckpt")
-        assert same(second, undisturbed)
+        assert equal(second, undisturbed)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(first, loader(), ckpt_path=tmp_path / "late.ckpt")  # the same Trainer goes on
-    assert same(first, undisturbed)
+    assert equal(first, undisturbed)
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -318,7 +313,7 @@ def test_a_module_that_builds_its_layers_in_configure_model(
     resuming = make_trainer(home, max_epochs=2, strategy=strategy(home, **arguments))
     resuming.fit(second, loader(), ckpt_path=file)
     assert sizes == [whole, whole]
-    assert same(second, undisturbed)
+    assert equal(second, undisturbed)
 
 
 # --- DeepSpeed's own directory ---
@@ -379,7 +374,7 @@ def test_one_stage_resumes_the_others_run(
     file = saving(home, make_trainer, tmp_path, module(home, Frozen), strategy(home, **first))
     trainer = make_trainer(home, max_epochs=2, strategy=strategy(home, **second))
     trainer.fit(resumed, loader(), ckpt_path=file)
-    assert same(resumed, undisturbed)
+    assert equal(resumed, undisturbed)
     assert trainer.global_step == 20
 
 
@@ -464,7 +459,7 @@ def test_groups_and_a_schedule_go_on_where_they_were(
         results.append(grouped())
         given = {} if plain else {"strategy": strategy(home, **arguments)}
         make_trainer(home, max_epochs=4, **given).fit(results[-1], loader(), ckpt_path=file)
-    assert same(*results)
+    assert equal(*results)
     _, plain, _, ours = [
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -565,8 +560,8 @@ def test_accumulation_schedule(home: ModuleType, make_trainer: Any, arguments: A
     ]
     (plain, plain_trainer), (offloaded, trainer) = pairs
     assert trainer.global_step == plain_trainer.global_step == 5 + 5  # windows of 1, 4, 2, 2 and 1 batches, then of 2
-    assert same(offloaded, plain)
-    assert not same(offloaded, trained(home, make_trainer, None, home.Callback())[0])
+    assert equal(offloaded, plain)
+    assert not equal(offloaded, trained(home, make_trainer, None, home.Callback())[0])
 
 
 @stages
@@ -600,7 +595,7 @@ def test_activation_checkpointing(home: ModuleType, make_trainer: Any, arguments
         assert checkpointing.wrapped == ()
     assert wrapped == [("net.blocks.0", "net.blocks.1", "net.blocks.2")] * 2
     assert counts == [10 * 3 * 2] * 2  # forward, and again in backward
-    assert same(*results)
+    assert equal(*results)
 
 
 @stages
@@ -613,7 +608,7 @@ def test_memory_logger(home: ModuleType, make_trainer: Any, tmp_path: Path, argu
         assert [row["step"] for row in rows] == ["0", "5", "10", "15", "20"]
         assert all(int(rows[-1][f"{phase}_bytes"]) > 0 for phase in ("forward", "backward", "optimizer_step"))
         assert observer.peak_bytes > 0
-    assert same(*results)
+    assert equal(*results)
 
 
 @stages
@@ -627,7 +622,7 @@ def test_throughput(home: ModuleType, make_trainer: Any, arguments: Any) -> None
         flops.append(1e12 * figures["throughput/model_tflops_per_s"] / figures["throughput/samples_per_s"])
     # per sample: 3 blocks of two matrices 8 x 32 and a head of 8, 2 FLOPs each; forward 1 + backward 2
     assert flops == pytest.approx([3 * 2 * (3 * 2 * 8 * 32 + 8)] * 2)
-    assert same(*results)
+    assert equal(*results)
 
 
 @stages
