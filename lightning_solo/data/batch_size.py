@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lightning_solo.data.splitting import mapped_leaves
+
 
 def first_tensor(batch: object) -> torch.Tensor | None:
-    """Return the first tensor with a batch dimension inside mappings and sequences, or None."""
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.ndim else None
-    items: Sequence[object] = ()
-    if isinstance(batch, Mapping):
-        items = list(batch.values())
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        items = batch
-    return next((tensor for item in items if (tensor := first_tensor(item)) is not None), None)
+    """Return the first tensor with a batch dimension in a nested batch, as `mapped_leaves` walks it, or None."""
+    found: list[torch.Tensor] = []
+
+    def note(_: str, leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            found.append(leaf)
+        return leaf
+
+    mapped_leaves(batch, note)
+    return found[0] if found else None
 
 
 def size_of(batch: object) -> tuple[int | None, int | None]:

@@ -6,6 +6,7 @@ import copy
 import math
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -260,6 +261,23 @@ def test_windows_by_samples_and_tokens(
     trainer = make_trainer(home, callbacks=[AccumulationSchedule(milestones, by), notes.callback])
     trainer.fit(language_model(home, Words()), DataLoader(batches, batch_size=None))
     assert notes.sizes == sizes
+
+
+@dataclass
+class Rows:
+    input_ids: Tensor
+    labels: Tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        return getattr(self, name)  # type: ignore[no-any-return]
+
+
+def test_samples_of_a_dataclass_are_counted(home: Any, make_trainer: Any) -> None:
+    notes = Notes(home)
+    batches = [Rows(batch["input_ids"], batch["labels"]) for batch in batches_of([[1, 1, 1, 1]] * 6)]
+    trainer = make_trainer(home, callbacks=[AccumulationSchedule([[0, 1], [8, 2]], "samples"), notes.callback])
+    trainer.fit(language_model(home, Words()), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert notes.sizes == [1, 1, 2, 2]
 
 
 class Notes:
