@@ -23,7 +23,7 @@ class PresetGuard(Callback):
     replaces ``callbacks``, this one is lost with the others, and nothing is checked.
 
     Args:
-        promised: the arguments that the preset made for the Trainer.
+        promised: the preset's arguments for the Trainer.
         advise: returns what to add to the message of a BudgetError: the presets that would fit the module.
     """
 
@@ -37,7 +37,7 @@ class PresetGuard(Callback):
         self._window_loaded = False  # whether the checkpoint of this run has released gradients of an open window
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a Trainer that is not as the preset promised.
+        """Refuse a Trainer whose arguments differ from the preset's.
 
         Raises:
             ConflictError: the Trainer was given another value; names both and what to write.
@@ -70,11 +70,11 @@ class PresetGuard(Callback):
                 yield name, value, actual[name]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note released gradients of an open window, which torch's optimizers ignore without a word."""
+        """Record whether the checkpoint has released gradients of an open window; torch's optimizers ignore those."""
         self._window_loaded = any("window" in state for state in checkpoint.get("optimizer_states", []))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse states of a checkpoint that this run's optimizers can't step from; warn of a window that it drops.
+        """Refuse checkpoint states that this run's optimizers can't continue from; warn of a dropped window.
 
         Raises:
             CheckpointError: the checkpoint was saved under `compact` or a preset like it, and this run is under none.
@@ -87,7 +87,7 @@ class PresetGuard(Callback):
             warn_of_dropped_window()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Add to an error about memory the presets that would fit; whoever raised it knows only its own bytes."""
+        """Add the presets that would fit to a memory error, whose raiser knows only its own bytes."""
         if self._advise is None or not isinstance(exception, BudgetError):
             return
         try:

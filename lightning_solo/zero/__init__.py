@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO engine in one process, without Lightning: its group, its configuration, its traces, its states."""
+"""DeepSpeed's ZeRO engine in one process, without Lightning: process group, configuration, clean-up and states."""

@@ -1,4 +1,4 @@
-"""Check that host, device and disk have what ZeRO-Offload will need: an error with numbers before the engine starts."""
+"""Check that host, device and disk have the memory that ZeRO-Offload needs, before the engine starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0)}
 
 
 def states_of(optimizer: Optimizer) -> int:
-    """Return how many fp32 tensors an optimizer keeps per parameter: tried, or for DeepSpeed's versions known."""
+    """Return how many fp32 tensors an optimizer keeps per parameter: by a trial, or from a table for DeepSpeed's."""
     known, _ = STATES.get(type(optimizer).__name__, (2, 2))
     if type(optimizer).__module__.startswith("deepspeed."):
         return known
@@ -48,7 +48,7 @@ def layout_of(
     accumulates: bool,
     cuda: bool,
 ) -> ZeroLayout:
-    """Return what the engine will hold of a module, by DeepSpeed's configuration and its optimizer."""
+    """Return the bytes that the engine will allocate for a module, under a configuration and an optimizer."""
     _, temporaries = STATES.get(type(optimizer).__name__, (2, 2))
     if any(group.get("fused") for group in optimizer.param_groups):
         temporaries = 0
@@ -70,7 +70,7 @@ def layout_of(
 
 
 def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, one_memory: bool = False) -> None:
-    """Refuse a run for which the host's memory does not suffice.
+    """Refuse a run that needs more host memory than is available.
 
     Args:
         layout: of `zero_layout`.
@@ -79,7 +79,7 @@ def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, 
         one_memory: Whether the "device" is the host's memory too: DeepSpeed on the CPU.
 
     Raises:
-        BudgetError: names what is needed part by part, what is available, and how much is missing.
+        BudgetError: names the bytes of each part, the available bytes and the missing ones.
     """
     peak = layout.one_memory_bytes if one_memory else layout.host_bytes
     parts = {**({f"device {k}": n for k, n in layout.device.items()} if one_memory else {}), **layout.host}
@@ -87,7 +87,7 @@ def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, 
 
 
 def check_device_budget(layout: ZeroLayout, available: int) -> None:
-    """Refuse a run whose model states alone do not fit on the device; activations come on top.
+    """Refuse a run whose model states alone do not fit on the device. Activations are not counted.
 
     Raises:
         BudgetError: as `check_host_budget`.
@@ -96,7 +96,7 @@ def check_device_budget(layout: ZeroLayout, available: int) -> None:
 
 
 def check_disk_budget(layout: ZeroLayout, folder: str | Path) -> None:
-    """Refuse a run whose swapped tensors do not fit below a folder.
+    """Refuse a run whose swapped tensors do not fit on the disk of a folder.
 
     Raises:
         BudgetError: as `check_host_budget`.
@@ -106,7 +106,7 @@ def check_disk_budget(layout: ZeroLayout, folder: str | Path) -> None:
 
 
 def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) -> int:
-    """Return the bytes that are free for files below a folder, which need not exist yet.
+    """Return the free bytes on the disk of a folder; the folder need not exist yet.
 
     Raises:
         CapabilityError: the folder can't be made or written, or is in memory; names what to write.

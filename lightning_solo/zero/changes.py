@@ -1,4 +1,4 @@
-"""Weights that are changed outside of the engine during a run: clamped, normalized, loaded, a teacher's average.
+"""Keeps weights that user code changes in place during a run, such as clamped weights or a teacher's average.
 
 DeepSpeed (0.19.8) steps fp32 masters and copies them over the weights, so such a change lasts until the next step. Here
 it is detected by the count that torch keeps of changes in place, and copied into the master.
@@ -18,7 +18,7 @@ from lightning_solo.zero.states import ParameterStates, read, write
 
 
 class OutsideChanges:
-    """What was changed in place, under ``torch.no_grad()``, since the last call; changes of ``p.data`` are not counted.
+    """Weights changed in place under ``torch.no_grad()`` since the last call; changes of ``p.data`` are not seen.
 
     Args:
         module: of an engine that has been made.
@@ -30,11 +30,11 @@ class OutsideChanges:
         self._checked: set[Tensor] = set()
 
     def take_over(self, zero: Any, kept: dict[Tensor, Tensor]) -> None:
-        """Copy the values that the weights were changed to into the masters.
+        """Copy changed weights into their fp32 masters.
 
         Args:
             zero: ZeRO's optimizer.
-            kept: parameter -> fp32 value of what is not trained; replaced where it was changed.
+            kept: frozen parameter -> its fp32 value; replaced where the parameter was changed.
         """
         changed = {p: p._version for p, version in self._versions.items() if p._version != version}
         if not changed:
@@ -47,7 +47,7 @@ class OutsideChanges:
         self._versions |= changed
 
     def _warn_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:
-        """Warn of weights whose first change left them as before: stage 3 empties them outside of the forward pass."""
+        """Warn of weights whose change had no effect, since stage 3 empties them outside of the forward pass."""
         first = {p: value for p, value in partitioned.items() if p not in self._checked}
         self._checked |= set(first)
         if not first:

@@ -1,4 +1,4 @@
-"""The engine's states as the plain entries of a checkpoint, which torch and Lightning read without DeepSpeed."""
+"""The engine's states as plain checkpoint entries, which torch and Lightning load without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Group:
         return {key: self.options[key] for key in self.given if key != "params"} | loops
 
     def restore(self) -> None:
-        """Leave the user's options and parameters alone in the dictionary."""
+        """Restore the dictionary to the user's options and parameters, without other keys."""
         options = {**self.own_options, "params": self.parameters}
         self.options.clear()
         self.options.update(options)
 
 
 def groups_of(optimizer: Optimizer) -> list[Group]:
-    """Return an optimizer's groups, to be taken before `host_optimizer` and the engine change them."""
+    """Return an optimizer's groups; call it before `host_optimizer` and the engine change them."""
     return [Group(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
 
 
 def plain_state_dict(module: nn.Module, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    """Return ``module.state_dict()`` as if each parameter had the value in ``values``; hooks and overrides act."""
+    """Return ``module.state_dict()`` with the parameters' values from ``values``; its hooks and overrides run."""
     before = {parameter: parameter.data for parameter in values}
     try:
         for parameter, value in values.items():
@@ -75,7 +75,7 @@ def frozen_names(module: nn.Module) -> list[str]:
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, left_out: Iterable[str], strict: bool) -> None:
-    """Load a state dict of which names may have been left out when it was saved; they keep their values.
+    """Load a state dict that may lack the frozen weights; those keep their values.
 
     Raises:
         RuntimeError: torch's own, where ``strict`` and other names are missing or unknown.
@@ -88,7 +88,7 @@ def load_weights(module: nn.Module, state: Mapping[str, Any], *, left_out: Itera
 def optimizer_state_dict(
     host: HostOptimizer, groups: Sequence[Group], states: Mapping[Tensor, ParameterStates]
 ) -> dict[str, Any]:
-    """Return what ``state_dict()`` of the user's own optimizer would be, had it trained: states by parameter number."""
+    """Return the state dict that the user's own optimizer would have after the same training."""
     numbers = {p: number for number, p in enumerate(p for group in groups for p in group.parameters)}
     saved: dict[str, Any] = {"state": {}, "param_groups": []}
     for group in groups:
@@ -106,10 +106,10 @@ def load_optimizer(
     saved: Mapping[str, Any],
     masters: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, ParameterStates]:
-    """Take over the options of a state dict of a plain run's optimizer or of ours, and return its states by parameter.
+    """Load the options of an optimizer's state dict, of a plain run or of ours; return its states by parameter.
 
     Raises:
-        CheckpointError: other groups than the checkpoint's, or compact states.
+        CheckpointError: the groups differ from the checkpoint's, or its states are compact.
     """
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     ours = [len(group.parameters) for group in groups]
@@ -146,7 +146,7 @@ def _is_elementwise(key: str, value: object, parameter: Tensor, masters: Mapping
 
 
 def counters(engine: Any) -> dict[str, dict[str, Any]]:
-    """Return what the engine counts, and the state of fp16's loss scaler: plain values."""
+    """Return the engine's step counts and the state of the fp16 loss scaler, as plain values."""
     scaler = vars(engine.optimizer.loss_scaler)
     return {
         "engine": {name: getattr(engine, name) for name in COUNTERS},
@@ -155,7 +155,7 @@ def counters(engine: Any) -> dict[str, dict[str, Any]]:
 
 
 def set_counters(engine: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take over what `counters` returned, where this engine has it too."""
+    """Set the values of `counters` that this engine has too."""
     for owner, values in ((engine, "engine"), (engine.optimizer.loss_scaler, "loss_scaler")):
         for name, value in saved.get(values, {}).items():
             if hasattr(owner, name):

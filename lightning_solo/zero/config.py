@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: ours, with what the user adds, and without what would contradict either."""
+"""DeepSpeed's configuration: our defaults merged with the user's, with contradictions refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
 
     Raises:
         ConflictError: a key that belongs to the Trainer or to the strategy's own arguments, or with which DeepSpeed
-            trains wrong; names what to write.
+            trains incorrectly; names what to write.
         PresetError: the file is not there, or is no JSON mapping; or a section is misspelt, which DeepSpeed would
             pass over.
     """
@@ -99,7 +99,7 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
 
 
 def trains_wrong(zero: Mapping[str, Any]) -> str | None:
-    """Return which option of ``zero_optimization`` DeepSpeed 0.19.8 trains wrong with, and what to write; or None."""
+    """Return an option of ``zero_optimization`` that breaks training in DeepSpeed 0.19.8, and its remedy; or None."""
     option, offload = "zero_offload.config.zero_optimization", zero.get("offload_optimizer")
     offload = offload if isinstance(offload, Mapping) else {}
     if (ratio := offload.get("ratio", 1)) not in (1, "auto"):
@@ -159,7 +159,7 @@ def _merge_into(merged: dict[str, Any], key: str, value: Any, option: str) -> No
 
 
 def _offloads_nothing(section: object) -> bool:
-    """Return whether a section on offloading switches it off."""
+    """Return whether an offloading section offloads nothing."""
     return section is None or (
         isinstance(section, Mapping)
         and section.get("device") in (None, "none", "auto")
@@ -191,7 +191,7 @@ def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def check_zero_section(config: Mapping[str, Any]) -> None:
-    """Let DeepSpeed read its section on ZeRO, which refuses unknown keys and values of another type.
+    """Validate the ZeRO section by DeepSpeed's own model, which refuses unknown keys and wrong types.
 
     Raises:
         PresetError: names each.

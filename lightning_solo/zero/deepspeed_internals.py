@@ -1,4 +1,4 @@
-"""The private names of DeepSpeed that this package reads or sets, each behind a function.
+"""Functions that wrap each private name of DeepSpeed that this package reads or sets.
 
 Read from DeepSpeed 0.19.8, for one process, in which a partition is the whole. Code of DeepSpeed is replaced in
 `deepspeed_patches` only. ``zero`` is ZeRO's optimizer (stage 2 or 3), around the one that steps on the host.
@@ -61,7 +61,7 @@ class Place:
     shape: torch.Size
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the parameter's part of ``flat``, in the parameter's shape: a view."""
+        """Return a view of the parameter's part of ``flat``, in the parameter's shape."""
         return flat.narrow(0, self.start, self.shape.numel()).view(self.shape)
 
 
@@ -71,7 +71,7 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 
 def has_masters(zero: Any) -> bool:
-    """Return whether this is ZeRO's optimizer: an engine that only runs forward has another, or none."""
+    """Return whether this is ZeRO's optimizer. An engine that only runs forward has another one, or none."""
     return hasattr(zero, "single_partition_of_fp32_groups") or hasattr(zero, "fp32_partitioned_groups_flat")
 
 
@@ -126,7 +126,7 @@ def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]
 
 
 def release_step_buffers(zero: Any) -> None:
-    """Release the buffers of a step that was broken off; what is on disk is from before it."""
+    """Release the buffers of an interrupted step; the files on disk are still those from before the step."""
     for index in range(len(zero.fp32_partitioned_groups_flat) if uses_disk(zero) else 0):
         if is_on_disk(zero, index):
             zero._release_swap_buffers(index)
@@ -136,12 +136,12 @@ def release_step_buffers(zero: Any) -> None:
 
 
 def weight_swapper(engine: Any) -> Any:
-    """Return what reads the weights of an engine from disk, or None where they are in memory."""
+    """Return the object that reads an engine's weights from disk; None where they are in memory."""
     return next((s for p in engine.module.parameters() if (s := getattr(p, "nvme_swapper", None)) is not None), None)
 
 
 def release_weight_buffers(engine: Any, *_: Any) -> None:
-    """Release the buffers of weights that were prefetched, or kept for a use that didn't come; between two passes."""
+    """Release the buffers of prefetched weights that were not used. Call it between two passes."""
     swapper = weight_swapper(engine)
     if swapper is None or not swapper.param_id_to_buffer_id:
         return
@@ -170,7 +170,7 @@ def accumulated_gradient(zero: Any, parameter: Tensor) -> Tensor | None:
 
 
 def zero_gradients(zero: Any, parameters: set[Tensor]) -> None:
-    """Set the gradients that the next step will use for these parameters to zero, in memory or on disk."""
+    """Zero the gradients of these parameters for the next step, in memory or on disk."""
     for index, (flat, places) in enumerate(flat_tensors(zero)):
         for place in places:
             if place.parameter not in parameters:
@@ -189,7 +189,7 @@ def zero_gradients(zero: Any, parameters: set[Tensor]) -> None:
 
 
 def leave_forward(engine: Any) -> None:
-    """Let stage 3 forget a forward pass that an exception ended: otherwise it takes its weights to be in use."""
+    """Reset stage 3 after a forward pass that an exception ended; otherwise its weights count as in use."""
     for part in engine.module.modules():
         if hasattr(parameters := vars(part)["_parameters"], "_in_forward"):
             parameters._in_forward = False
@@ -197,9 +197,9 @@ def leave_forward(engine: Any) -> None:
 
 
 def destroy(engine: Any, module: nn.Module) -> None:
-    """End an engine: its hooks, its buffers, its gradients, and the references to the module in DeepSpeed's globals.
+    """Destroy an engine: remove its hooks, buffers and gradients, and DeepSpeed's global references to the module.
 
-    ``engine.destroy()`` leaves states and buffers (https://github.com/deepspeedai/DeepSpeed/issues/7204), on top of
+    ``engine.destroy()`` keeps states and buffers (https://github.com/deepspeedai/DeepSpeed/issues/7204), on top of
     which the module's own weights would come.
     """
     zero = engine.optimizer
@@ -217,7 +217,7 @@ def destroy(engine: Any, module: nn.Module) -> None:
 
 
 def forget_process_group() -> None:
-    """Let DeepSpeed forget a process group; otherwise the next ``init_distributed`` returns at once."""
+    """Remove DeepSpeed's handle on a process group; otherwise the next ``init_distributed`` returns at once."""
     importlib.import_module("deepspeed.utils.groups")._release_process_group_references(group=None)
     communication: Any = importlib.import_module("deepspeed.comm.comm")
     communication.cdb = None
@@ -232,7 +232,7 @@ def zero_section_type() -> Any:
 
 
 def loaded_extensions(builder: Any) -> MutableMapping[str, Any]:
-    """Return DeepSpeed's own mapping of extension -> loaded module, in which every builder looks first."""
+    """Return DeepSpeed's cache of extension -> loaded module, which every builder reads first."""
     modules: MutableMapping[str, Any] = builder._loaded_ops
     return modules
 

@@ -1,4 +1,4 @@
-"""Every replacement of DeepSpeed's code, and of torch's on its account: an upgrade of DeepSpeed is checked here.
+"""All patches of DeepSpeed, and of torch for DeepSpeed. Check them when DeepSpeed is upgraded.
 
 Each function states the fault, the version in which it was seen and its report where one is known, how it is undone,
 and the test that fails without it. What is replaced on an engine or on its optimizer ends with them.
@@ -27,7 +27,7 @@ from lightning_solo.zero.deepspeed_internals import (
 
 
 def nothing_compiled_for_communication() -> AbstractContextManager[None]:
-    """Keep ``deepspeed.init_distributed`` from compiling an operator for sums across the processes of one machine.
+    """Stop ``deepspeed.init_distributed`` from compiling an all-reduce operator for the processes of one machine.
 
     Fault: On a CPU it is compiled even for one process, which has nothing to sum.
     Seen: 0.19.8.
@@ -40,7 +40,7 @@ def nothing_compiled_for_communication() -> AbstractContextManager[None]:
 
 @contextmanager
 def nothing_broadcast() -> Iterator[None]:
-    """Keep an engine from sending its weights to other processes, of which there are none.
+    """Skip the engine's broadcast of its weights, since there is no other process.
 
     Fault: What is sent is viewed as bytes, which fails for a scalar parameter, such as CLIP's ``logit_scale``: at stage
         2 when the engine is made, at stage 3 when it takes a parameter over and at the end of ``GatheredParameters``.
@@ -75,7 +75,7 @@ def nothing_broadcast() -> Iterator[None]:
 
 
 def linear_saves_the_parameter() -> AbstractContextManager[None]:
-    """Let ``torch.nn.functional.linear`` save the weight itself for backward, in this process, while stage 3 runs.
+    """Make ``torch.nn.functional.linear`` save the weight itself for backward, in this process, while stage 3 runs.
 
     Fault: torch's saves a transposed view, which keeps what stage 3 fetched in memory until the backward pass, of all
         layers at once; on a CPU the view would have the buffer's next content. DeepSpeed's version saves the weight,
@@ -89,10 +89,10 @@ def linear_saves_the_parameter() -> AbstractContextManager[None]:
 
 
 def statistics_in_fp32() -> AbstractContextManager[None]:
-    """Let ``torch.nn.functional.batch_norm`` take 16-bit weights beside fp32 statistics, in this process.
+    """Make ``torch.nn.functional.batch_norm`` accept 16-bit weights with fp32 statistics, in this process.
 
     Fault: DeepSpeed casts the weights and leaves the statistics. torch takes either all in 16 bit, where a running
-        mean soon stands still, or weights and statistics in fp32 beside a 16-bit input, as autocast and this give it.
+        mean soon stops changing, or weights and statistics in fp32 beside a 16-bit input, as autocast and this give it.
     Seen: 0.19.8.
     Undone: on leaving the context.
     Test: tests/zero/test_engine.py::test_batch_norms_keep_their_statistics_in_fp32
@@ -118,7 +118,7 @@ def statistics_in_fp32() -> AbstractContextManager[None]:
 
 @contextmanager
 def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
-    """Let stage 3 keep the own parameters of an engine's root module until the outermost of its calls ends.
+    """Keep the direct parameters of stage 3's root module in memory until its outermost call ends.
 
     Fault: Lightning's ``training_step`` runs inside a call of the module, and calls it again. DeepSpeed releases a
         temperature, say, after ``self(x)``, and what the step does with it afterwards gets an empty tensor.
@@ -159,7 +159,7 @@ def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
 
 
 def prefetch_once(engine: Any) -> None:
-    """Let an engine with weights on disk prefetch each one once, and release all buffers before a forward pass.
+    """Prefetch each weight on disk once, and release all buffers before a forward pass.
 
     Fault: Weights are prefetched in the order of a training step, into a few buffers that are released after use. A
         forward pass without a backward (validation) never uses what was prefetched for the latter, and the run ends
@@ -181,7 +181,7 @@ def prefetch_once(engine: Any) -> None:
 
 
 def align_gradients(swapper: Any) -> None:
-    """Let the optimizer swapper of an engine split gradients so that what is stored on disk is aligned.
+    """Make the optimizer swapper split gradients so that each part on disk is aligned.
 
     Fault: A gradient is read from its file straight into its place in the flat gradient, past the page cache. Where
         that place is no multiple of the disk's alignment (a bias before it is enough) the read fails in silence, and

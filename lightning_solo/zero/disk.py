@@ -1,4 +1,4 @@
-"""The folder of one run for what is stored on disk, and the buffers that weights need on their way from there."""
+"""The folder for a run's tensors on disk, and the buffers through which weights are read from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PREFIX = "zero_offload-"
 
 @contextmanager
 def run_folder(parent: str | Path) -> Iterator[Path]:
-    """Make a folder of this run's own below ``parent``, and remove it, with those that killed runs left below it.
+    """Make this run's folder below ``parent``; remove it at the end, and remove the folders of killed runs.
 
-    A run holds the lock of its folder while it lives; the kernel gives it back however the run ends.
+    A run holds the lock of its folder while it lives; the kernel releases the lock however the run ends.
 
     Raises:
         CapabilityError: nothing can be written, or locked, there.
@@ -73,7 +73,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def parameter_buffers(module: nn.Module, element_bytes: int) -> dict[str, int]:
-    """Return how many buffers, of how many elements, a module's weights need on their way from the disk.
+    """Return DeepSpeed's size and count of the buffers through which a module's weights are read from disk.
 
     Args:
         module: not yet partitioned.

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a module that is stored on the host, and the trained weights back out of it."""
+"""Make DeepSpeed's engine for a module on the host, and copy the trained weights out of it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype,
 
 
 def weights_of(engine: Any, module: nn.Module, known: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Return parameter -> its value now, of the parameter's shape, where the parameter itself doesn't hold it.
+    """Return parameter -> present value, in its shape, for the parameters that don't hold their value themselves.
 
-    That is what is ``known``, such as the fp32 masters, and at stage 3 a copy of all the rest.
+    These are the ``known`` values, such as the fp32 masters, and at stage 3 a copy of all other parameters.
     """
     if engine is not None:
         release_weight_buffers(engine)

@@ -60,7 +60,7 @@ ELSEWHERE = "write TORCH_EXTENSIONS_DIR=<a folder of yours> before the command"
 
 
 def what_is_missing(name: str) -> str | None:
-    """Return what keeps an extension from being loaded or built here, with the remedy, or None; it builds nothing.
+    """Return why an extension can't be loaded or built here, with the remedy, or None. Nothing is built.
 
     Raises:
         PresetError: There is no such extension.
@@ -78,12 +78,12 @@ def what_is_missing(name: str) -> str | None:
 
 
 def disk_access_lacks() -> str | None:
-    """Return what DeepSpeed's asynchronous disk access lacks here, or None."""
+    """Return why DeepSpeed's asynchronous disk access can't run here, or None."""
     return what_is_missing("async_io")
 
 
 def is_built(name: str) -> bool:
-    """Return whether an extension, and what it stands on, has been built already, by us or into DeepSpeed's wheel.
+    """Return whether an extension and those it needs are built already, by us or in DeepSpeed's wheel.
 
     Raises:
         PresetError: There is no such extension.
@@ -97,9 +97,9 @@ def is_built(name: str) -> bool:
 
 
 def load_extension(name: str) -> ModuleType:
-    """Return an extension of DeepSpeed, built if it has not been yet; DeepSpeed's own classes then find it loaded.
+    """Return an extension of DeepSpeed, built if need be. DeepSpeed's own classes then use it.
 
-    The environment is afterwards what it was. A build takes 35 to 185 s on two cores.
+    The environment is restored afterwards. A build takes 35 to 185 s on two cores.
 
     Raises:
         PresetError: There is no such extension.
@@ -123,7 +123,7 @@ def load_extension(name: str) -> ModuleType:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this machine's extensions, made where it is not there.
+    """Return the folder of this machine's extensions; make it if need be.
 
     It is ``$XDG_CACHE_HOME/lightning_solo/extensions/<key>``, with ``~/.cache`` for the first part if that is not
     set; or ``$TORCH_EXTENSIONS_DIR/<key>`` where the user has set that.
@@ -155,7 +155,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock on an extension's build, which the kernel gives back when its holder dies."""
+    """Hold the lock on an extension's build; the kernel releases it when the process dies."""
     lock = FileLock(folder / f"{name}.lock")
     try:
         try:
@@ -196,7 +196,7 @@ def _is_ready(builder: Any) -> bool:
 
 
 def _load(builder: Any) -> ModuleType:
-    """Return what DeepSpeed's builder loads, or builds in the environment as it is now."""
+    """Return the module that DeepSpeed's builder loads, or builds in the present environment."""
     try:
         module: ModuleType = builder.load(verbose=False)
     except Exception as error:  # torch and DeepSpeed raise half a dozen types, down to KeyError
@@ -213,7 +213,7 @@ def _lacking(name: str, tools: list[str]) -> str:
 
 
 def _missing_tools(builder: Any) -> Iterator[str]:
-    """Yield what the build of an extension lacks on this machine, each with its remedy."""
+    """Yield each tool that the build of an extension lacks on this machine, with its remedy."""
     if cxx_compiler() is None:
         name = os.environ.get("CXX")
         yield f"the C++ compiler that CXX names, {name!r} (unset CXX)" if name else "a C++ compiler (apt install g++)"
@@ -228,7 +228,7 @@ def _missing_tools(builder: Any) -> Iterator[str]:
 
 
 def _missing_toolkit(builder: Any) -> str | None:
-    """Return what lacks of the CUDA toolkit: needed by builders for CUDA where there is a device to build for."""
+    """Return the missing part of the CUDA toolkit, which builders for CUDA need where there is a device."""
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     if not isinstance(builder, CUDAOpBuilder) or torch.version.cuda is None or not torch.cuda.is_available():
@@ -254,7 +254,7 @@ def _sources(builder: Any) -> dict[str, list[int]]:
 
 
 def _built(builder: Any, folder: Path) -> Path | None:
-    """Return the library of an extension that is kept in the folder, if its sources are still those it came from."""
+    """Return an extension's library in the folder, if its sources have not changed since it was built."""
     try:
         stamp = json.loads((folder / builder.name / STAMP).read_text(encoding="utf-8"))
         file = folder / builder.name / stamp["file"]
@@ -264,7 +264,7 @@ def _built(builder: Any, folder: Path) -> Path | None:
 
 
 def _adopt(builder: Any, folder: Path) -> ModuleType | None:
-    """Load an extension that is kept in the folder, and register it with DeepSpeed; return None where none loads.
+    """Load an extension from the folder and register it with DeepSpeed; return None if it doesn't load.
 
     Neither compiler nor ninja is needed: torch would call both, only to find that nothing has changed.
     """
@@ -282,7 +282,7 @@ def _adopt(builder: Any, folder: Path) -> ModuleType | None:
 
 
 def _build(builder: Any, folder: Path) -> ModuleType:
-    """Build an extension in a fresh folder, move it to where it is kept, and return it; the lock is held."""
+    """Build an extension in a fresh folder, move it to its final place, and return it. The caller holds the lock."""
     name = builder.name
     if missing := list(_missing_tools(builder)):
         raise CapabilityError(_lacking(name, missing))
@@ -303,7 +303,7 @@ def _build(builder: Any, folder: Path) -> ModuleType:
 
 
 def _keep(builder: Any, module: ModuleType, attempt: Path, folder: Path) -> None:
-    """Move a whole build to where it is kept."""
+    """Move a complete build to its final place."""
     built, kept = attempt / builder.name, folder / builder.name
     file = Path(str(module.__file__)).name
     stamp = {"file": file, "sources": _sources(builder), "python": sys.version}
@@ -315,7 +315,7 @@ def _keep(builder: Any, module: ModuleType, attempt: Path, folder: Path) -> None
 
 
 def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove what a killed build left, and say so; the lock is held, so nobody is building."""
+    """Remove the files of a killed build, with a warning. The caller holds the lock, so no build is running."""
     for path in sorted(folder.glob(f"{name}.building-*")):
         lock = path / name / "lock"
         left = lock if lock.exists() else path

@@ -1,8 +1,8 @@
-"""Check by a trial that an optimizer computes the same on one flat tensor as on the parameters themselves.
+"""Check by a trial that an optimizer computes the same on one flat tensor as on separate parameters.
 
 ZeRO stores the parameters of a group end to end and gives the optimizer that one long tensor. An optimizer that treats
 each element alone (AdamW, SGD, Lion) isn't affected. One that uses a shape, or the norm of one parameter (Adafactor,
-Muon, LAMB), would train something else, in silence.
+Muon, LAMB), would silently train differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTEAD = "write an element-wise optimizer, such as torch.optim.AdamW, or a pres
 
 
 def require_flat(optimizer: Optimizer) -> None:
-    """Raise where an optimizer can't step ZeRO's flat partitions, or would compute something else on them.
+    """Raise if an optimizer can't step ZeRO's flat partitions, or computes different values on them.
 
     A copy with the hyper-parameters of each group takes three steps on two small parameters and on one flat tensor of
     the same values; the optimizer itself, its parameters and the random numbers are left alone. An optimizer that the
@@ -79,7 +79,7 @@ def _require_equal_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> None
 
 
 def states_per_element(optimizer: Optimizer) -> int | None:
-    """Return how many tensors of a parameter's shape an optimizer keeps, the most of any group; None if a trial fails.
+    """Return the largest number of tensors per parameter that any group keeps; None if a trial fails.
 
     A copy steps one small flat tensor for each group.
     """
@@ -95,9 +95,9 @@ def states_per_element(optimizer: Optimizer) -> int | None:
 def _try_steps(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Tensor], int] | Exception:
-    """Return the parameters after a few steps of a copy on small tensors, and how many tensors like the first it keeps.
+    """Return parameters after a few steps of a copy, and the number of its states shaped like the first parameter.
 
-    What a step raised is returned in their place.
+    If a step raises, the exception is returned instead of the parameters.
     """
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.split(_values(sum(sizes)), sizes)
@@ -122,7 +122,7 @@ def _values(elements: int) -> Tensor:
 
 
 def _gradients(elements: int, step: int) -> Tensor:
-    """Return gradients that are much larger in the first parameter: a norm per parameter then shows."""
+    """Return gradients that are much larger for the first parameter, so that a norm per parameter shows."""
     index = torch.arange(elements, dtype=torch.float32)
     return torch.sin(1.7 * index + step + 1) * torch.where(index < 12, 3.0, 0.1)
 

@@ -1,4 +1,4 @@
-"""What ZeRO's engine steps on the host in the place of the user's optimizer, and how their states read as one another.
+"""The optimizer that ZeRO's engine steps on the host instead of the user's, and the conversion of their states.
 
 torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. With
 ``deepspeed``, DeepSpeed's replaces torch's if both compute the same, within rounding. Adam, AdamW and Adagrad do; Lion
@@ -35,10 +35,10 @@ ADAM_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class HostOptimizer:
-    """An optimizer for the host, and the user's it stands for; they share the dictionaries of their groups.
+    """An optimizer for the host, and the user's that it replaces; both share the dictionaries of their groups.
 
     Args:
-        optimizer: What the engine steps: DeepSpeed's version, or the user's own.
+        optimizer: The one that the engine steps: DeepSpeed's version, or the user's own.
         original: As the user configured it.
         names: Of the tensors in a parameter's state: the engine's optimizer's -> the original's. Empty where the two
             are one object.
@@ -60,9 +60,9 @@ class Counterpart:
 
 
 def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: str = "auto") -> HostOptimizer:
-    """Return what ZeRO's engine shall step on the host for a user's optimizer; schedulers then act on it.
+    """Return the optimizer that ZeRO's engine steps on the host; the user's schedulers then act on it.
 
-    The groups stay the same dictionaries, so whoever writes a learning rate into one reaches both optimizers.
+    The groups stay the same dictionaries, so a learning rate that is written into one reaches both optimizers.
 
     Args:
         optimizer: The user's.
@@ -99,7 +99,7 @@ def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: s
 
 
 def to_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's state of the engine's optimizer as the original keeps it; tensors are shared."""
+    """Convert a parameter's state from the engine's optimizer to the original's form; tensors are shared."""
     if host.optimizer is host.original:
         return dict(state)
     original = {theirs: state[ours] for ours, theirs in host.names.items() if ours in state}
@@ -110,7 +110,7 @@ def to_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[str
 
 
 def from_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's state of the original as the engine's optimizer keeps it; tensors are shared."""
+    """Convert a parameter's state from the original's form to the engine's optimizer's; tensors are shared."""
     if host.optimizer is host.original:
         return dict(state)
     step = {"step": int(state["step"])} if "step" in state else {}
@@ -118,12 +118,12 @@ def from_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[s
 
 
 def _is_deepspeeds(optimizer: Optimizer, *names: str) -> bool:
-    """Return whether an optimizer is of one of these classes of DeepSpeed's, which is not imported for it."""
+    """Return whether an optimizer is of one of these DeepSpeed classes, without importing DeepSpeed."""
     return type(optimizer).__module__.startswith("deepspeed.") and type(optimizer).__name__ in names
 
 
 def counterpart(optimizer: Optimizer) -> Counterpart | str:
-    """Return DeepSpeed's version that computes the same as an optimizer, or why there is none."""
+    """Return DeepSpeed's version that computes the same as an optimizer, or the reason why there is none."""
     kind, defaults, groups = type(optimizer), optimizer.defaults, optimizer.param_groups
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return "its step was replaced"
@@ -156,7 +156,7 @@ def counterpart(optimizer: Optimizer) -> Counterpart | str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyper-parameter as C++ takes it at construction; the ones of a step come from the groups."""
+    """Return a hyper-parameter as a plain number for the C++ constructor; each step reads the groups' values."""
     if isinstance(value, tuple):
         return tuple(float(part) for part in value)
     return float(value)
@@ -177,7 +177,7 @@ def _deepspeeds_version(optimizer: Optimizer) -> HostOptimizer:
 
 
 def _require_own_on_host(optimizer: Optimizer, kind: str) -> None:
-    """Raise where an optimizer that stays itself can't step on the host."""
+    """Raise if the user's own optimizer can't step on the host."""
     name = type(optimizer).__name__
     if _is_deepspeeds(optimizer, "FusedAdam", "FusedLion"):
         raise ConflictError(f"DeepSpeed's {name} runs on CUDA devices only; write 'auto' in place of {kind!r}")

@@ -1,4 +1,4 @@
-"""What ZeRO-Offload will allocate on device, host and disk: every buffer of DeepSpeed's engine, counted beforehand.
+"""Predict the bytes of every buffer that ZeRO-Offload will allocate on device, host and disk.
 
 Read from DeepSpeed 0.19.8 for one process (world size 1), in which a partition is the whole. Each formula names the
 function it comes from: Z2 is ``DeepSpeedZeroOptimizer`` (runtime/zero/stage_1_and_2.py), Z3 is
@@ -34,7 +34,7 @@ WEIGHT_SIZES = {
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """What decides about the layout beside the module; the defaults of the sizes are DeepSpeed's.
+    """Settings that decide the layout, besides the module; the default sizes are DeepSpeed's.
 
     Attributes:
         states: fp32 tensors that the optimizer keeps per parameter: AdamW 2, Lion, SGD with momentum and Adagrad 1.
@@ -43,8 +43,8 @@ class ZeroSettings:
             ``DeepSpeedCPUAdam`` 0.
         accumulates: Whether there is more than one micro-batch per optimizer step.
         cuda: Whether the device is one; otherwise device and host are the same memory, and nothing is pinned.
-        keeps_weights: Whether the weights as found, fp32 under a 16-bit precision, are kept on the host: until the
-            masters are there, and those of frozen parameters for the run.
+        keeps_weights: Whether the original fp32 weights are kept on the host under a 16-bit precision: until the
+            masters exist, and those of frozen parameters for the run.
         reduce_bucket: Elements of ``reduce_bucket_size``; the others likewise without their prefix.
     """
 
@@ -81,7 +81,7 @@ class ZeroSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **more: Any) -> ZeroSettings:
-        """Return what DeepSpeed's configuration decides about the layout; ``more`` is what it doesn't."""
+        """Return settings from DeepSpeed's configuration; ``more`` holds those that it doesn't decide."""
         zero = config["zero_optimization"]
         optimizer, weights = zero["offload_optimizer"], zero.get("offload_param", {})
         sizes: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero}
@@ -105,7 +105,7 @@ class ZeroSettings:
         return WEIGHT_BYTES[self.precision]
 
     def pinned(self, size: int, always: bool = False) -> int:
-        """Return the bytes of ``size`` in pinned memory, where it is pinned.
+        """Return the bytes that ``size`` takes, rounded up where it is pinned.
 
         ``Accelerator.pin_memory`` takes torch's ``CachingHostAllocator``, which rounds up to a power of two (its
         ``allocate``). DeepSpeed's own op (csrc/pin_memory, exact) serves only ``DS_PIN_MEMORY_BACKEND=native`` and
@@ -117,7 +117,7 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class ZeroLayout:
-    """Bytes by part. `device` and `host` are the most that is there at once while training, `start` before.
+    """Bytes by part. `device` and `host` hold the peak while training, `start` the peak before it.
 
     Attributes:
         start: moment while the engine is made -> bytes on (device, host).
@@ -130,42 +130,42 @@ class ZeroLayout:
 
     @property
     def device_bytes(self) -> int:
-        """The peak on the device, the start included, without activations."""
+        """Peak bytes on the device, the start included, without activations."""
         return max(sum(self.device.values()), *(device for device, _ in self.start.values()))
 
     @property
     def host_bytes(self) -> int:
-        """The peak on the host, the start included."""
+        """Peak bytes on the host, the start included."""
         return max(sum(self.host.values()), *(host for _, host in self.start.values()))
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes of all files: what the engine swaps, and the copies while a checkpoint is written."""
+        """Bytes of all files: swapped tensors, and the copies while a checkpoint is written."""
         return sum(self.disk.values())
 
     @property
     def one_memory_bytes(self) -> int:
-        """The peak where device and host are the same memory: backward's and the step's parts are never together."""
+        """Peak bytes where device and host share memory; the parts of backward and of the step never coexist."""
         return max(self.kept_bytes + max(self.in_backward_bytes, self.in_step_bytes), self.start_bytes)
 
     @property
     def kept_bytes(self) -> int:
-        """What lives from the first step to the end, on both sides."""
+        """Bytes on both sides that live from the first step to the end."""
         return sum(self.device.values()) + sum(self.host.values()) - self.in_backward_bytes - self.in_step_bytes
 
     @property
     def in_backward_bytes(self) -> int:
-        """What only lives during a backward pass."""
+        """Bytes that live only during a backward pass."""
         return sum(self.device.get(part, 0) for part in IN_BACKWARD)
 
     @property
     def in_step_bytes(self) -> int:
-        """What only lives during an optimizer step."""
+        """Bytes that live only during an optimizer step."""
         return sum(self.host.get(part, 0) for part in IN_STEP)
 
     @property
     def start_bytes(self) -> int:
-        """The peak while the engine is made, device and host together."""
+        """Peak bytes while the engine is made, device and host together."""
         return max(device + host for device, host in self.start.values())
 
 
@@ -176,7 +176,7 @@ def zero_layout(
     frozen: Sequence[int] = (),
     buffer_bytes: int = 0,
 ) -> ZeroLayout:
-    """Return what the engine will hold, in bytes.
+    """Return the bytes that the engine will allocate.
 
     Args:
         groups: elements of each trainable parameter, for each parameter group of the optimizer.
@@ -233,7 +233,7 @@ def _stage_2(groups: list[list[int]], s: ZeroSettings, frozen: Sequence[int], bu
 def _start_2(
     flats: list[int], s: ZeroSettings, device: Mapping[str, int], host: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
-    """Z2.__init__, in its order; ``pin_memory`` copies, and what it copied from lives until then."""
+    """Follow Z2.__init__ in its order; ``pin_memory`` copies, and its source lives until the copy is done."""
     w, copies = s.weight_bytes, s.cuda and s.pin_memory
     weights = device["weights"] + device["buffers"]
     # The last group, the largest case: the groups before it are done.
@@ -300,7 +300,7 @@ def _host_3(
 def _weights_3(
     groups: list[list[int]], sums: list[int], s: ZeroSettings, frozen: Sequence[int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return what the weights take on (host, disk), where they are offloaded."""
+    """Return the bytes of offloaded weights on (host, disk)."""
     w, everything = s.weight_bytes, [*(n for group in groups for n in group), *frozen]
     if not s.offload_parameters:
         return {}, {}
@@ -344,7 +344,7 @@ def _start_3(
     host: Mapping[str, int],
     frozen: Sequence[int],
 ) -> dict[str, tuple[int, int]]:
-    """engine._configure_distributed_model, then Z3.__init__, in their order."""
+    """Follow engine._configure_distributed_model, then Z3.__init__, in their order."""
     w, total, largest_sub = s.weight_bytes, sum(sums), max(sums)
     copies = s.cuda and s.pin_memory
     kept = device["weights"] + device["buffers"]
@@ -369,7 +369,7 @@ def _start_3(
 
 
 def _bucket_elements(s: ZeroSettings, total: int, count: int) -> int:
-    """Elements of ``count`` buckets; on a CPU only pages that were written to take memory."""
+    """Return the elements of ``count`` buckets; on a CPU only the pages written to take memory."""
     return s.reduce_bucket * count if s.cuda else min(s.reduce_bucket * count, total)
 
 

@@ -30,8 +30,8 @@ class OriginalModule:
     The engine casts the weights, moves them, registers hooks and leaves methods on each parameter, which pickling
     would follow into the engine; stage 3 empties the parameters and swaps the mapping that holds them.
 
-    ``weights`` are the values as found, on the host, of parameters whose dtype the engine changes: what the fp32
-    masters start from (DeepSpeed's own would start from their 16-bit roundings), and what the frozen ones go back to.
+    ``weights`` are the original values, on the host, of parameters whose dtype the engine changes. The fp32 masters
+    start from them (DeepSpeed's own start from the 16-bit roundings), and frozen parameters get them back.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,15 +44,15 @@ class OriginalModule:
         self.weights: dict[Tensor, Tensor] = {}
 
     def keep_weights(self, dtype: torch.dtype) -> None:
-        """Keep, on the host, each parameter that the engine is going to cast to ``dtype``."""
+        """Keep a host copy of each parameter that the engine will cast to ``dtype``."""
         self.weights = {p: p.detach().cpu() for p in self.module.parameters() if p.dtype != dtype}
 
     def restore(self, weights: dict[Tensor, Tensor]) -> None:
-        """Bring back hooks, attributes and dtypes, and the weights.
+        """Restore hooks, attributes, dtypes and weights.
 
         Args:
-            weights: parameter -> its value, of its shape, taken from the engine before it was destroyed. What is not
-                among them keeps its value.
+            weights: parameter -> its value, of its shape, taken from the engine before it was destroyed. Parameters
+                that are missing here keep their values.
         """
         for part in self.module.modules():
             for name in MODULE_HOOKS:

@@ -1,4 +1,4 @@
-"""A process group of one process for DeepSpeed: no launcher, no port, no MPI, and nothing left behind."""
+"""A process group of one process for DeepSpeed, without launcher, port or MPI; closing it leaves no trace."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def without_deprecations() -> Iterator[None]:
 
 
 def unsupported_deepspeed() -> str | None:
-    """Return in words that DeepSpeed is not installed, or too old or untested, or None; nothing is imported."""
+    """Return why DeepSpeed can't be used: not installed, too old or untested; or None. Nothing is imported."""
     if not is_installed("deepspeed"):
         return f"zero_offload needs the package deepspeed, which is not installed here; write: {INSTALL}"
     version = importlib.metadata.version("deepspeed")
@@ -61,7 +61,7 @@ def unsupported_deepspeed() -> str | None:
 
 
 def check_deepspeed() -> None:
-    """Refuse a machine without DeepSpeed, or with one that is too old or untested.
+    """Refuse a machine without DeepSpeed, or with a version that is too old or untested.
 
     Raises:
         CapabilityError: names the command.
@@ -71,7 +71,7 @@ def check_deepspeed() -> None:
 
 
 def require_deepspeed() -> None:
-    """Import DeepSpeed, which leaves no environment variable behind.
+    """Import DeepSpeed, and remove the environment variables that it sets.
 
     Raises:
         CapabilityError: as `check_deepspeed`.
@@ -82,7 +82,7 @@ def require_deepspeed() -> None:
 
 
 def open_process_group(backend: str) -> bool:
-    """Make a process group of this process alone, and DeepSpeed's handle on it; return False where there is a group.
+    """Open a process group of this process and DeepSpeed's handle on it; return False if one is open already.
 
     It needs no address, no port and no launcher: the store is a dictionary in this process.
 
@@ -126,7 +126,7 @@ def close_process_group() -> None:
 
 
 def one_process(environment_class: type) -> Any:
-    """Return Lightning's description of a cluster that is this process, whatever a launcher's variables say."""
+    """Return Lightning's environment of a one-process cluster; a launcher's variables are ignored."""
     alone = {
         "creates_processes_externally": property(lambda self: True),
         "local_rank": lambda self: 0,
@@ -139,7 +139,7 @@ def one_process(environment_class: type) -> Any:
 
 
 def require_device(device: torch.device, *, allow_cpu: bool) -> None:
-    """Refuse a device on which DeepSpeed's engine can't run, or saves nothing; say so where that is allowed.
+    """Refuse a device on which DeepSpeed's engine can't run or saves no memory; warn if the latter is allowed.
 
     Raises:
         CapabilityError: names the device and what to write.

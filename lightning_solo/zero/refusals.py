@@ -1,4 +1,4 @@
-"""Refusals of what no run of ZeRO-Offload can have, with what to write instead, before the engine takes the module."""
+"""Refuse what ZeRO-Offload can't run, before the engine changes the module; each error says what to write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_OPTIMIZER = (
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Refuse what the Trainer was told and the engine can't do, before the model is built.
+    """Refuse Trainer arguments that the engine can't serve, before the model is built.
 
     Raises:
         ConflictError: clipping by value, or more than one device.
@@ -28,7 +28,7 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def refuse_clipping_by_value(clip_val: float | None, algorithm: Any) -> None:
-    """Refuse a clipping that DeepSpeed doesn't have.
+    """Refuse a clipping algorithm that DeepSpeed lacks.
 
     Raises:
         ConflictError: the algorithm is "value".
@@ -60,7 +60,7 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
 
     Raises:
         ConflictError: there are several.
-        NothingToDoError: there is none, or nothing that it trains.
+        NothingToDoError: there is none, or it trains no parameter.
     """
     if len(optimizers) != 1:
         raise ConflictError(

@@ -1,6 +1,6 @@
-"""One run of DeepSpeed's engine around a module: made, stepped, saved, loaded, and ended with the module as before.
+"""One run of DeepSpeed's engine around a module: make it, step, save, load, and restore the module at the end.
 
-Weights, masters and optimizer states can be saved behind its end as during it.
+Weights, masters and optimizer states can be saved after its end as during it.
 
 Plain torch and DeepSpeed: a training loop of one's own may use it as the strategy does. A process group is open.
 """
@@ -49,7 +49,7 @@ from lightning_solo.zero.window import GradientWindow
 
 
 class EngineRun:
-    """An engine around a module that is stored on the host, from its making to the module as it was before.
+    """An engine around a module on the host, from its creation until the module is restored.
 
     Args:
         module: on the host.
@@ -68,7 +68,7 @@ class EngineRun:
         self._changes: OutsideChanges | None = None
         self._clipping = 0.0
         self._counters: dict[str, dict[str, Any]] = {}
-        self._masters: dict[Tensor, Tensor] = {}  # behind the end, of what isn't in fp32
+        self._masters: dict[Tensor, Tensor] = {}  # after the end: masters of weights that aren't fp32
         self._stack = ExitStack()
         self._original = OriginalModule(module)
         self._original.keep_weights(dtype)
@@ -88,10 +88,10 @@ class EngineRun:
         self._changes = OutsideChanges(self.module)
 
     def evaluate(self, config: Mapping[str, Any]) -> None:
-        """Make an engine that only runs forward; at stage 2 there is nothing of ZeRO in it."""
+        """Make an engine that only runs forward; at stage 2 it doesn't use ZeRO."""
         kept = {key: config[key] for key in ("fp16", "bf16", "zero_optimization") if key in config}
         if config["zero_optimization"]["stage"] == 2:
-            kept.pop("zero_optimization")  # it is about what training keeps
+            kept.pop("zero_optimization")  # only training needs it
         kept["train_micro_batch_size_per_gpu"] = 1
         self.engine = self._make_engine(kept, None)
 
@@ -113,23 +113,23 @@ class EngineRun:
         return getattr(self.engine, "optimizer", None)
 
     def _start_from_fp32(self) -> None:
-        """Let the masters be the weights as found, not their 16-bit roundings; of the trained ones, keep no copy."""
+        """Set the masters to the original weights, not their 16-bit roundings; drop the copies of trained weights."""
         trained = {p: value for p, value in self._original.weights.items() if p.requires_grad}
         write(self.zero, {p: ParameterStates(value.float()) for p, value in trained.items()})
         for parameter in trained:
             del self._original.weights[parameter]
 
     def after_backward(self) -> None:
-        """Note which parameters the micro-batch used; to be called after each backward pass of the engine."""
+        """Record which parameters the micro-batch used. Call it after each backward pass of the engine."""
         assert self._window is not None
         self._window.after_backward(self.zero)
 
     def clip_next_step(self, norm: float) -> None:
-        """Clip the gradients of the window by their global norm in its step; 0 leaves them."""
+        """Clip the window's gradients by their global norm in the next step; 0 means no clipping."""
         self.zero.clip_grad = float(norm)
 
     def step(self) -> None:
-        """Step for the micro-batches since the last step; without any there is no step."""
+        """Step for the micro-batches since the last step; do nothing if there are none."""
         assert self._window is not None
         if self._window.micro_batches:
             self._take_over_changes()
@@ -139,7 +139,7 @@ class EngineRun:
 
     @contextmanager
     def _folder(self) -> Iterator[Path | None]:
-        """Make a folder below the run's own for copies of what is stored on disk, which may not fit the host.
+        """Make a subfolder for copies of the states on disk, which may not fit in host memory.
 
         The files are removed with it; what they hold stays until the tensors that are mapped to it are gone.
         """
@@ -176,7 +176,7 @@ class EngineRun:
         return optimizer_state_dict(self.host, self._groups, states)
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Take over the states of a plain run or of ours, and in full precision the masters that ``weights`` has.
+        """Load the states of a plain run or of ours, and the masters in ``weights`` in full precision.
 
         Raises:
             CheckpointError: as `load_optimizer` and `write`.
@@ -190,15 +190,15 @@ class EngineRun:
         write(self.zero, load_optimizer(self.host, self._groups, saved, masters))
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """Return what the engine counts, or has counted, if it trains: plain values."""
+        """Return the counts of a training engine, present or last, as plain values."""
         return self._counters if self.engine is None or self.host is None else counters(self.engine)
 
     def set_counters(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `counters` returned."""
+        """Set the values of `counters`."""
         set_counters(self.engine, saved)
 
     def end(self) -> None:
-        """Take the engine off the module, which is as it was found but for its training.
+        """Destroy the engine and restore the module with its trained weights.
 
         The user's optimizer has its own options and parameters again, and the states that a plain run would leave in
         it: on the host, or where they were on disk, mapped from files without a name.
@@ -248,7 +248,7 @@ class EngineRun:
 
 
 def _give_back_caches() -> None:
-    """Give the device's memory and the page-locked memory of the host back, of which torch keeps what was freed."""
+    """Release the freed device memory and pinned host memory that torch caches."""
     torch.cuda.empty_cache()
     empty_host_cache = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     if empty_host_cache is not None:  # torch 2.13 has it

@@ -1,4 +1,4 @@
-"""The fp32 masters and optimizer states inside ZeRO's flat tensors, parameter by parameter: read, and written."""
+"""Read and write the fp32 masters and optimizer states in ZeRO's flat tensors, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_solo.zero.deepspeed_internals import flat_tensors, in_memory
 
 @dataclass(frozen=True)
 class ParameterStates:
-    """What the engine keeps of one parameter on the host: tensors of the parameter's shape, and plain values."""
+    """One parameter's states on the host: tensors of the parameter's shape, and plain values."""
 
     master: Tensor
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class ParameterStates:
 
 
 def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -> dict[Tensor, ParameterStates]:
-    """Return the states of every trainable parameter: views, or where they are stored on disk, copies.
+    """Return the states of every trainable parameter: views, or copies of those stored on disk.
 
     Args:
         zero: ZeRO's optimizer.
@@ -72,7 +72,7 @@ def _copied(view: Tensor, path: Path | None) -> Tensor:
 
 
 def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
-    """Copy states into the engine's flat tensors; parameters that are not among ``states`` keep theirs.
+    """Copy states into the engine's flat tensors; parameters that are missing in ``states`` keep theirs.
 
     Raises:
         CheckpointError: parameters that share a flat tensor differ in a plain value, such as the count of steps.

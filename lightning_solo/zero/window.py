@@ -1,4 +1,4 @@
-"""The parameters that got a gradient in a window, so that none is updated with a gradient of an earlier one.
+"""Zero the gradients of parameters that a window didn't use, so that none is updated by an earlier gradient.
 
 DeepSpeed (0.19.8) keeps each parameter's gradient on the host and overwrites it when the next one comes. A parameter
 that a step didn't use gets none, and is updated once more with its last; in a later micro-batch of a window its new
@@ -25,7 +25,7 @@ class GradientWindow:
         self._hooks = [hook(p, self._used.add) for p in self.parameters]
 
     def after_backward(self, zero: Any) -> None:
-        """Forget what the last window accumulated, for parameters that the first micro-batch of this one didn't use."""
+        """Zero the last window's gradients of the parameters that this window's first micro-batch didn't use."""
         self.micro_batches += 1
         if self.micro_batches == 1:
             for parameter in self.unused():
@@ -34,7 +34,7 @@ class GradientWindow:
                     accumulated.zero_()
 
     def before_step(self, zero: Any) -> None:
-        """Give a gradient of zero to the parameters that no micro-batch of the window used, and end the window."""
+        """Zero the gradients of the parameters that the window didn't use, and end the window."""
         if unused := set(self.unused()):
             zero_gradients(zero, unused)
         self._used.clear()

@@ -42,7 +42,7 @@ class Settings(TechniqueSettings):
             raise PresetError("zero_offload.nvme_path='': write a folder on a local SSD, or null for none")
 
     def engine_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration by these settings.
+        """Return DeepSpeed's configuration for these settings.
 
         Raises:
             PresetError, ConflictError: as `lightning_solo.zero.config.merge`.
@@ -68,7 +68,7 @@ def _wrong_training(settings: Settings, configuration: Configuration) -> str | N
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan model states by the engine's layout; its weights are in the low precision throughout, without autocast."""
+    """Plan model states by the engine's layout; weights are in low precision throughout, without autocast."""
     precision = {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(tracing.precision, tracing.precision)
     return replace(tracing, precision=precision, attached=None, states=ZeroStates(settings))
 

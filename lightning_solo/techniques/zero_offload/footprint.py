@@ -1,4 +1,4 @@
-"""Bytes of the model states under ZeRO-Offload, by the layout of DeepSpeed's engine, and the seconds of its copies."""
+"""Predict the bytes of model states under ZeRO-Offload, and the seconds of its copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master
 
 
 def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: int, *, cuda: bool) -> ZeroLayout:
-    """Return the bytes of each part, by the strategy's settings and Lightning's name for the precision."""
+    """Return the bytes of each part, for the strategy's settings and Lightning's name of the precision."""
     config = settings.engine_config()
     engine = ZeroSettings.of(
         config,
@@ -33,7 +33,7 @@ def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: i
 
 
 def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint | None:
-    """Return the most that device and host store, the start of the engine included; None where it can't train so."""
+    """Return the peak bytes on device and host, the engine's start included; None if it can't train this way."""
     precision = request.precision or "32-true"
     if precision not in WEIGHT_BYTES or not request.sizes.trainable:
         return None

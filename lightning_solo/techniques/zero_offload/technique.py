@@ -1,4 +1,4 @@
-"""Optimizer states, the optimizer's arithmetic, and at stage 3 the weights too, on the host, by DeepSpeed's ZeRO."""
+"""Keep optimizer states on the host and step there, by DeepSpeed's ZeRO; at stage 3 keep the weights there too."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         return repr(self.settings).replace("Settings", "ZeroOffloadStrategy", 1)
 
     def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration; ``folder`` is the run's own below ``nvme_path``, once there is one."""
+        """Return DeepSpeed's configuration; ``folder`` is the run's folder below ``nvme_path``, if there is one."""
         merged: dict[str, Any] = self.settings.engine_config()
         check_zero_section(merged)
         for place in ("offload_optimizer", "offload_param"):
@@ -117,7 +117,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         return merged
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that is copied and pickled: of an engine nothing."""
+        """Return the state for copies and pickles, without the engine."""
         state = super().__getstate__()
         if self._run is not None:
             state |= {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
@@ -127,23 +127,23 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
 
     @property
     def root_device(self) -> torch.device:
-        """The device, with the index that DeepSpeed asks for and "cpu" has not."""
+        """The device with an index, which DeepSpeed requires and "cpu" lacks."""
         device: torch.device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Lightning counts the micro-batches, as under every other strategy, the short last window included."""
+        """False: Lightning counts the micro-batches, and steps after a short last window too."""
         return False
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The weights are loaded as under every other strategy: into the module, before the engine takes it."""
+        """False: Lightning loads the weights into the module before the engine is made."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The optimizer's states come from Lightning's file, after the engine is there."""
+        """True: Lightning loads the optimizer's states from its file, after the engine is made."""
         return True
 
     @property
@@ -170,7 +170,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         self._launcher = None
 
     def setup_environment(self) -> None:
-        """Open the process group, once device and module are ones that can be trained.
+        """Open the process group, after a check that device and module can be trained.
 
         Raises:
             CapabilityError, ConflictError: what this machine, the Trainer or the module can't do; before the model is
@@ -201,14 +201,14 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         self._opened_group = open_process_group(self._process_group_backend) or bool(self._opened_group)
 
     def teardown(self) -> None:
-        """Leave module, environment and process as they were."""
+        """Restore module, environment and process."""
         try:
             super().teardown()
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        """Take the engine off the module and close the process group; a second call does nothing."""
+        """Destroy the engine and close the process group; a second call does nothing."""
         run, self._run = self._run, None
         try:
             if run is not None:
@@ -231,11 +231,11 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
     # --- the engine ---
 
     def model_sharded_context(self) -> Any:
-        """Nothing: ``configure_model`` builds on the host, whole, and the engine partitions what it takes over."""
+        """Do nothing: ``configure_model`` builds the whole module on the host, and the engine partitions it later."""
         return nullcontext()
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, anew for each run: the same Trainer may have another accumulation or clipping now.
+        """Make a new engine for each run, since the Trainer's accumulation or clipping may have changed.
 
         Raises:
             BudgetError: the host has less memory, or the disk less space, than the engine will need.
@@ -257,7 +257,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         super().setup(trainer)
 
     def init_deepspeed(self) -> None:
-        """Make the engine, without the parent's warning: here ``clip_gradients`` clips."""
+        """Make the engine without the parent's warning about clipping: here ``clip_gradients`` clips."""
         if self.nvme_path is not None and self.offload_parameters:
             weights = self.config["zero_optimization"]["offload_param"]
             for name, value in parameter_buffers(self._module, self._training.dtype.itemsize).items():
@@ -304,7 +304,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         self._say(layout, optimizer)
 
     def _say(self, layout: ZeroLayout, optimizer: Optimizer) -> None:
-        """Say which precision means which layout here, and what the host is going to hold."""
+        """Log the layout that the precision means here, and the bytes that the host will hold."""
         weights = str(self._training.dtype).removeprefix("torch.")
         where = "the disk" if self.nvme_path else "the host"
         fetched = ""
@@ -335,7 +335,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
     # --- the step ---
 
     def block_backward_sync(self) -> Any:
-        """Nothing: there is nobody to wait for, and the engine refuses its own."""
+        """Do nothing: no other process exists, and the engine refuses its own context."""
         return nullcontext()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -346,7 +346,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         return loss
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip in the step to come, by the global norm; what ``LightningModule.clip_gradients`` ends in.
+        """Clip by the global norm in the next step; ``LightningModule.clip_gradients`` calls this.
 
         Raises:
             ConflictError: clipping by value.
@@ -356,7 +356,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         self._clipped = True
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step once for the window's micro-batches; one in which every ``training_step`` returned None has no step."""
+        """Step once for the window's micro-batches; skip it if every ``training_step`` returned None."""
         module = model or self._module
         result = closure()
         patches.after_closure(self.precision_plugin, module, optimizer)
@@ -374,7 +374,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
 
     @property
     def _saved(self) -> EngineRun | None:
-        """What has the weights, the run or the last one that trained."""
+        """The run that has the weights: this one, or the last one that trained."""
         return self._run or self._fitted
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         return run.optimizer_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one plain file, and beside it DeepSpeed's directory where asked, while there is an engine."""
+        """Write one plain file, and DeepSpeed's directory next to it where the user asked for it and an engine runs."""
         left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
         checkpoint["zero_offload"] = {"left_out": left_out, **(self._saved.counters() if self._saved else {})}
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -429,7 +429,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights into the module, which the engine has not taken yet."""
+        """Load the weights into the module before the engine is made."""
         assert self.lightning_module is not None
         left_out = checkpoint.get("zero_offload", {}).get("left_out", ())
         load_weights(self.lightning_module, checkpoint["state_dict"], left_out=left_out, strict=strict)
