@@ -1,4 +1,4 @@
-"""Modules: which of their parts are repeated blocks or output heads, and what runs in place of those."""
+"""Find a module's repeated blocks, layers and output heads, and replace their computation."""
 
 from lightning_solo.nn.block_sparse import block_sparse_attention as block_sparse_attention
 from lightning_solo.nn.cross_entropy import chunked_cross_entropy as chunked_cross_entropy

@@ -1,7 +1,7 @@
-"""Which calls of a module's blocks keep their activations under a budget: counted in one batch, then solved.
+"""Choose the calls of blocks that keep their activations under a budget of bytes.
 
-One batch is counted with every block recomputed. What a recomputation leaves allocated is what its call would have kept
-since forward. So the bytes of any other choice, at any moment, are those of that batch, and those that each kept call
+One batch is counted with every block recomputed. The bytes that a recomputation leaves allocated are those that its
+call would have kept since forward. So any other choice takes the bytes of that batch, plus those that each kept call
 holds between its forward and its backward.
 """
 
@@ -30,7 +30,7 @@ _STEPS = 1024  # sums of bytes that the solver tells apart
 
 
 class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
-    """A ledger that also counts work, and knows what is a copy of what, such as autocast's of the weights.
+    """A ledger that also counts work, and records converted copies, such as autocast's of the weights.
 
     On a CUDA device it counts the bytes of the allocator's blocks, of which each storage has one.
 
@@ -78,7 +78,7 @@ def _allocated(storage: UntypedStorage) -> int:
 
 
 def saved_bytes(run: Callable[[], Any], *known: Any) -> int:
-    """Return the bytes that ``run()`` saves for backward: of storages neither in its result nor in ``known``."""
+    """Return the bytes that ``run()`` saves for backward, without the storages of its result and of ``known``."""
     saved: list[UntypedStorage] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Pass:
 
 
 class Calls:
-    """Numbers the calls of blocks in a batch, knows which of them keep their activations, and counts the others.
+    """Numbers the calls of blocks in a batch, records which keep their activations, and counts the others.
 
     Attributes:
         kept: calls that aren't recomputed.
@@ -136,12 +136,12 @@ class Calls:
         return self._ledger is not None
 
     def number(self, name: str) -> Call:
-        """Return the next call of a block."""
+        """Return the number of a block's next call."""
         self._numbers[name] += 1
         return name, self._numbers[name] - 1
 
     def counted(self, call: Call, run: Callable[[], Any], inputs: Any = ()) -> Any:
-        """Return ``run()``, a block's forward, counted if it is the batch for it."""
+        """Return ``run()``, a block's forward, and count it if this batch is counted."""
         ledger = self._ledger
         if ledger is None:
             return run()
@@ -188,17 +188,17 @@ class Options:
         return least_work(self.base, self.extra, self.work, budget - self.margin)
 
     def share(self, share: float) -> frozenset[Call]:
-        """Return the calls to keep for the least work in a share of what all of them would keep."""
+        """Return the calls to keep for the least work within a share of the bytes that all of them would keep."""
         saved = {call: torch.tensor([size]) for call, size in self.saved.items()}
         return least_work(torch.zeros(1, dtype=torch.int64), saved, self.work, int(share * sum(self.saved.values())))
 
 
 def options(ledger: WorkLedger, calls: Calls) -> Options:
-    """Return what a counted batch says of every choice; calls that backward didn't recompute have none.
+    """Return the options of a counted batch; calls that backward didn't recompute are left out.
 
-    No choice takes more than is said here. It takes less where a block that keeps its activations needs no input
-    for them, which recomputation always keeps. Of a compiled block, the bytes that it saves are those of its compiled
-    forward; what it allocates and frees again is counted as written, which fused operators take less of.
+    The bytes are an upper bound. A choice takes less where a block that keeps its activations doesn't need its input,
+    which recomputation always keeps. Of a compiled block, the bytes that it saves are those of its compiled
+    forward; temporary memory is counted as for the uncompiled block, though fused operators take less.
     """
     history = _History(ledger.log)
     both = {call: (runs[0], runs[1:]) for call, runs in calls.passes.items() if len(runs) > 1}
@@ -252,10 +252,10 @@ def options(ledger: WorkLedger, calls: Calls) -> Options:
 
 @dataclass
 class _Kept:
-    """What a call keeps where it isn't recomputed.
+    """The storages that a call keeps if it isn't recomputed.
 
     Attributes:
-        bytes: of storages that nobody else has.
+        bytes: of storages that no other call keeps.
         shared: (bytes, number of the event at which they are freed otherwise) of those that live longer for it.
     """
 
@@ -264,7 +264,7 @@ class _Kept:
 
 
 class _History:
-    """Live bytes after each event of a log, and when each storage ends.
+    """Live bytes after each event of a log, and the event that frees each storage.
 
     Attributes:
         live: bytes after so many events.
@@ -285,7 +285,7 @@ class _History:
                 self._end[storage] = index
 
     def end(self, storage: int) -> int:
-        """Return the number of events until a storage is freed; of all, where it stays."""
+        """Return the number of events until a storage is freed, or of all events if it is not."""
         return self._end.get(storage, len(self.log.events))
 
     def largest(self, storages: Container[int | None], first: int, last: int) -> int:
@@ -293,25 +293,25 @@ class _History:
         return max((self._size[number] for number, _ in self.log.events[first:last] if number in storages), default=0)
 
     def settled(self, run: Pass) -> int:
-        """Return the number of events after a run once what it returned is dropped."""
+        """Return the number of events until a run's result is dropped."""
         last = run.last
         while last < len(self.log.events) and self.log.events[last][1] < 0:
             last += 1
         return last
 
     def left(self, run: Pass) -> list[int]:
-        """Return the storages that a run allocated and that outlive it."""
+        """Return the storages that a run allocated and that outlive the run."""
         settled = self.settled(run)
         born = dict.fromkeys(storage for storage, change in self.log.events[run.first : run.last] if change > 0)
         return [storage for storage in born if self.end(storage) > settled]
 
     def moved(self, forward: Pass, again: Pass) -> int:
-        """Return the bytes of the largest input that is gone before the recomputation, as it is on the host."""
+        """Return the bytes of the largest input that was moved to the host before the recomputation."""
         inputs = [storage for storage in forward.inputs if storage is not None]
         return max((self._size[storage] for storage in inputs if self.end(storage) <= again.first), default=0)
 
     def kept(self, forward: Pass, again: Pass, originals: Mapping[int, int], compiled: int | None = None) -> _Kept:
-        """Return what a call keeps, from its forward and its recomputation.
+        """Return the storages that a call keeps, derived from its forward and its recomputation.
 
         Args:
             forward: its first run.
@@ -346,8 +346,8 @@ def least_work(base: Tensor, extra: Mapping[Call, Tensor], work: Mapping[Call, i
 
     Args:
         base: int64 (segments,): bytes of each segment where all calls are recomputed.
-        extra: call -> int64 (segments,): bytes more where it is kept, in the order of forward.
-        work: call -> what its recomputation costs.
+        extra: call -> int64 (segments,): extra bytes if it is kept, in the order of forward.
+        work: call -> cost of its recomputation.
         budget: bytes.
 
     >>> zero, two = torch.zeros(1, dtype=torch.int64), torch.tensor([2])

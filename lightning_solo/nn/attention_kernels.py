@@ -1,4 +1,4 @@
-"""Kernels of ``scaled_dot_product_attention``: which one runs, and why another can't."""
+"""Report which kernel of ``scaled_dot_product_attention`` runs, and why the others can't."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _OPERATORS = {
 
 
 def enabled_kernel(name: str) -> AbstractContextManager[Any]:
-    """Return a context in which one kernel of `KERNELS` may run, in every thread, and no other."""
+    """Return a context in which only one kernel of `KERNELS` is enabled, in every thread."""
     return sdpa_kernel(KERNELS[name])
 
 
 class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the attention kernels that run, as operators of torch: inside recomputed blocks too.
+    """Counts the attention kernels that run as torch operators, in recomputed blocks too.
 
     Attributes:
         kernels: name of `KERNELS` -> calls.
@@ -77,7 +77,7 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def attention_calls(module: nn.Module) -> Iterator[AttentionCalls]:
-    """Count a module's attention kernels in this context, where compiled functions run as written.
+    """Count a module's attention kernels in this context, in which compiled functions run uncompiled.
 
     Raises:
         CapabilityError: no kernel that is enabled can compute a call; the message has torch's reasons, and the kernels
@@ -110,7 +110,7 @@ def unusable_kernels(
 ) -> dict[str, str]:
     """Return kernel -> torch's reason why it can't compute this call of ``scaled_dot_product_attention``.
 
-    Kernels that can are left out. Arguments are those of the call; under autocast they are converted as it does.
+    Usable kernels are left out. Arguments are those of the call; under autocast they are converted in the same way.
 
     >>> x = torch.randn(1, 1, 4, 8)
     >>> sorted(unusable_kernels(x, x, x))
@@ -137,7 +137,7 @@ def unusable_kernels(
 
 @contextmanager
 def sdpa_in_transformers(module: nn.Module) -> Iterator[list[str]]:
-    """Have Hugging Face models among a module's parts whose attention is ``"eager"`` call torch's; yield their names.
+    """Switch a module's Hugging Face models from ``"eager"`` attention to torch's; yield their names.
 
     Models that can't (soft caps, attention weights as an output) stay as they are.
     """

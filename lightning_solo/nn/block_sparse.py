@@ -1,4 +1,4 @@
-"""Attend to chosen blocks of keys, in memory and time that grow with the blocks chosen."""
+"""Attention to chosen blocks of keys; memory and time grow with the number of chosen blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def block_sparse_attention(
 ) -> Tensor:
     """Return attention in which each block of queries attends to some blocks of keys (Child et al. 2019).
 
-    The keys and values of a block of queries are brought together, and blocks that have equally many run at once, by
+    The keys and values of a block of queries are copied together, and blocks with equally many run at once, by
     ``scaled_dot_product_attention`` and so by the kernel that suits the device, in training too. These copies are kept
     for backward: of the keys and values as many times their bytes as each block of keys is attended to; recomputed
     blocks of the model keep none. As in ``sliding_window_attention``, FlexAttention isn't
@@ -113,7 +113,7 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, layout: Any, causal: boo
 
 
 def _equal_rows(chosen: Any, repeat: int, causal: bool) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield (blocks of queries, their blocks of keys, whether the last of these is the block itself) that run at once.
+    """Yield batches: (query blocks, their key blocks, whether the last key block is the query block itself).
 
     Blocks are numbered over all heads; ``repeat`` heads share their keys.
     """

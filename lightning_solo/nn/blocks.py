@@ -1,4 +1,4 @@
-"""The repeated blocks of a module, found by how they are built and never by what they are called.
+"""Find the repeated blocks of a module by their structure, never by their names.
 
 A transformer's layers, a ResNet's bottlenecks: the modules that techniques such as activation checkpointing act on as
 one. ``repeated_blocks`` finds them in any module; ``blocks_of_class`` takes the class names that a user wrote down.
@@ -115,7 +115,7 @@ def _is_feed_forward(module: nn.Module) -> bool:
 
 
 def counted(blocks: Iterable[nn.Module]) -> str:
-    """Return how many blocks of each class there are, in words.
+    """Describe how many blocks of each class there are.
 
     >>> counted([nn.ReLU(), nn.GELU(), nn.ReLU()])
     '2 ReLU, 1 GELU'
@@ -125,7 +125,7 @@ def counted(blocks: Iterable[nn.Module]) -> str:
 
 
 def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Return the blocks below ``module``, given some ``known`` elsewhere, which it may hold a single one of."""
+    """Return the blocks below ``module``; a single block counts if it is built like one in ``known``."""
     children, is_known = _composites(module), _likeness(known)
     found = [child for child in children if is_known(child)]
     groups = _groups([child for child in children if not is_known(child)])
@@ -149,7 +149,7 @@ def _listed(module: nn.Module) -> list[nn.Module]:
 
 
 def _likeness(blocks: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
-    """Return the test whether a module is one of ``blocks`` or built as one of them is."""
+    """Return a function that tests whether a module is one of ``blocks`` or built like one of them."""
     classes = {type(block) for block in blocks if type(block) not in _GENERIC}
     builds = {_build(block) for block in blocks}
     return lambda m: (
@@ -158,12 +158,12 @@ def _likeness(blocks: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
 
 
 def _composites(module: nn.Module) -> list[nn.Module]:
-    """Return the direct children that could be blocks or hold some, a child listed twice also twice."""
+    """Return the direct children that could be or hold blocks; a child that is listed twice is returned twice."""
     return [child for child in module._modules.values() if child is not None and _is_composite(child)]
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return whether a module has parts: parameters in children, or at least two of its own that aren't all vectors.
+    """Return whether a module has parameters in children, or at least two direct ones that aren't all vectors.
 
     A childless layer of ``torch.nn`` (linear, convolution, LSTM) has none, nor does a normalisation written by hand.
     """
@@ -176,7 +176,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Return whether the module has a forward of its own, which a list of modules has not."""
+    """Return whether the module implements forward, which a list of modules does not."""
     return type(module).forward is not nn.Module.forward
 
 

@@ -1,4 +1,4 @@
-"""Compile a module's blocks one by one: blocks that are alike share what is compiled, whatever their number."""
+"""Compile a module's blocks one by one; all blocks that are built alike share the compiled code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CountingBackend:
 
 
 def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dynamic: bool | None = None) -> None:
-    """Have each block compiled when it is called next; ``restore_compiled`` undoes it.
+    """Compile each block at its next call; ``restore_compiled`` undoes it.
 
     Types, parameters, state-dict keys and hooks stay as they are, and so do copies and pickles of a block, which are
     not compiled.
@@ -65,7 +65,7 @@ def _call_compiled(compiled: Callable[..., Any], block: nn.Module, *args: Any, *
 
 
 def _new_call() -> Callable[..., Any]:
-    """Return a function that calls a block, with a code object that no other has.
+    """Return a function that calls a block and has its own code object.
 
     Torch keeps what it compiled, and how often, by code object: in that of ``nn.Module``, which `nn.Module.compile`
     takes, blocks of many kinds and the fits of one process would come to its limit of 8, and run uncompiled from there.
@@ -85,6 +85,6 @@ def is_compiled_alone(block: nn.Module) -> bool:
 
 
 def restore_compiled(blocks: Iterable[nn.Module]) -> None:
-    """Have the blocks run as they did before ``compile_blocks``; a second call does nothing."""
+    """Undo ``compile_blocks``; a second call does nothing."""
     for block in blocks:
         block.__dict__.pop("_compiled_call_impl", None)

@@ -1,4 +1,4 @@
-"""Linear layer and cross-entropy in one, in chunks of tokens: logits of one chunk exist at a time.
+"""Compute an output layer and its cross-entropy in chunks of tokens, with the logits of one chunk at a time.
 
 The gradients of the loss are computed in forward, as Liger does (arXiv 2410.10989): 3 products with the weight, as many
 as without chunks. Recomputation in backward would need 4, and would save nothing: the weight's gradient is kept during
@@ -26,14 +26,14 @@ _REMEDY = "drop retain_graph=True and create_graph=True, or use torch.nn.functio
 
 
 class Pointwise(NamedTuple):
-    """What is applied to each logit: ``outer * tanh(inner * x)`` where ``capped``, else ``inner * x``."""
+    """The function of each logit: ``outer * tanh(inner * x)`` where ``capped``, else ``inner * x``."""
 
     inner: float = 1.0
     capped: bool = False
     outer: float = 1.0
 
     def scaled(self, factor: float) -> Pointwise:
-        """Return this, and then a multiplication."""
+        """Return this function followed by a multiplication."""
         if self.capped:
             return self._replace(outer=self.outer * factor)
         return self._replace(inner=self.inner * factor)
@@ -67,7 +67,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     backend: str = "torch",
 ) -> Tensor:
-    """Return the mean cross-entropy of ``hidden @ weight.T + bias``, without ever having all logits, in fp32.
+    """Return the mean cross-entropy of ``hidden @ weight.T + bias``, in fp32, without all logits at once.
 
     Gradients are those of the plain loss, under autocast too. Tokens whose label is ignored take no computation. One
     backward only: a second one, by ``retain_graph=True``, is refused.
@@ -111,7 +111,7 @@ def chunked_cross_entropy(
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type in which a linear layer computes with an input: autocast's, or that of the input."""
+    """Return the dtype in which a linear layer computes: autocast's, or that of the input."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
@@ -127,7 +127,7 @@ def linear_cross_entropy(
     dtype: torch.dtype,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return the loss of tokens, their mean or their sum, as `chunked_cross_entropy`.
+    """Return the losses of tokens, their mean or their sum; see `chunked_cross_entropy`.
 
     Args:
         hidden: (..., width), the input of the output layer.
@@ -163,7 +163,7 @@ def chunked_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Lo
 
 
 def _valid_rows(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
-    """Return the indices of the tokens that count.
+    """Return the indices of the tokens that are not ignored.
 
     Raises:
         IndexError: a label outside the vocabulary, which a GPU's gather would answer by an assertion of the device.
@@ -286,18 +286,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Poin
 
 
 def _is_ligers(loss: Loss) -> bool:
-    """Return whether Liger's kernel computes such a loss: a cap that is scaled otherwise than it caps, it does not."""
+    """Return whether Liger's kernel supports this loss. It requires that a soft cap's two factors are reciprocal."""
     pointwise = loss.pointwise
     return loss.backend == "liger" and (not pointwise.capped or math.isclose(pointwise.inner * pointwise.outer, 1))
 
 
 def _before(loss: Loss) -> Pointwise:
-    """Return what is applied to a chunk's logits before its losses: Liger's kernel caps them itself."""
+    """Return the function of a chunk's logits before its losses; Liger's kernel applies the soft cap itself."""
     return AS_COMPUTED if _is_ligers(loss) and loss.pointwise.capped else loss.pointwise
 
 
 def _losses_by_liger(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """As `_losses`, by Liger's kernel."""
+    """Do as `_losses`, by Liger's kernel."""
     softcap = loss.pointwise.outer if loss.pointwise.capped else None
     losses = liger.token_losses(
         x,
@@ -313,7 +313,7 @@ def _losses_by_liger(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool
 
 
 def _losses(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of a chunk, and their gradient by the product; ``x``, the logits, is overwritten by it."""
+    """Return the losses of a chunk and their gradient by the product, which overwrites the logits ``x``."""
     if _is_ligers(loss):
         return _losses_by_liger(x, labels, loss, differentiable)
     labels, smoothing, pointwise = labels.unsqueeze(1), loss.label_smoothing, loss.pointwise

@@ -1,8 +1,8 @@
-"""Logits that aren't computed until something needs them: a cross-entropy of them is computed in chunks instead.
+"""Logits that are computed only when needed; their cross-entropy is computed in chunks instead.
 
 A module's code is written for logits: ``F.cross_entropy(self.head(hidden).view(-1, words), labels)``. `defer_logits`
-has its head return `DeferredLogits`, which take what such code does with logits before the loss: other shapes and
-types, a scale, a soft cap, a choice of tokens. Anything else computes the logits as the head would have.
+makes its head return `DeferredLogits`. They support the usual operations before the loss: other shapes and types, a
+scale, a soft cap, a choice of tokens. Any other operation computes the logits as the head would have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _USE = "_deferred_logits"
 
 @dataclass
 class Use:
-    """What a module does with the logits of a head while gradients are enabled.
+    """A record of how a head's logits are used while gradients are enabled.
 
     Attributes:
         chunk_tokens: tokens whose logits exist at a time.
@@ -92,7 +92,7 @@ def _of_vocabulary_size(parts: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def defer_logits(head: nn.Linear, chunk_tokens: int, backend: str = "torch") -> Use:
-    """Have a head return `DeferredLogits` until `restore_head`; return what is recorded of their use."""
+    """Make a head return `DeferredLogits` until `restore_head`; return the record of their use."""
     use = Use(chunk_tokens, backend)
     vars(head)[_USE] = use
     head.forward = MethodType(forward, head)  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def defer_logits(head: nn.Linear, chunk_tokens: int, backend: str = "torch") -> 
 
 
 def restore_head(head: nn.Linear) -> None:
-    """Have a head compute its logits again; a second call does nothing."""
+    """Undo `defer_logits`; a second call does nothing."""
     if vars(head).pop(_USE, None) is not None:
         del head.forward
 
@@ -117,7 +117,7 @@ def forward(head: nn.Linear, input: Tensor) -> Tensor:
 
 
 class _Layer:
-    """One call of a head: its input and weights, and whether something has computed its logits."""
+    """One call of a head: its input and weights, and whether its logits have been computed."""
 
     def __init__(self, head: nn.Linear, input: Tensor, use: Use) -> None:
         self.input, self.weight, self.bias, self.use = input, head.weight, head.bias, use
@@ -151,7 +151,7 @@ def _version(tensor: Tensor | None) -> int:
 
 
 class DeferredLogits(Tensor):
-    """The logits of a head's call, or what shapes and scales have made of them, without data.
+    """The logits of a head's call, possibly reshaped or scaled, without data.
 
     Args:
         layer: the call.
@@ -248,7 +248,7 @@ class DeferredLogits(Tensor):
         return self._logits
 
     def _next(self, step: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
-        """Return what a function makes of these logits."""
+        """Return the deferred result of a function of these logits."""
         now = {
             "hidden": self._hidden,
             "differentiable": self._differentiable and torch.is_grad_enabled(),
@@ -263,12 +263,12 @@ _REMEDY = "compute the loss by torch.nn.functional.cross_entropy, or leave this 
 
 
 def _refuse_gradient(*_: Tensor) -> None:
-    """Refuse a custom autograd.Function, whose arguments torch doesn't let anybody replace."""
+    """Refuse a custom autograd.Function, since torch doesn't allow its arguments to be replaced."""
     raise ConflictError(f"chunked cross-entropy: logits go through a custom autograd.Function; {_REMEDY}")
 
 
 def _refuse_custom_function(logits: DeferredLogits) -> None:
-    """Refuse logits that such a function has returned."""
+    """Refuse logits that a custom autograd.Function has returned."""
     with torch._C.DisableTorchFunctionSubclass():
         if logits.grad_fn is not None:
             _refuse_gradient()
@@ -297,7 +297,7 @@ def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> A
 
 
 def _index(logits: DeferredLogits, index: Any) -> Any:
-    """Choose tokens: an index that leaves the last dimension as it is, which is the same one of the hidden states."""
+    """Choose tokens: apply an index that keeps the last dimension to the hidden states."""
     parts = index if isinstance(index, tuple) else (index,)
     if logits._class_first or not all(type(p) in _INDICES or isinstance(p, Tensor) for p in parts):
         return NotImplemented

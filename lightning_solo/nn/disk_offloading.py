@@ -1,4 +1,4 @@
-"""Tensors that autograd saves for backward, kept on a disk in between, through a few buffers of host memory."""
+"""Offload the tensors that autograd saves for backward to a disk, through a few buffers of host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGING_BUFFERS = 4
 
 
 class DiskOffloader(Offloader):
-    """Copies what autograd saves to a file on a local disk: an `Offloader` whose host memory doesn't grow with it.
+    """An `Offloader` that copies saved tensors to a file on a local disk, so that host memory doesn't grow.
 
     A storage goes through one of ``STAGING_BUFFERS`` buffers of host memory. A thread writes it while forward
     continues, and reads it ahead of backward; forward waits where the disk falls behind by as many buffers.
@@ -66,7 +66,7 @@ class DiskOffloader(Offloader):
         return self._file.bytes
 
     def free_buffers(self) -> None:
-        """Remove the file and free the buffers; what a graph still has on the disk is lost."""
+        """Remove the file and free the buffers; saved tensors that are still on the disk are lost."""
         self._file.close()
         self._idle.clear()
         self._reading.clear()
@@ -100,7 +100,7 @@ class DiskOffloader(Offloader):
             self._idle.append(buffer)
 
     def _read_ahead(self, number: int) -> None:
-        """Have what was saved before ``number`` read, as far as there are buffers."""
+        """Read the storages that were saved before ``number``, as far as there are buffers."""
         for index in reversed(range(bisect_left(self._far, number))):
             if not self._idle:
                 return
@@ -114,7 +114,7 @@ class DiskOffloader(Offloader):
         return self._idle.popleft()
 
     def _staging(self, size: int) -> _Buffer:
-        """Return the first idle buffer, of at least so many bytes, once its last transfer is done."""
+        """Return the first idle buffer of at least ``size`` bytes, after its last transfer is done."""
         if self._buffers < min(STAGING_BUFFERS, len(self._file.taken)):
             self._buffers += 1
             self._idle.appendleft(_Buffer())
@@ -138,7 +138,7 @@ class DiskOffloader(Offloader):
 
 
 class _Place(NamedTuple):
-    """A place in the file, and the writing to it."""
+    """A region of the file, and the transfer that writes it."""
 
     offset: int
     written: Future[None]
@@ -150,7 +150,7 @@ class _Buffer:
     Attributes:
         memory: empty until it is first used.
         transfer: the last one between it and the disk.
-        copied: the event behind the last copy between it and the device.
+        copied: the event after the last copy between it and the device.
     """
 
     def __init__(self) -> None:
@@ -159,5 +159,5 @@ class _Buffer:
         self.copied: Any = None
 
     def pages(self, size: int) -> Tensor:
-        """Return the whole pages of it that hold so many bytes."""
+        """Return the buffer's first pages that hold so many bytes."""
         return self.memory[: whole_pages(size)]

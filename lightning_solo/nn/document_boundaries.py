@@ -1,4 +1,4 @@
-"""Checks that a model keeps the documents of a row apart: by the loss of one beside another, and by itself."""
+"""Check that a model keeps the documents of a row apart, by a document's loss with and without another one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_solo.nn.rollback import Rollback
 
 
 class BoundaryError(ConflictError):
-    """Documents of a row aren't kept apart, or the loss isn't the mean over their labels."""
+    """A model mixes the documents of a row, or its loss isn't the mean over their labels."""
 
 
 def require_boundaries(
     module: nn.Module, loss: Callable[[dict[str, Tensor]], Tensor], batches: Sequence[Any], rounding: float = 1e-3
 ) -> None:
-    """Check that the loss of a document in a row is its own: whatever the document before is, and without one.
+    """Check that a document's loss doesn't depend on the document before it, or on whether there is one.
 
-    Forwards without gradients and dropout; random numbers, buffers and metrics are put back.
+    Runs forward without gradients and dropout, and restores random numbers, buffers and metrics.
 
     Args:
         module: what ``loss`` runs.
@@ -70,7 +70,7 @@ def require_boundaries(
 
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Have forwards without gradients and dropout, and yield what puts back what they change."""
+    """Disable gradients and dropout, and yield the rollback of what forwards change."""
     rollback = Rollback(module, next((p.device for p in module.parameters()), torch.device("cpu")))
     with ExitStack() as stack:
         for part in module.modules():
@@ -91,9 +91,9 @@ def _taking_positions(module: nn.Module) -> list[str]:
 
 
 def caching_configs(module: nn.Module) -> list[Any]:
-    """Return the configurations of Hugging Face's models in a module that have them make a cache in every forward.
+    """Return the Hugging Face configurations in a module that make each forward build a key-value cache.
 
-    With a cache they don't look for documents; of a training step nothing is read from it.
+    With a cache the models don't look for documents. Training steps don't read the cache.
     """
     configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
     return [config for config in configs.values() if getattr(config, "use_cache", None) is True]

@@ -1,4 +1,4 @@
-"""Fused kernels in place of a model's normalisations and gated feed-forward parts, found by what these compute.
+"""Replace a model's normalisations and gated feed-forward parts by fused kernels that compute the same.
 
 A layer is recognised by its structure, then tried: on random inputs its outputs and gradients, in fp32 and in bf16,
 must be those of a kernel. So classes of any package are found, and one that only looks like another is left out.
@@ -110,20 +110,20 @@ class Gated:
 
 @dataclass(frozen=True)
 class Fused:
-    """A layer's computation, and whose kernels run it: a name of `BACK_ENDS`."""
+    """A layer's computation, and the back end (a name of `BACK_ENDS`) whose kernel runs it."""
 
     computation: Computation
     back_end: str
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a norm computes in the input's type: not under autocast in 16 bits, nor with other weights."""
+    """Return whether a norm computes in the input's dtype: no 16-bit autocast, and weights of the same dtype."""
     exact = x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type)
     return exact and x.dtype is weight.dtype and x.dtype in _TYPES and x.shape[-1:] == weight.shape and x.numel() > 0
 
 
 def _keeps_no_output(layer: nn.Module) -> bool:
-    """Return whether nobody else needs the output of a layer, so that backward may write over it."""
+    """Return whether no other operation needs a layer's output, so that backward may overwrite it."""
     return type(layer).forward is nn.Linear.forward and not layer._forward_hooks
 
 
@@ -173,7 +173,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """``activation(gate) * up``, of which neither factor but only gate and up are kept."""
+    """``activation(gate) * up``, which saves only gate and up for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, overwrite: bool, kernels: ModuleType) -> Tensor:
@@ -196,7 +196,7 @@ class _Gated(torch.autograd.Function):
 
 
 def fuse_layers(layers: Mapping[str, nn.Module], computations: Mapping[str, Computation], back_end: str) -> None:
-    """Have layers run by fused kernels; `restore_layers` undoes it.
+    """Run layers by fused kernels; `restore_layers` undoes it.
 
     Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are.
 
@@ -211,7 +211,7 @@ def fuse_layers(layers: Mapping[str, nn.Module], computations: Mapping[str, Comp
 
 
 def restore_layers(layers: Iterable[nn.Module]) -> None:
-    """Have layers compute as they did before; a second call does nothing."""
+    """Undo `fuse_layers`; a second call does nothing."""
     for layer in layers:
         if vars(layer).pop(_FUSED, None) is not None:
             del layer.forward
@@ -231,7 +231,7 @@ def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def fusable_layers(
     module: nn.Module, kernels: Sequence[str], back_end: str, device: torch.device
 ) -> tuple[dict[str, Computation], dict[str, str]]:
-    """Return name -> computation of the layers that a kernel can run, and name -> reason of those that only look so.
+    """Return name -> computation of layers that a kernel can run, and name -> reason for those that failed the trial.
 
     Args:
         module: whose layers are tried, on copies: nothing of it is changed.
@@ -260,7 +260,7 @@ def fusable_layers(
 
 
 def _candidates(layer: nn.Module) -> list[Computation]:
-    """Return what a layer may compute, by its parameters, numbers and children alone."""
+    """Return the computations that a layer's parameters, numbers and children allow."""
     if any(True for _ in layer.buffers()):
         return []
     own = {name: p for name, p in layer._parameters.items() if p is not None}
@@ -298,7 +298,7 @@ def _gated_candidates(layer: nn.Module) -> list[Computation]:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Return what layers have in common that compute the same: class, attributes, and those of children."""
+    """Return a key that is equal for layers that compute the same: class, attributes, and those of children."""
 
     def one(part: nn.Module) -> Any:
         values = {key: value for key, value in vars(part).items() if key not in _OF_MODULES and key != "forward"}
@@ -313,7 +313,7 @@ def _kind(layer: nn.Module) -> Any:
 def _tried(
     layer: nn.Module, candidates: Sequence[Computation], kernels: ModuleType, device: torch.device
 ) -> Computation | str:
-    """Return the candidate that computes what a layer does, or why none of them does."""
+    """Return the candidate that computes the same as a layer, or the reason why none does."""
     gaps = dict.fromkeys(candidates, 0.0)
     with _apart(device):
         for dtype in TOLERANCES:
@@ -336,7 +336,7 @@ def _tried(
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Compute with real numbers, gradients and no autocast, and leave random numbers as they were."""
+    """Enable gradients, disable autocast and torch's modes, and restore the random numbers."""
     devices = [device] if device.type == "cuda" else []
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         with torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):
@@ -391,7 +391,7 @@ def _results(probe: nn.Module, run: Any, x: Tensor) -> list[Tensor]:
 
 
 def _gap(probe: nn.Module, candidate: Computation, kernels: ModuleType, x: Tensor, expected: Sequence[Tensor]) -> float:
-    """Return the largest distance of a row, of the output or a gradient, relative to it; infinite above tolerance."""
+    """Return the largest relative error of a row of the output or a gradient; infinite above the tolerance."""
     try:
         got = _results(probe, lambda x: candidate(probe, x, kernels), x)
     except (RuntimeError, TypeError, ValueError, AttributeError):  # the kernel can't run it

@@ -1,4 +1,4 @@
-"""What fused kernels compute, by torch's operators: the same results, and the same tensors kept for backward."""
+"""The fused kernels' computations by torch's operators, with the same results and saved tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rms_norm_backward(
 
 
 def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (..., width) normalised, and of each row the mean and the reciprocal of the standard deviation."""
+    """Return (..., width) normalised, and each row's mean and reciprocal standard deviation."""
     output, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
     return output, mean, rstd
 

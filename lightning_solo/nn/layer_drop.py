@@ -23,7 +23,7 @@ Place = int | str
 
 @dataclass(frozen=True)
 class _Form:
-    """How a block's output is made of its arguments.
+    """The form of a block's output, and how to build it from the block's arguments.
 
     Attributes:
         hidden: where the hidden state is among the arguments.
@@ -46,7 +46,7 @@ class _Form:
 
 
 def _form(args: Any, kwargs: Any, output: Any) -> _Form | str:
-    """Return how an output is made of a block's arguments where the block is skipped, or why it can't be."""
+    """Return the form of a skipped block's output, or the reason why it can't be built from the arguments."""
     values: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
     container = type(output) if type(output) in (tuple, list) and len(output) else None
     hidden, *rest = output if container is not None else (output,)
@@ -122,7 +122,7 @@ class SkippedBlocks:
         self.draws += 1
 
     def restore(self) -> None:
-        """Have the blocks called as they were before; a second call does nothing."""
+        """Restore the blocks' calls; a second call does nothing."""
         for block in self.blocks.values():
             call = block.__dict__.get(_CALL)
             if isinstance(call, SkippableCall) and call.drop is self:

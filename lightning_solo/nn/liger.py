@@ -1,4 +1,4 @@
-"""Liger's Triton kernels, behind the functions of `fused_operators`; the package is imported by the first call.
+"""Liger's Triton kernels, with the interface of `fused_operators`; the first call imports the package.
 
 The functions below Liger's autograd functions are called, since those are silently wrong where a gradient is
 differentiated, or a graph is walked twice: backward of a gated product overwrites what forward kept.
@@ -87,7 +87,7 @@ def gated_backward(
 def token_losses(
     logits: Tensor, labels: Tensor, *, label_smoothing: float, softcap: float | None, z_loss: float, gradients: bool
 ) -> Tensor:
-    """Return the losses of tokens, (tokens,) of (tokens, vocabulary); logits become the gradients, where wanted."""
+    """Return the losses, (tokens,) of (tokens, vocabulary); optionally overwrite the logits by their gradients."""
     logits = logits.detach().requires_grad_(gradients)  # by which Liger knows whether they are wanted
     never = -1  # labels that don't count have no row here
     losses: Tensor = _ops().cross_entropy_forward(
@@ -97,14 +97,14 @@ def token_losses(
 
 
 def missing(device: torch.device) -> str | None:
-    """Return in words what its kernels lack on a device, or None."""
+    """Return why Liger's kernels can't run on a device, or None."""
     if not is_installed("liger_kernel"):
         return 'liger-kernel is not installed (pip install "liger-kernel>=0.8,<0.9")'
     return None if runs_on(device) else f"its Triton kernels need a CUDA device, not {device}"
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether its kernels run on a device: on CUDA's, and on any under Triton's interpreter."""
+    """Return whether Liger's kernels run on a device: CUDA, or any under Triton's interpreter."""
     return device.type == "cuda" or _is_interpreted()
 
 

@@ -40,7 +40,7 @@ class Product:
 
 
 def product(kind: str, device: torch.device) -> Product:
-    """Return the product of a kind on a device.
+    """Return the product of one kind for a device.
 
     Args:
         kind: ``float8_`` and a recipe of torchao: ``tensorwise``, ``rowwise``, ``rowwise_with_gw_hp``; or ``mxfp8``,
@@ -72,7 +72,7 @@ def product(kind: str, device: torch.device) -> Product:
 def linear_layers(
     blocks: Mapping[str, nn.Module], multiple: int = MULTIPLE
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return name -> layer of the linear layers in blocks, and name -> sizes of those that don't divide by a multiple.
+    """Return name -> linear layer in blocks, and name -> sizes of the layers that ``multiple`` doesn't divide.
 
     Subclasses with a forward of their own are in neither.
     """
@@ -91,7 +91,7 @@ def linear_layers(
 
 
 def multiply_in_low_precision(layers: Iterable[nn.Linear], product: Product) -> None:
-    """Have layers multiply by a product in training mode; ``restore_layers`` undoes it.
+    """Make layers multiply by a product in training mode; ``restore_layers`` undoes it.
 
     Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are, and
     so does every forward in eval mode.
@@ -102,7 +102,7 @@ def multiply_in_low_precision(layers: Iterable[nn.Linear], product: Product) -> 
 
 
 def restore_layers(layers: Iterable[nn.Linear]) -> None:
-    """Have layers multiply as they did before; a second call does nothing."""
+    """Undo ``multiply_in_low_precision``; a second call does nothing."""
     for layer in layers:
         if layer.__dict__.pop(_PRODUCT, None) is not None:
             del layer.forward

@@ -1,4 +1,4 @@
-"""Tensors that autograd saves for backward, kept in host memory in between, by copies on a stream of their own."""
+"""Offload the tensors that autograd saves for backward to host memory, by copies on a separate stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = "take smaller micro-batches or shorter sequences"
 
 
 class Offloader:
-    """Copies what autograd saves to the host, frees it on the device, and brings it back ahead of backward.
+    """Copies the tensors that autograd saves to the host, frees them on the device, and copies them back for backward.
 
     A storage is moved once, however many tensors of it are saved. Weights, buffers, their views and small storages stay
     where they are. The storages that were saved last, which backward needs first, form a window that stays on the
@@ -82,11 +82,11 @@ class Offloader:
         self._count = self._largest = 0
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context for forward: what is saved in it is moved."""
+        """Return a context for forward; tensors saved in it are offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def leave(self, module: nn.Module) -> None:
-        """Begin a micro-batch that leaves a module's weights and buffers where they are; they may have moved since."""
+        """Begin a micro-batch; the module's weights and buffers stay where they are now."""
         self._begin()
         self._weights = {
             tensor.untyped_storage()._cdata
@@ -147,14 +147,14 @@ class Offloader:
         return moved
 
     def _begin(self) -> None:
-        """Expect of the micro-batch that begins what the last one saved."""
+        """Predict the new micro-batch's saved tensors from the last one's."""
         if self.saved_bytes:
             self._expected, self.saved_bytes = self.saved_bytes, 0
         if not self._moved:
             self._window, self._window_bytes, self._near, self._far = {}, 0, [], []
 
     def _limit(self, saved_bytes: int) -> int:
-        """Return the most bytes of the window once so many are saved."""
+        """Return the limit of the window's bytes after so many bytes are saved."""
         if self.keep_on_device is None:
             return self.in_flight * self._largest
         return self.keep_on_device if isinstance(self.keep_on_device, int) else int(self.keep_on_device * saved_bytes)
@@ -169,7 +169,7 @@ class Offloader:
         self._window_bytes -= size  # a statement of its own: garbage collection may come here in between
 
     def _make_room(self) -> None:
-        """Free the oldest of the window on the device, where it exceeds its limit, behind its copy."""
+        """Free the window's oldest storages on the device, after their copies, while it exceeds its limit."""
         while len(self._window) > 1 and self._window_bytes > self._limit(self.saved_bytes):
             number = self._near[0]
             moved = self._moved.get(number)
@@ -235,7 +235,7 @@ class Offloader:
         self._copy(moved, memory, to_host=False)
 
     def _prefetch(self, number: int) -> None:
-        """Bring back what was saved before ``number``, which backward comes to next."""
+        """Copy back the storages saved before ``number``, which backward needs next."""
         last = bisect_left(self._far, number)
         while last:
             before = self._moved.get(self._far[last - 1])
@@ -263,7 +263,7 @@ class Offloader:
             moved.copied = self._stream.record_event()
 
     def _await_copy(self, moved: Moved) -> None:
-        """Have the current stream wait until the last copy of a storage is done."""
+        """Make the current stream wait until the last copy of a storage is done."""
         if moved.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(moved.copied)
 
@@ -274,6 +274,6 @@ class Offloader:
             self._give_back(moved)
 
     def _give_back(self, moved: Moved) -> None:
-        """Have what held the copy of a storage used for others."""
+        """Release the memory of a storage's copy for other storages."""
         self._free.append(moved.stored)
         self._free.sort(key=lambda buffer: buffer.nbytes)

@@ -92,7 +92,7 @@ class Kept:
 
 @dataclass
 class _Wrap:
-    """What a wrapped block needs to run; lives on the block, so that a deep copy gets its own."""
+    """The settings and state of a wrapped block, stored on the block, so that a deep copy gets its own."""
 
     name: str
     own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
@@ -129,7 +129,7 @@ def checkpoint_blocks(
 
 
 def restore_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Give the blocks back the forward they had; a block that isn't wrapped is left alone."""
+    """Restore the blocks' own forwards; a block that isn't wrapped is left alone."""
     for block in blocks:
         wrap = block.__dict__.pop(_WRAP, None)
         if wrap is not None and getattr(block.__dict__.get("forward"), "__func__", None) is forward:
@@ -140,7 +140,7 @@ def restore_blocks(blocks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
-    """Say of a module, for a while, that its weights are there only while a part that uses them runs.
+    """Return a context that marks a module's weights as present only while a part that uses them runs.
 
     Its blocks recompute as ever, and are not verified: the end of a whole second forward would release weights that
     backward is about to use.
@@ -155,7 +155,7 @@ def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Have wrapped blocks, for a while, save the inputs of their recomputation in a context, and nothing else."""
+    """Make wrapped blocks save the inputs of their recomputation, and nothing else, in ``context``."""
     global _keeping
     before, _keeping = _keeping, context
     try:
@@ -165,7 +165,7 @@ def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterat
 
 
 def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return ``compiled(block, *args, **kwargs)``, which compiles what `forward` does with a wrapped block.
+    """Return ``compiled(block, *args, **kwargs)``, which compiles `forward` of a wrapped block.
 
     Whether the call keeps its results is decided here, outside the graph: either has a graph, whatever the number of
     blocks. So is where inputs are saved, which is all that such a block saves.
@@ -189,7 +189,7 @@ def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwar
 
 
 def _saved_when_compiled(block: nn.Module, run: Callable[[], Any], inputs: Any) -> int:
-    """Return the bytes that a block's compiled forward saves for backward, and leave no other trace of it."""
+    """Return the bytes that a block's compiled forward saves for backward, without side effects."""
     device = next((p.device for p in block.parameters()), torch.device("cpu"))
     rollback, host = Rollback(block, device), _HostState(block)
     rollback.save()
@@ -202,7 +202,7 @@ def _saved_when_compiled(block: nn.Module, run: Callable[[], Any], inputs: Any) 
 
 
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
-    """Return whether any of the blocks, since it was wrapped, ran again in a backward."""
+    """Return whether any of the blocks was recomputed since it was wrapped."""
     return any(block.__dict__[_WRAP].recomputed for block in blocks)
 
 
@@ -274,7 +274,7 @@ class _Call:
         self.host: _HostState | None = None  # as it was before the forward, where the forward changed it
 
     def take_tensors(self) -> list[Tensor]:
-        """Return the tensors for ``checkpoint`` and let go of them: it decides how long they live."""
+        """Return the tensors for ``checkpoint`` and drop our references, so that it decides how long they live."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
@@ -302,7 +302,7 @@ class _Call:
         return self.wrap.calls.counted(self.number, partial(self.original, *args, **kwargs), (args, kwargs))
 
     def recompute(self, tensors: Iterable[Tensor]) -> Any:
-        """Run the block again as it ran before and, where asked, compare."""
+        """Run the block again under the same state, and optionally compare the results."""
         self.wrap.recomputed = True
         tensor, other = iter(tensors), iter(self.others)
         args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
@@ -359,7 +359,7 @@ def without_cache(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 class _HostState:
-    """What a forward may change on the host, which torch doesn't replay: random generators and plain attributes.
+    """Host state that torch doesn't replay and a forward may change: random generators and plain attributes.
 
     Python's and NumPy's global generators (layer drop draws from them), and numbers and flags that the block's
     modules keep, such as a count of calls.
@@ -383,7 +383,7 @@ class _HostState:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Put everything back as it was when this was made."""
+        """Restore the state of when this object was made."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -418,7 +418,7 @@ def _settings(dtype: torch.dtype, block: nn.Module, host: _HostState | None) -> 
 
 @contextmanager
 def statistics_kept(block: nn.Module) -> Iterator[set[nn.Module]]:
-    """Let BatchNorm and its kin update copies of their statistics, which the first forward has updated already."""
+    """Make BatchNorm and similar layers update copies of their statistics, already updated by the first forward."""
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
     originals = [dict(norm._buffers) for norm in norms]
     try:

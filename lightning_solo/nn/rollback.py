@@ -1,4 +1,4 @@
-"""What forward and backward change besides gradients, put back: random numbers, buffers, states of metrics."""
+"""Undo what forward and backward change besides gradients: random numbers, buffers, states of metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_solo.errors import ConflictError
 
 
 class Rollback:
-    """Puts a module and the random numbers back to where they were at the last `save`.
+    """Restores a module and the random numbers to their state at the last `save`.
 
     Saved are random numbers (torch on the CPU and on ``device``, Python, NumPy where it is imported, and generators of
     these three that are attributes of modules), buffers, and the states of metrics of torchmetrics. Buffers and
@@ -40,7 +40,7 @@ class Rollback:
         self._collect()
 
     def _collect(self) -> None:
-        """Look for what there is to be saved in the module as it is now."""
+        """Collect the module's present values to save."""
         self._modules = dict(self._module.named_modules())
         modules = self._modules.items()
         self._registers = [each for _, module in modules for each in (module._modules, module._buffers)]
@@ -54,7 +54,7 @@ class Rollback:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Remember how things are now."""
+        """Save the present state."""
         if [*map(len, self._registers)] != self._lengths:
             self._collect()
         for values in self._values:
@@ -63,7 +63,7 @@ class Rollback:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of it back; it may be restored several times.
+        """Restore the saved state; it may be restored several times.
 
         Raises:
             ConflictError: a buffer changed for the first time since it was last copied, or is of a module that has
@@ -112,7 +112,7 @@ def _at(places: Iterable[_Place]) -> list[Any]:
 def _kind(value: Any) -> Any:
     """Return the key under which tensors are copied together; None for a value that can't change in place.
 
-    Such is what is no tensor, a tensor of inference mode, and an expanded one.
+    Those are values other than tensors, tensors of inference mode, and expanded ones.
     """
     if not isinstance(value, Tensor) or value.is_inference():
         return None
@@ -130,7 +130,7 @@ def _is_expanded(size: int, stride: int) -> bool:
 class _Values:
     """Values at places, with copies of the tensors among them that change.
 
-    It runs in each step, though hardly any step fails: so what it does there are built-in functions over lists.
+    It runs in each step, though steps rarely fail, so it uses only built-in functions over lists there.
     """
 
     def __init__(self, places: list[_Place]) -> None:
@@ -162,7 +162,7 @@ class _Values:
         self._lists = [(value, [*value]) for value in values if isinstance(value, list)]
 
     def _group(self) -> None:
-        """Make room for the copies: a single tensor for all of one kind, so that one kernel copies them."""
+        """Allocate one tensor for all copies of a kind, so that one kernel copies them."""
         groups: dict[Any, list[Tensor]] = {}
         for value in self._values:
             if (kind := _kind(value)) is not None:
@@ -180,7 +180,7 @@ class _Values:
             self._groups[kind] = tensors, copies
 
     def _settle(self) -> None:
-        """Find what a step changes and what is constant, after the first one: by content, as kernels may not count."""
+        """Find the constant values after the first step, by content, since kernels may not count changes."""
         copies = {id(tensor): copy for pair in self._groups.values() for tensor, copy in zip(*pair, strict=True)}
         rows = [*zip(self._changing, self._values, _at(self._changing), strict=True)]
         stays = [now is value and _is_equal(place, value, copies.get(id(value))) for place, value, now in rows]
@@ -199,7 +199,7 @@ class _Values:
         return same and [*map(_version, self._tensors)] == self._versions
 
     def _changed_constants(self) -> Iterator[tuple[_Place, bool]]:
-        """Yield places whose value is another or has changed, and whether it has changed in place."""
+        """Yield places whose value was replaced or changed, and whether it changed in place."""
         versions = iter(self._versions)
         for place, value in zip(self._constant, self._constants, strict=True):
             in_place = _kind(value) is not None and value._version != next(versions)
@@ -244,7 +244,7 @@ _METRIC_ATTRIBUTES = (
 
 
 def _names_in_metric(module: nn.Module) -> tuple[str, ...]:
-    """Return the attributes that make the state of a torchmetrics metric; of another module none."""
+    """Return the attributes that are the state of a torchmetrics metric; none for another module."""
     defaults = getattr(module, "_defaults", None)
     return (*defaults, *_METRIC_ATTRIBUTES) if isinstance(defaults, dict) else ()
 
@@ -254,7 +254,7 @@ _Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _common_generators(device: torch.device) -> Iterator[_Generator]:
-    """Yield those that all code shares."""
+    """Yield the global random generators."""
     yield torch.get_rng_state, torch.set_rng_state
     yield random.getstate, random.setstate
     if device.type in ("cuda", "xpu"):
@@ -292,7 +292,7 @@ class _NumpyState:
 
 
 def _generators_in(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
-    """Yield those that are attributes of modules."""
+    """Yield the random generators that are attributes of modules."""
     numpy = sys.modules.get("numpy")
     for value in chain.from_iterable(vars(module).values() for module in modules):
         if isinstance(value, torch.Generator):

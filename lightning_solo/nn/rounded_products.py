@@ -1,4 +1,4 @@
-"""Products of matrices whose factors are rounded: int8, MXFP8, NVFP4, and fp16 with sums in fp16."""
+"""Matrix products with rounded factors: int8, MXFP8, NVFP4, and fp16 with sums in fp16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMALLEST = 1e-30  # stands for the largest number of a factor of zeros
 
 
 class RoundedProduct(torch.autograd.Function):
-    """(rows, in) x (out, in) -> (rows, out), and both its gradients, each by a product of its own.
+    """(rows, in) x (out, in) -> (rows, out), with a separate product for the output and for each gradient.
 
     Args:
         output, of_rows, of_weight: multiply for the output, the rows' gradient and the weight's.
@@ -83,7 +83,7 @@ def mxfp8_product_on_device(left: Tensor, right: Tensor) -> Tensor:
 
 
 def to_mxfp8(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers of float8_e4m3fn and the scales, in fp32, (m, k) and (m, k / 32), whose product is near.
+    """Return float8_e4m3fn numbers, (m, k), and fp32 scales, (m, k / 32), whose product approximates the factor.
 
     Each block of 32 in a row is divided by the least power of two that leaves its largest number within 448: rounding
     the power down, as section 6.3 of the OCP specification of MX formats has it, cuts the largest numbers off
@@ -103,7 +103,7 @@ def _power_of_two_from(bound: Tensor) -> Tensor:
 
 
 def _e8m0(scale: Tensor) -> Tensor:
-    """Return the exponents of powers of two as float8_e8m0fnu, in which what is inf in fp32 is nan."""
+    """Return the exponents of powers of two as float8_e8m0fnu; inf becomes nan."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
@@ -116,7 +116,7 @@ def nvfp4_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def nvfp4_gradient(gradient: Tensor, right: Tensor) -> Tensor:
-    """Return `nvfp4_product`, the gradient rounded stochastically."""
+    """Return `nvfp4_product` with the gradient rounded stochastically."""
     return _nvfp4(gradient, right, stochastic=True, on_device=False)
 
 
@@ -159,7 +159,7 @@ def _nvfp4(left: Tensor, right: Tensor, *, stochastic: bool, on_device: bool) ->
 
 
 def to_nvfp4(factor: Tensor, stochastic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return numbers of e2m1, scales of blocks and the scale of all, whose product is near a factor; all in fp32.
+    """Return e2m1 numbers, block scales and the tensor's scale, in fp32; their product approximates the factor.
 
     Each block of 16 in a row has a scale in float8_e4m3fn, and all of them one in fp32 (NVIDIA et al. 2025, arXiv
     2509.25149, appendix B). A factor that holds an inf or a nan has it in its scales.
@@ -178,7 +178,7 @@ def to_nvfp4(factor: Tensor, stochastic: bool = False) -> tuple[Tensor, Tensor, 
 
 
 def _to_e2m1(numbers: Tensor, stochastic: bool) -> Tensor:
-    """Return the numbers of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 near numbers; those beyond 6 are cut off."""
+    """Round numbers to 0, 0.5, 1, 1.5, 2, 3, 4 or 6; those beyond 6 become 6."""
     size = numbers.abs().clamp_max(E2M1_MAX)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     steps = size / step
@@ -201,7 +201,7 @@ _HADAMARD = [[_SIGNS[i] * (-1) ** (i & j).bit_count() / 4 for j in range(NVFP4_B
 
 
 def hadamard(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both factors, (m, k) and (n, k), with each block of 16 turned by one orthogonal matrix.
+    """Multiply each block of 16 of both factors, (m, k) and (n, k), by one orthogonal matrix.
 
     An outlier is spread over its block: signs, times the Hadamard matrix of 16 over 4. ``left @ right.T`` stays as it
     is.
@@ -234,7 +234,7 @@ def _unscaled(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _emulated_type(left: Tensor) -> torch.dtype:
-    """Return bf16 where the product is in it, else fp32: fp16 has not the range."""
+    """Return bf16 for a bf16 product, else fp32, since fp16's range is too small."""
     return torch.bfloat16 if left.dtype is torch.bfloat16 else torch.float32
 
 
@@ -262,7 +262,7 @@ def _fp16_rows(factor: Tensor, bound: float) -> tuple[Tensor, Tensor]:
 def fp16_accumulated(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left @ right`` of matrices in fp16, summed in fp16.
 
-    On a CPU as tensor cores do it: 16 products are added exactly, or nearly, and the sum so far is rounded to fp16.
+    A CPU emulates tensor cores: 16 products are added nearly exactly, then the running sum is rounded to fp16.
     """
     if left.is_cuda:
         switches = torch.backends.cuda.matmul
@@ -286,5 +286,5 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.lightning_solo.fp16_accumulated)
 def _flops(left: Any, right: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a product, of its factors' shapes."""
+    """Return the FLOPs of a product, from its factors' shapes."""
     return 2 * int(left[0]) * int(left[1]) * int(right[1])

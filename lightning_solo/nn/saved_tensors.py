@@ -1,4 +1,4 @@
-"""What autograd has of a tensor that it saved, in place of the tensor itself."""
+"""Objects that autograd holds instead of the tensors that it saved."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Moved:
     Attributes:
         number: in the order of saving.
         whole: all of it on the device, in one dimension; None while it is on the host alone.
-        stored: what holds its copy: a buffer on the host, or a place on a disk; None while it was never copied.
+        stored: memory of its copy: a buffer on the host, or a place on a disk; None before the first copy.
         bytes, count: of it, elements.
         source: the storage that was saved.
         probe: shows later changes of the saved tensor by its version, and holds no bytes.
         version: of the tensor when it was saved.
-        copied: the event behind its last copy.
+        copied: the event after its last copy.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Moved:
 
 @dataclass
 class View:
-    """A saved tensor whose storage is moved, or may be."""
+    """A saved tensor whose storage is or may be offloaded."""
 
     moved: Moved
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Left:
 
 
 def require_unchanged(tensor: Tensor, version: int) -> None:
-    """Check what torch doesn't check in such a context.
+    """Check that a saved tensor is unchanged, which torch doesn't check for saved-tensor hooks.
 
     Raises:
         ConflictError: a saved tensor was changed in place since.

@@ -1,4 +1,4 @@
-"""A file without a name, for bytes that don't outlive the process, written and read by a thread of its own."""
+"""An unnamed temporary file that a separate thread reads and writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole_pages(size: int) -> int:
 
 
 class ScratchFile:
-    """A file without a name in a folder: it is gone once it is closed, or the process has ended, however it ended.
+    """An unnamed file in a folder; it is removed when it is closed or the process ends, however it ends.
 
     It is made when the first place in it is taken. Places are taken at the lowest offset that has room; the disk's
     space is reserved with them. Transfers run one after the other, in the order of the calls, on one thread. Where the
@@ -53,7 +53,7 @@ class ScratchFile:
         self._is_closed = False
 
     def take(self, size: int) -> int:
-        """Return the offset of so many bytes, rounded up to pages.
+        """Reserve a region of so many bytes, rounded up to pages; return its offset.
 
         Raises:
             BudgetError: the disk has no room for them.
@@ -105,7 +105,7 @@ class ScratchFile:
             )
 
     def close(self) -> None:
-        """Remove the file, behind the transfer that is under way; a second call does nothing."""
+        """Remove the file after the running transfer; a second call does nothing."""
         self._is_closed = True
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -119,7 +119,7 @@ class ScratchFile:
         self.taken.clear()
 
     def _grow(self, size: int) -> None:
-        """Reserve the disk's space up to a size of the file."""
+        """Reserve disk space for a larger file."""
         self.require_open()
         if size <= self.bytes:
             return
@@ -166,7 +166,7 @@ class ScratchFile:
 
 
 def _without_name(folder: Path) -> Any:
-    """Return an open file in a folder, which has no entry in it."""
+    """Return an open file that has no entry in its folder."""
     file: Any = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (it stays open)
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     with suppress(OSError, AttributeError):  # a file system, or a system, without it

@@ -1,4 +1,4 @@
-"""Causal attention to a window of tokens, in memory and time that grow with the tokens and not with their square."""
+"""Causal attention to a window of tokens; memory and time grow linearly with the tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a loss over samples is the mean over its parts: two runs compared by loss and gradients."""
+"""Check that a loss over samples is the mean over its parts, by the loss and gradients of two runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_solo.attributes import replaced
 
 
 class LossAndGradient(NamedTuple):
-    """What forward and backward gave; all gradients in one tensor, in float64 on the host."""
+    """The results of forward and backward; all gradients in one tensor, in float64 on the host."""
 
     loss: float
     gradient: Tensor
 
 
 def loss_and_gradient(loss: Tensor, parameters: Iterable[Tensor]) -> LossAndGradient:
-    """Return a loss with the gradients that parameters have."""
+    """Return a loss with the parameters' present gradients."""
     gradients = [p.grad.detach().double().flatten().cpu() for p in parameters if p.grad is not None]
     return LossAndGradient(float(loss), torch.cat([*gradients, torch.zeros(1, dtype=torch.float64)]))
 
 
 def difference(whole: LossAndGradient, split: LossAndGradient) -> float:
-    """Return by how much two runs differ at most, in loss and in gradient, relative to the first.
+    """Return the largest difference of two runs in loss or gradient, relative to the first run.
 
     >>> whole = LossAndGradient(2.0, torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> difference(whole, LossAndGradient(2.0, whole.gradient * 1.25))
@@ -42,7 +42,7 @@ def difference(whole: LossAndGradient, split: LossAndGradient) -> float:
 
 @contextmanager
 def same_for_parts(module: nn.Module) -> Iterator[None]:
-    """Have no dropout, whose draws differ between a batch and its parts, and no statistics of BatchNorm."""
+    """Disable dropout and BatchNorm statistics, which differ between a batch and its parts."""
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, nn.RNNBase):  # cuDNN has no backward of it in eval mode

@@ -1,4 +1,4 @@
-"""Run a part of a model in tiles of tokens, forward and backward, so that what is inside it never is whole.
+"""Run a part of a model in tiles of tokens, forward and backward, with one tile's activations at a time.
 
 Backward computes each tile again, as TiledMLP of Arctic's long-sequence training does (arXiv 2506.13996): the part's
 input is all that it keeps.
@@ -26,7 +26,7 @@ _TILING = "_tiled_forward"  # the attribute in a tiled part's __dict__ that hold
 
 @dataclass
 class Tiling:
-    """How a part is tiled, and what came of it.
+    """The settings of a tiled part, and what was observed while it ran.
 
     Attributes:
         name: of the part, for messages.
@@ -43,7 +43,7 @@ class Tiling:
     most_tokens: int = 0
 
     def conflict(self, part: nn.Module, what: str) -> ConflictError:
-        """Return the refusal of a part, with what to write."""
+        """Return the error that refuses a part, with the remedy."""
         return ConflictError(
             f"tiled MLP: {self.name!r} ({type(part).__name__}) {what}, so it can't be computed in tiles of tokens;"
             " write parts: [...] with classes that act on each token alone"
@@ -51,7 +51,7 @@ class Tiling:
 
 
 def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Tiling]:
-    """Have each part compute ``tile_tokens`` tokens at a time, until `restore_parts`; return name -> its tiling.
+    """Make each part compute ``tile_tokens`` tokens at a time, until `restore_parts`; return name -> tiling.
 
     A part takes tensors ``(..., tokens, width)`` of equal leading sizes, and returns one. Its first forward with
     gradients compares the last rows of a tile with the same rows alone. Types, parameters, state-dict keys and hooks
@@ -72,7 +72,7 @@ def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Ti
 
 
 def restore_parts(parts: Iterable[nn.Module]) -> None:
-    """Give the parts back the forward they had; one that isn't tiled is left alone."""
+    """Restore the parts' own forwards; a part that isn't tiled is left alone."""
     for part in parts:
         tiling = vars(part).pop(_TILING, None)
         if tiling is not None:
@@ -123,7 +123,7 @@ def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors:
 
 
 def _first_run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Run a part that isn't checked yet; one that takes tensors of a certain shape fails on a tile."""
+    """Run an unchecked part and check it; a part that requires a certain shape fails on a tile."""
     try:
         return original(*tensors)
     except (SoloError, torch.OutOfMemoryError):
@@ -142,7 +142,7 @@ class _Call:
 
 
 class _Tiled(torch.autograd.Function):
-    """A part's output, (..., tokens, width). Backward runs forward and backward of one tile after the other."""
+    """A part's output, (..., tokens, width). Backward runs forward and backward tile by tile."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 class _State:
-    """What a second forward must see as the first did: random numbers and autocast."""
+    """The random numbers and autocast of a first forward, for its repetition."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -215,7 +215,7 @@ class _State:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Put it back for the length of a context."""
+        """Restore this state within a context."""
         kind = self.device if self.device != "cpu" else "cuda"
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
@@ -255,7 +255,7 @@ def _check_rows(part: nn.Module, tiling: Tiling, original: Callable[..., Any], r
 
 
 def _check_leaves(call: _Call, output: Tensor, known: list[Tensor]) -> None:
-    """Raise ConflictError where a gradient would be lost: of what the part uses and doesn't have."""
+    """Raise ConflictError if the part uses tensors of other modules, whose gradients would be lost."""
     ids = {id(tensor) for tensor in known}
     nodes, seen = [output.grad_fn], set()
     while nodes:

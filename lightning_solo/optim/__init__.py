@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and when it steps: on plain torch, without Lightning.
+"""Optimizer states, master weights and steps in backward, on plain torch, without Lightning.
 
 Importing this package does not import torch; each name is imported when it is first used.
 """

@@ -1,4 +1,4 @@
-"""State dicts of `CompactAdamW`: which can be loaded, and the form that torch's AdamW loads."""
+"""Check and convert the state dicts of `CompactAdamW`, from and to those of torch's AdamW."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(pat
 def loadable_states(
     optimizer: Optimizer, state_dict: Mapping[str, Any], layout: Callable[[Tensor], Layout]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return the saved state of each parameter of a `CompactAdamW` or AdamW of torch's, empty where the file has none.
+    """Return each parameter's saved state, of a `CompactAdamW` or torch's AdamW; empty where the file has none.
 
     Raises:
-        CheckpointError: other groups, names, sizes or bits, tensors that are missing, or a rule that is `UNSUPPORTED`.
+        CheckpointError: other groups, names, sizes or bits, missing tensors, or an `UNSUPPORTED` option.
     """
     _require_supported(state_dict)
     _require_same_names(state_dict["param_groups"], optimizer.param_groups)
@@ -53,7 +53,7 @@ def loadable_states(
 def loaded_state(
     p: Tensor, saved: Mapping[str, Tensor], layout: Layout, home: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a copy of one of `loadable_states`, in the host tensors of ``home`` or else on the device."""
+    """Return a copy of one of `loadable_states`, in the host tensors ``home`` if it has any, else on the device."""
     if not set(saved) - {"correction"}:  # before its first step
         return {name: home[name].copy_(x) if home else x.to(p.device, copy=True) for name, x in saved.items()}
     state = new_state(layout, p.device, home)
@@ -67,7 +67,7 @@ def loaded_state(
 
 
 def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str) -> None:
-    """Refuse a parameter's state that a compact optimizer saved, in an optimizer that would take it for its own.
+    """Refuse to load a compact optimizer's state into an optimizer that would misread it.
 
     Raises:
         CheckpointError: names the parameter, the optimizer and what to write.
@@ -82,7 +82,7 @@ def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str
 
 
 def require_plain_states(optimizer: Optimizer) -> None:
-    """Refuse compact states in an optimizer of torch's; others know their states.
+    """Refuse to load compact states into an optimizer of torch; others check their states themselves.
 
     Raises:
         CheckpointError: as `require_plain`.
@@ -93,7 +93,7 @@ def require_plain_states(optimizer: Optimizer) -> None:
 
 
 def plain_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state dict of a `CompactAdamW` with the states as torch's AdamW keeps them, in fp32."""
+    """Return the state dict of a `CompactAdamW` in the form of torch's AdamW, with fp32 states."""
     state_dict = optimizer.state_dict()
     parameters = parameters_of(optimizer)
     stepped = {key: state for key, state in state_dict["state"].items() if "step" in state}

@@ -1,6 +1,6 @@
-"""The states of a parameter between the steps of a `CompactAdamW`: flat tensors, in the order of its memory.
+"""The stored states of a `CompactAdamW`: flat tensors, in the order of the parameter's memory.
 
-And their conversion from and to the fp32 states of torch's AdamW and Adam.
+They convert from and to the fp32 states of torch's AdamW and Adam.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Layout = Mapping[str, tuple[int, torch.dtype]]
 
 
 def state_layout(p: Tensor, master_bits: int | str, moment_bits: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Return elements and type of each tensor of a parameter's state but its step count."""
+    """Return (elements, dtype) of each tensor of a parameter's state, without its step count."""
     n = p.numel()
     layout = {}
     if p.dtype == torch.bfloat16 and not isinstance(master_bits, str):
@@ -44,14 +44,14 @@ def bytes_of(layout: Layout) -> int:
 
 
 def new_state(layout: Layout, device: torch.device, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's state before its first step: tensors that are kept, and new ones on the device."""
+    """Return a parameter's state before its first step: the existing tensors, and new ones on the device."""
     missing = {name: size for name, size in layout.items() if name not in kept}
     zeros = {name: torch.zeros(count, dtype=kind, device=device) for name, (count, kind) in missing.items()}
     return {"step": torch.zeros((), dtype=torch.float32), **kept, **zeros}
 
 
 def correction_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the correction of a state, under its name, if it has one."""
+    """Return the entry of a state's correction; empty if it has none."""
     return {"correction": state["correction"]} if "correction" in state else {}
 
 
@@ -86,7 +86,7 @@ def compress(state: Mapping[str, Tensor], p: Tensor, saved: Mapping[str, Tensor]
 
 
 def plain(p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's state as torch's AdamW keeps it."""
+    """Return a parameter's state in the form of torch's AdamW."""
     plain_state = {"step": state["step"].clone()}
     bits = moments.BITS[state["exp_avg"].dtype]
     for name, dequantize, which in (

@@ -72,20 +72,20 @@ def _fast_root(x):
 
 @triton.jit
 def _quotient(a, b, near):
-    """Return a / b from what is near 1 / b: P. Markstein (1990), as ptxas has it, without its branch for extremes."""
+    """Return a / b from an approximate 1 / b: P. Markstein (1990), as ptxas has it, without its branch for extremes."""
     guess = a * near
     return tl.fma(tl.fma(-b, guess, a), near, guess)
 
 
 @triton.jit
 def _refined(near, b):
-    """Return what is nearer to 1 / b."""
+    """Return a closer approximation of 1 / b."""
     return tl.fma(near, tl.fma(-b, near, 1.0), near)
 
 
 @triton.jit
 def _root(x):
-    """Return sqrt(x), of 0 and all positive numbers: those below 2**-64 times 2**64, as their remainder has no room."""
+    """Return sqrt(x) of 0 and positive numbers; scale those below 2**-64 by 2**64, so that no remainder underflows."""
     is_small = x < 5.421010862427522e-20
     x = tl.where(is_small, x * 18446744073709551616.0, x)
     near = _reciprocal_root(tl.maximum(x, 7.52316384526264e-37))
@@ -112,8 +112,9 @@ def _join(weight, correction, BITS: tl.constexpr):
 
 @triton.jit
 def _nearest_bf16(raw):
-    """Return the bits of the nearest bf16, ties to even, as those of an fp32; in integers, as the interpreter's cast
-    carries nothing into the exponent.
+    """Return the nearest bf16, ties to even, as the bits of an fp32.
+
+    It is computed in integers, since the interpreter's cast doesn't carry into the exponent.
     """
     return (raw + 0x7FFF + ((raw >> 16) & 1)) & UPPER
 
@@ -126,7 +127,7 @@ def _upper_half(raw):
 
 @triton.jit
 def _split(master, BITS: tl.constexpr):
-    """Return the upper 16 bits of the nearest bf16, in the upper 16 bits, and the correction of the master."""
+    """Return the nearest bf16 in the upper 16 bits, and the correction of the master."""
     raw = tl.where(master == master, _bits(master), QUIET_NAN)
     if BITS == 32:
         upper = (raw + 0x8000) & UPPER
@@ -149,7 +150,7 @@ def _rounded(master, uniform):
 
 @triton.jit
 def _first_of(code, scale):
-    """Return ``exp_avg`` of its codes."""
+    """Decode ``exp_avg``."""
     curve = code.to(tl.float32) * 0.007874015748031496
     least = 2.0 - tl.abs(curve)
     return _quotient(curve, least, _reciprocal(least)) * scale[:, None]
@@ -157,14 +158,14 @@ def _first_of(code, scale):
 
 @triton.jit
 def _second_of(code, scale):
-    """Return ``exp_avg_sq`` of its codes."""
+    """Decode ``exp_avg_sq``."""
     root = code.to(tl.float32) * 0.00392156862745098
     return root * root * scale[:, None]
 
 
 @triton.jit
 def _scale_of(values):
-    """Return the largest magnitude of each block, NaN if one is, and the factor that brings the block within 1."""
+    """Return each block's largest magnitude (NaN if the block has a NaN), and the factor that scales the block to 1."""
     largest = tl.max(_bits(values) & MAGNITUDE, 1)
     scale = _float(tl.where(largest == INFINITE, INFINITE - 1, largest))  # the greatest number
     least = tl.where(scale < TINY, TINY, scale)
@@ -181,7 +182,7 @@ def _code_of_first(values, factor):
 
 @triton.jit
 def _code_of_second(values, factor, uniform):
-    """Return codes rounded stochastically.
+    """Encode ``exp_avg_sq``, rounded stochastically.
 
     The root may be 2 units of its last place off, as the device's fast one is. Its whole part then differs where the
     square is within 2**-21 of that of a code, and the code only where the random number, besides, is within 2**-20 of
@@ -218,7 +219,7 @@ def _step_rows(
     BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
     IS_NEAR: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Step ``ROWS`` blocks of a piece, of which ``numel`` elements are left from the first of them on.
+    """Step ``ROWS`` blocks of a piece; ``numel`` elements are left from the first of these blocks on.
 
     ``BITS`` are those of the master weight: 16 with no correction, 32 with a correction or in fp32.
     """
@@ -288,7 +289,7 @@ def _step_program(
     BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
     IS_NEAR: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Step the blocks of one program, without masks but where the piece ends among them."""
+    """Step the blocks of one program, with masks only where the piece ends in them."""
     start = program.to(tl.int64) * (ROWS * BLOCK)
     weight += start
     grad += start
@@ -365,7 +366,7 @@ def step_many(
     BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
     IS_NEAR: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Step many pieces of one layout: ``owners`` says which of them each program belongs to."""
+    """Step many pieces of one layout; ``owners`` maps each program to its piece."""
     scale = tl.load(scale_ptr)
     if scale == scale:
         entry = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * COLUMNS
@@ -405,7 +406,7 @@ def _add_part(
     gradient, total, at, ok, is_first, bound,
     HAS_TOTAL: tl.constexpr, HAS_BOUND: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add elements of a gradient to a total, and return the squares of what that makes, NaN where it isn't finite."""
+    """Add elements of a gradient to a total, and return the squares of the sums; NaN where a sum isn't finite."""
     value = _load(gradient, at, ok, MASKED)
     if HAS_TOTAL:
         value = value.to(tl.float32)
@@ -425,7 +426,7 @@ def _add_program(
     gradient, total, partials, program, numel, is_first, bound,
     HAS_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Add ``PER_PARTIAL`` elements of a gradient to a total, and store the norm of what that makes."""
+    """Add ``PER_PARTIAL`` elements of a gradient to a total, and store the norm of the sums."""
     start = program.to(tl.int64) * PER_PARTIAL
     left = tl.minimum(numel - start, PER_PARTIAL).to(tl.int32)
     gradient += start
@@ -458,7 +459,7 @@ def add_many(
     GRADIENT: tl.constexpr, TOTAL: tl.constexpr, IS_ALIGNED: tl.constexpr,
     HAS_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Add many gradients to totals: ``owners`` says which of them each program belongs to."""
+    """Add many gradients to totals; ``owners`` maps each program to its gradient."""
     entry = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * SUM_COLUMNS
     total = None
     if HAS_TOTAL:

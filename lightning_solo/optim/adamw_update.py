@@ -1,4 +1,4 @@
-"""One step of AdamW or Adam of a parameter whose master weights and moments are kept compactly, chunk by chunk.
+"""One step of AdamW or Adam on compact master weights and moments, chunk by chunk.
 
 A chunk is unpacked to fp32, stepped with the operators of torch's own AdamW in their order, and packed again, so that
 never more than one chunk exists in fp32. On fp32 weights and moments it is torch's AdamW, bit for bit; compiled, a few
@@ -28,7 +28,7 @@ CHUNK = {"cpu": 2**18, "cuda": 2**24}
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Of one parameter's step, as torch's AdamW and Adam name them."""
+    """Hyper-parameters of one parameter's step, under the names of torch's AdamW and Adam."""
 
     lr: float
     betas: tuple[float, float]
@@ -38,7 +38,7 @@ class Hyperparameters:
 
     @classmethod
     def of_group(cls, group: Mapping[str, Any]) -> Hyperparameters:
-        """Return those of an optimizer's group."""
+        """Return the hyper-parameters of an optimizer's group."""
         return cls(
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),  # tensors, of any dimensions, with `capturable`
@@ -48,7 +48,7 @@ class Hyperparameters:
         )
 
     def require_valid(self, name: str) -> None:
-        """Check these numbers for an optimizer of this name.
+        """Check the values; messages name the optimizer.
 
         Raises:
             PresetError: one is out of its range.
@@ -83,7 +83,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a parameter with what is kept of them, a row for each.
+    """Blocks of a parameter with their states, one row per block.
 
     Attributes:
         weight: (blocks, 128); so are the gradient, the correction, and moments in fp32 or 8 bits.
@@ -111,7 +111,7 @@ class Blocks:
 def update_blocks(
     blocks: Blocks, by: Scalars, *, first_row: int = 0, scale: float = 1.0, bound: float = math.inf
 ) -> None:
-    """Step blocks of a parameter in place: the operators of `torch.optim.adam._single_tensor_adam`, in their order.
+    """Step blocks of a parameter in place, by the operators of `torch.optim.adam._single_tensor_adam`, in order.
 
     Args:
         blocks: of the parameter.

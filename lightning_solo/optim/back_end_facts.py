@@ -1,4 +1,4 @@
-"""What is known of each library's AdamW before it is imported: its package, its precisions and its bytes.
+"""Package, precisions and bytes of each library's AdamW, known without importing the library.
 
 ```
 back end                 weight   correction   moments        scales       bytes per parameter
@@ -60,11 +60,11 @@ class BackEnd:
         return self.correction_bytes + self.moment_bits / 4 + 2 * self.scale_bytes / self.block
 
     def compresses(self, numel: int) -> bool:
-        """Return whether the moments of a parameter of so many elements are compressed."""
+        """Return whether the moments of a parameter with ``numel`` elements are compressed."""
         return numel >= self.smallest and not (self.whole_blocks and numel % self.block)
 
     def state_sizes(self, numel: int, *, is_bf16: bool) -> dict[str, int]:
-        """Return the bytes of a parameter's states, but for step counts and tables of codes."""
+        """Return the bytes of a parameter's states, without step counts and tables of codes."""
         lower = self.correction_bytes * numel if is_bf16 else 0
         sizes = {"correction": lower} if lower else {}
         if not self.compresses(numel):

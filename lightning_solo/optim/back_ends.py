@@ -1,6 +1,6 @@
-"""AdamW of torchao, bitsandbytes or FlashOptim in the place of the user's.
+"""Replace the user's AdamW by that of torchao, bitsandbytes or FlashOptim.
 
-What each does with the weights:
+How each library treats the weights:
 
 - torchao steps in fp32 and rounds bf16 weights stochastically, by torch's random numbers: there is no master, and a
   resumed run is the undisturbed one only where the state of the random numbers is, too. fp32 weights stay fp32. It
@@ -14,7 +14,7 @@ What each does with the weights:
 
 Moments stay in fp32 below 4,096 elements, and with torchao where its block of 256 (8 bits) or 128 (4) does not divide
 the parameter; `uncompressed` names these. torchao itself keeps them in the weights' bf16, where exp_avg_sq stops
-growing at a part of what it should be.
+growing too early.
 
 Each of them steps each parameter by itself, so `StepInBackward` is exact.
 """
@@ -139,12 +139,12 @@ def require_capable(back_end: str, device: torch.device) -> None:
 
 
 def state_sizes(p: Tensor, back_end: str) -> dict[str, int]:
-    """Return the bytes of each state of a parameter, which is of the type that it trains in."""
+    """Return the bytes of each state of a parameter, whose dtype is the one that it trains in."""
     return BACK_ENDS[back_end].state_sizes(p.numel(), is_bf16=p.dtype == torch.bfloat16)
 
 
 def device_bytes(p: Tensor, back_end: str) -> int:
-    """Return the bytes of a parameter's states that have to be on the device: those that aren't paged."""
+    """Return the bytes of a parameter's states that must be on the device, the unpaged ones."""
     paged_from = BACK_ENDS[back_end].paged_from
     sizes = state_sizes(p, back_end)
     if paged_from is not None and p.numel() >= paged_from:
@@ -153,14 +153,14 @@ def device_bytes(p: Tensor, back_end: str) -> int:
 
 
 def uncompressed(optimizer: Optimizer) -> dict[str, int]:
-    """Return the names of the parameters whose moments stay in fp32, with the bytes of those, for a `converted` one."""
+    """Return name -> bytes of the moments that a `converted` optimizer keeps in fp32."""
     back_end = vars(optimizer)["back_end"]
     plain = [p for p in parameters_of(optimizer) if not BACK_ENDS[back_end].compresses(p.numel())]
     return {name_in(optimizer, p): state_sizes(p, back_end)["moments"] for p in plain}
 
 
 def summary(optimizer: Optimizer) -> str:
-    """Return what the states of a `converted` one take, and what was left uncompressed, in a line."""
+    """Describe in one line the bytes of a `converted` optimizer's states, and the uncompressed parameters."""
     back_end, plain = vars(optimizer)["back_end"], uncompressed(optimizer)
     parameters = parameters_of(optimizer)
     total = sum(sum(state_sizes(p, back_end).values()) for p in parameters)

@@ -1,4 +1,4 @@
-"""Modules that are split while they are built, so that fp32 weights are held parameter by parameter, never whole.
+"""Build a module with split master weights, so that its fp32 weights never exist all at once.
 
 ```
 built             in fp32, whatever the default dtype is, and on a real device where the code says "meta"
@@ -57,9 +57,9 @@ _BLIND = {  # functions that read nothing that closing has changed
 
 
 class Building(TorchFunctionMode):
-    """A context: the fp32 parameters that are registered in it are bf16 at its end, and `corrections` has the rest.
+    """A context that splits each fp32 parameter registered in it into bf16 and an entry of `corrections`.
 
-    Entered again, it opens what it has closed as it is touched: for loading weights. Left by an exception, it makes
+    Entered again, for loading weights, it opens each closed parameter that is used. Left by an exception, it makes
     its parameters fp32 again.
 
     Args:
@@ -129,12 +129,12 @@ class Building(TorchFunctionMode):
 
     @property
     def corrections(self) -> dict[Tensor, Tensor]:
-        """Corrections of the parameters that are closed; zeros where a parameter was written to since."""
+        """Corrections of the closed parameters; zeros for a parameter that was written to after it was closed."""
         self._see_what_others_wrote()
         return {p: correction for p, correction in self._parts.items() if correction is not None}
 
     def join(self, on: torch.device | None = None) -> None:
-        """Make all parameters fp32 again, if need be on another device, where theirs has no room for it."""
+        """Make all parameters fp32 again, optionally on another device that has room for them."""
         corrections = self.corrections
         self._parts.clear()
         self._left.clear()
@@ -154,7 +154,7 @@ class Building(TorchFunctionMode):
     # --- what is seen ---
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Open what a function is about to see, and take it off "meta"."""
+        """Open the parameters among a function's arguments, and move them off "meta"."""
         kwargs = kwargs or {}
         touched = [] if func in _BLIND else [t for t in _tensors((args, kwargs)) if t in self._parts]
         with torch._C.DisableTorchFunction():
@@ -228,7 +228,7 @@ class Building(TorchFunctionMode):
             join_parameters([p], {p: correction})
 
     def _open_shared(self, p: Tensor) -> None:
-        """Open the parameter that ``nn.Parameter(closed)`` was made of, which calls no torch function."""
+        """Open the parameter from which ``nn.Parameter(closed)`` was made, since that calls no torch function."""
         if is_lazy(p) or p.dtype != torch.bfloat16:
             return
         closed = [q for q, correction in self._parts.items() if correction is not None]
@@ -252,7 +252,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _is_loading() -> bool:
-    """Return whether ``from_pretrained`` is running, which fills by itself what it puts on "meta"."""
+    """Return whether ``from_pretrained`` is running, which fills its "meta" parameters itself."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "from_pretrained":
         frame = frame.f_back
@@ -260,7 +260,7 @@ def _is_loading() -> bool:
 
 
 def _users(p: Tensor) -> int:
-    """Return how many tensors share a parameter's numbers, itself included."""
+    """Return how many tensors share a parameter's storage, itself included."""
     return int(torch._C._storage_Use_Count(p.untyped_storage()._cdata)) - 1  # less the storage object of this call
 
 

@@ -48,7 +48,7 @@ _KEPT = (
 class CompactAdamW(Optimizer):
     """AdamW, or Adam, with compact model states; ``param_groups``, schedulers and checkpoints as with torch's own.
 
-    bf16 parameters are rounded from a master weight: what rounding took off is kept apart, or, with
+    bf16 parameters are rounded from a master weight: the rounding error is kept as a correction, or, with
     ``master_bits="16-stochastic"``, rounding is such that the mean is right. fp32 parameters stay as they are with
     ``master_bits=32``; otherwise they become bf16 here, in place. To split fp32 parameters into 2 + 2 bytes instead,
     call `split_parameters` first.
@@ -221,7 +221,7 @@ class CompactAdamW(Optimizer):
             raise
 
     def _piece(self, p: Tensor, grad: Tensor) -> tuple[Piece, list[str]]:
-        """Count a parameter's step; return all of it to be stepped, with the names of its tensors on the host."""
+        """Count a parameter's step; return the whole parameter as a piece, and the names of its host tensors."""
         state, number = self._state_of(p), self._numbers[p]
         state["step"].add_(1)
         scalars = Hyperparameters.of_group(self._group_of(p)).scalars(int(state["step"].item()), number)
@@ -240,36 +240,36 @@ class CompactAdamW(Optimizer):
         return self.param_groups[self._group_numbers[parameter]]
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
-        """Return what steps on the device are to share; see `DeviceSteps.control`."""
+        """Return the values that steps on the device share; see `DeviceSteps.control`."""
         return self._steps.control(scale, bound)
 
     def uncount(self, parameters: Iterable[Tensor]) -> None:
-        """Take back that steps were counted which were not taken."""
+        """Undo the count of steps that were not taken."""
         for p in parameters:
             if "step" in self._states.get(p, ()):
                 self._states[p]["step"].sub_(1)
 
     def first_not_finite(self) -> Tensor | None:
-        """Return a parameter that was stepped with a gradient that isn't finite, if there is one; waits for the device.
+        """Return a parameter that was stepped with a non-finite gradient, or None; waits for the device.
 
-        Steps note it where ``kernels.folds``; what they have noted is forgotten.
+        Steps record this where ``kernels.folds``; the record is cleared.
         """
         number = self._device_steps.pop_not_finite() if self._device_steps is not None else None
         return None if number is None else list(self._numbers)[number]
 
     def forget_not_finite(self) -> None:
-        """Forget what steps have noted of gradients that aren't finite."""
+        """Clear the record of non-finite gradients."""
         if self._device_steps is not None:
             self._device_steps.forget_not_finite()
 
     @property
     def kernels(self) -> Kernels:
-        """What runs the steps."""
+        """The kernels that run the steps."""
         return self._steps.kernels
 
     @property
     def staging(self) -> Staging:
-        """How tensors of the host pass through the device."""
+        """The buffers through which host tensors pass the device."""
         return self._placement.staging(self._steps.device)
 
     @property
@@ -293,7 +293,7 @@ class CompactAdamW(Optimizer):
 
     @torch.no_grad()
     def place_states(self) -> None:
-        """Allocate host memory for states: called by itself before the first step, and before states are loaded.
+        """Allocate host memory for states; the first step and `load_state_dict` call it.
 
         Raises:
             BudgetError: the host has too little memory; none has been allocated.
@@ -302,7 +302,7 @@ class CompactAdamW(Optimizer):
 
     @property
     def state(self) -> Any:
-        """States by parameter, as of torch's optimizers; those on the host have arrived there."""
+        """States by parameter, as in torch's optimizers; waits for copies to the host."""
         self._placement.wait()
         return self._states
 
@@ -318,17 +318,17 @@ class CompactAdamW(Optimizer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is known which states stay on the device; with ``state_budget="auto"`` the first step decides."""
+        """Whether the placement of states is final; with ``state_budget="auto"`` the first step decides it."""
         return self._placement.is_settled
 
     @property
     def host_states(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
-        """Tensors of states on the host by parameter and name, of what has been placed."""
+        """Host tensors of the placed states, by parameter and name."""
         return self._placement.host
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the states on the host, of what has been placed."""
+        """Bytes of the placed states on the host."""
         return self._placement.host_bytes
 
     @property
@@ -338,18 +338,18 @@ class CompactAdamW(Optimizer):
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Weights and optimizer states over the number of parameters, without gradients."""
+        """Bytes of weights and optimizer states per parameter, without gradients."""
         return (sum(p.nbytes for p in self._numbers) + self.state_bytes) / max(1, self._numel)
 
     @property
     def uncompressed(self) -> dict[str, int]:
-        """Names of the parameters whose moments stay in fp32, for they are small, with the bytes of those."""
+        """Name -> bytes of the moments of small parameters, which stay in fp32."""
         if self.moment_bits == 32:
             return {}
         return {name_in(self, p): 8 * p.numel() for p in self._numbers if p.numel() < moments.LEAST}
 
     def summary(self) -> str:
-        """Return what the states take and where they are stored, and what was left uncompressed, in a line."""
+        """Describe in one line the bytes of the states, where they are stored, and the uncompressed parameters."""
         small, each = self.uncompressed, self.state_bytes / max(1, self._numel)
         words = f"{each:.2f} bytes per parameter: {self._placement.summary(self.state_bytes)}"
         if not small:
@@ -365,7 +365,7 @@ class CompactAdamW(Optimizer):
 
     @torch.no_grad()
     def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
-        """Set a bf16 parameter and its correction from an fp32 master weight; nothing where it isn't split."""
+        """Set a bf16 parameter and its correction from an fp32 master weight; do nothing if it isn't split."""
         correction = self.state.get(parameter, {}).get("correction")
         if correction is not None:
             split_again(parameter, master, correction)
@@ -395,5 +395,5 @@ class CompactAdamW(Optimizer):
 
     @torch.no_grad()
     def adamw_state_dict(self) -> dict[str, Any]:
-        """Return the states as torch's AdamW keeps them, in fp32; load them beside `master_weight`."""
+        """Return fp32 states in the form of torch's AdamW; load them together with `master_weight`."""
         return plain_state_dict(self)

@@ -4,10 +4,10 @@
 
 - ``exp_avg``: ``round(127 * 2x / (1 + |x|))`` of x = value / s, int8: fine near 0, where most of it is.
 - ``exp_avg_sq``: c of ``s * (c / 255)**2``, uint8. Rounded stochastically, up or down so that the mean is the value: a
-  step changes it by as little as 0.1 %, which rounding to the nearest code would undo, each time. Never to 0 what isn't
-  0, since its root divides.
+  step changes it by as little as 0.1 %, which rounding to the nearest code would undo, each time. A number other
+  than 0 is never rounded to 0, since its root divides.
 
-How others do it. FlashOptim (arXiv 2602.23349) has the same two curves, in blocks of 32, rounds both to the nearest
+Other libraries: FlashOptim (arXiv 2602.23349) has the same two curves, in blocks of 32, rounds both to the nearest
 code, and both may become 0. torchao and bitsandbytes have a table of 256 codes, spaced by powers of ten, in blocks of
 256, rounded to the nearest.
 
@@ -70,7 +70,7 @@ def quantize_second(values: Tensor, book: Tensor | None = None, uniform: Tensor 
     Args:
         values: fp32, of shape (blocks, 128), none negative.
         book: of the codes without a sign. The codes are then uint8 of shape (blocks, 64), else of (blocks, 128).
-        uniform: in [0, 1), of the values' shape: by them 8 bits are rounded; without them to the nearest code.
+        uniform: in [0, 1), of the values' shape, for stochastic rounding to 8 bits; None: round to the nearest code.
     """
     scaled, scales = _scaled(values)
     if book is not None:
@@ -95,7 +95,7 @@ def dequantize_second(codes: Tensor, scales: Tensor, book: Tensor | None = None)
 
 @functools.cache
 def codebooks(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return torchao's values of the 4-bit codes: of ``exp_avg``, of ``exp_avg_sq``.
+    """Return torchao's values of the 4-bit codes: (for ``exp_avg``, for ``exp_avg_sq``).
 
     Raises:
         CapabilityError: torchao is not installed.
@@ -110,7 +110,7 @@ def codebooks(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values within [-1, 1], and the scale of each block, where a square too large for fp32 is the greatest."""
+    """Return values scaled to [-1, 1], and each block's scale; infinite squares count as fp32's largest number."""
     scales = values.abs().amax(1).clamp_max(_MOST)
     return values * (1 / scales.clamp_min(_TINY))[:, None], scales
 

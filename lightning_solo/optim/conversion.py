@@ -1,4 +1,4 @@
-"""The user's AdamW as a `CompactAdamW`, another of torch's with `MasterWeights`: same groups, states and schedulers."""
+"""Convert the user's AdamW to a `CompactAdamW`, and other torch optimizers to `MasterWeights`."""
 
 from __future__ import annotations
 

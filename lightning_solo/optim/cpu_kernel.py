@@ -1,4 +1,4 @@
-"""The step of moments in 8 bits on a CPU, in C++: `adamw_cpu.cpp`, built once per machine, in about a second.
+"""The C++ step of 8-bit moments on a CPU, `adamw_cpu.cpp`, built once per machine in about a second.
 
 It passes over memory once, and gives the numbers of torch's operators but for a root that torch's MKL rounds the other
 way. It is built when a step first needs it, and stored in ``$XDG_CACHE_HOME/lightning_solo/kernels``, by default below
@@ -66,7 +66,7 @@ Kernel = Callable[[Piece, Control], None]
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """Return the step in C++; None without a compiler, and with a warning where the compiler fails."""
+    """Return the step in C++; None without a compiler, or with a warning if compilation fails."""
     compiler = cxx_compiler()
     if compiler is None or os.name != "posix":
         return None
@@ -85,12 +85,12 @@ def kernel() -> Kernel | None:
 
 
 def serves(piece: Piece) -> bool:
-    """Return whether the step in C++ takes the tensors of a parameter: it looks at addresses alone."""
+    """Return whether the C++ step can run on a parameter's tensors, which it reads by address."""
     return all(type(tensor) is Tensor for tensor in piece.tensors.values()) and has_layout(piece)
 
 
 def has_layout(piece: Piece) -> bool:
-    """Return whether the tensors of a parameter are of the types and sizes that the step in C++ knows."""
+    """Return whether the C++ step supports the types and sizes of a parameter's tensors."""
     tensors = piece.tensors
     weight, correction = tensors["weight"], tensors.get("correction")
     if tensors["exp_avg"].dtype != torch.int8 or (weight.dtype == torch.float32 and correction is not None):
@@ -128,7 +128,7 @@ def _step(function: Callable[..., None], piece: Piece, control: Control) -> None
 
 
 def _library(compiler: Sequence[str]) -> ctypes.CDLL:
-    """Return the library, which is built if need be."""
+    """Return the library, built if need be."""
     name = f"adamw-{_key(compiler)}.so"
     folder = _folder()
     if folder is not None:
@@ -146,7 +146,7 @@ def _library(compiler: Sequence[str]) -> ctypes.CDLL:
 
 
 def _build(compiler: Sequence[str], path: Path) -> None:
-    """Compile into a file, at once or not at all: others may build and load it at the same time."""
+    """Compile into a file atomically, since other processes may build and load it at the same time."""
     handle, library = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
@@ -159,7 +159,7 @@ def _build(compiler: Sequence[str], path: Path) -> None:
 
 
 def _folder() -> Path | None:
-    """Return the folder of libraries, into which only this user may write; None where there can't be one."""
+    """Return the folder of libraries, writable by this user alone; None if it can't be made."""
     cache = user_cache()
     if cache is None:
         return None

@@ -1,4 +1,4 @@
-"""What the steps of a `CompactAdamW` share on a device: kernels, controls, and launches of many parameters."""
+"""Kernels, controls and multi-parameter launches that the steps of a `CompactAdamW` share on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCH_NUMEL = 2**26
 
 
 class DeviceSteps:
-    """The kernels of an optimizer's steps on one device, and their controls, which share one tensor of flags."""
+    """Kernels of an optimizer's steps on one device, and their controls, which share one tensor of flags."""
 
     def __init__(self, device: torch.device, count: int, numel: int, fused: bool | None) -> None:
         self.device = device
@@ -37,7 +37,7 @@ class DeviceSteps:
         return torch.zeros(self._count, dtype=torch.int32, device=self.device)
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
-        """Return what steps share: gradients are clamped to a bound, then multiplied by a scale (fp32; None: 1)."""
+        """Return the control of steps: gradients are clamped to a bound, then multiplied by a scale (fp32; None: 1)."""
         if scale is not None:
             return Control(scale, self._flags, bound)
         if bound not in self._controls:
@@ -45,14 +45,14 @@ class DeviceSteps:
         return self._controls[bound]
 
     def step_staged(self, whole: Piece, on_host: Collection[str], control: Control, staging: Staging) -> None:
-        """Step a parameter piece by piece; its tensors that ``on_host`` names pass through the device."""
+        """Step a parameter piece by piece; its tensors named in ``on_host`` pass through the device."""
         for part in whole.split(self.kernels.piece // BLOCK):
             pieces = {name: part.tensors[name] for name in on_host}
             with staging.on_device(pieces, unchanged=("grad",)) as staged:
                 self.kernels.step([replace(part, tensors={**part.tensors, **staged})], control)
 
     def pop_not_finite(self) -> int | None:
-        """Return the number of a parameter that was stepped with a gradient that isn't finite, and forget all of them.
+        """Return the number of a parameter that was stepped with a non-finite gradient, and clear the record.
 
         Waits for the device. None: there is no such parameter, or ``kernels.folds`` is False.
         """
@@ -63,13 +63,13 @@ class DeviceSteps:
         return first
 
     def forget_not_finite(self) -> None:
-        """Forget which gradients were not finite."""
+        """Clear the record of non-finite gradients."""
         if "_flags" in vars(self):
             self._flags.zero_()
 
 
 def launches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces, as many at a time as are stepped by one launch."""
+    """Yield the lists of pieces that one launch steps."""
     launch: list[Piece] = []
     numel = 0
     for piece in pieces:

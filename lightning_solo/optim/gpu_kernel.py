@@ -1,10 +1,10 @@
-"""The step of compact states and the sums of gradients on a GPU, by the kernels of `adamw_triton`, one launch a call.
+"""Steps of compact states and sums of gradients on a GPU, by the kernels of `adamw_triton`, one launch per call.
 
 Nothing in a call waits for the device. Many pieces share a launch: their addresses and scalars are the rows of a table,
 which is uploaded from pinned memory, at once. Triton compiles a kernel at its first call for each layout, in some
 seconds, and keeps it in its cache on disk.
 
-What differs from torch's operators on a CPU (`adamw_update.update_blocks`, not compiled):
+Differences from torch's operators on a CPU (`adamw_update.update_blocks`, not compiled):
 
 - codes of 8 bits, by one: `adamw_triton` says why. Of ``exp_avg_sq`` once in some 10**11 elements; of ``exp_avg``
   not once in 3 * 10**8;
@@ -40,11 +40,11 @@ _GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 class TritonKernels:
     """`Kernels` in Triton, on one device.
 
-    A kernel that can't be compiled or launched leaves its work to others from then on, with one warning.
+    If a kernel can't be compiled or launched, ``otherwise`` does its work from then on, after one warning.
 
     Args:
         device: whose memory the tensors are in; a CPU's where Triton's interpreter is on.
-        otherwise: does what these kernels can't.
+        otherwise: kernels for the pieces that these can't step.
     """
 
     grouped_below = 2**20  # a launch costs about what stepping as many elements does: 3 to 5 microseconds
@@ -57,7 +57,7 @@ class TritonKernels:
         self._broken: set[str] = set()
 
     def serves(self, layout: Layout) -> bool:
-        """Return whether pieces of a layout are stepped here: not those with moments of 4 bits."""
+        """Return whether these kernels step pieces of a layout; they don't support 4-bit moments."""
         types = dict(layout)
         moments = (types["exp_avg"], types["exp_avg_sq"])
         has_codes = moments == (torch.int8, torch.uint8)
@@ -70,11 +70,11 @@ class TritonKernels:
         )
 
     def reads_host(self, piece: Piece) -> bool:
-        """Return that host tensors have to be brought to the device."""
+        """Return False: host tensors must be copied to the device."""
         return False
 
     def partials_of(self, numel: int) -> int:
-        """Return how many norms are taken of so many elements."""
+        """Return how many partial norms ``numel`` elements have."""
         return -(-numel // PER_PARTIAL)
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
@@ -93,7 +93,7 @@ class TritonKernels:
             self.otherwise.step(pieces, control)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
-        """Add gradients of one type to totals of one type, and measure what that makes."""
+        """Add gradients of one type to totals of one type, and measure the sums."""
         alike: dict[tuple[bool, bool], list[Sum]] = {}
         for each in sums:
             if each.gradient.numel():
@@ -108,7 +108,7 @@ class TritonKernels:
                 self.otherwise.add(chosen, control)
 
     def _runs(self, name: str, launch: Callable[[], None]) -> bool:
-        """Return whether a kernel was launched: not if that failed, now or before. Then no memory was written."""
+        """Return whether a kernel was launched. After a failure, now or before, it is not, and no memory is written."""
         if name in self._broken:
             return False
         try:
@@ -135,7 +135,7 @@ def kernels(device: torch.device, otherwise: Kernels) -> TritonKernels | None:
 
 
 def _is_served(one: Sum) -> bool:
-    """Return whether sums like this are added up here: not those of 64 bits."""
+    """Return whether these kernels add up such a sum; they don't support 64 bits."""
     tensors = (one.gradient, one.total, one.partials)
     return all(tensor is None or tensor.dtype in _GRADIENTS for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""Gradients that are used and freed one by one, in backward, as soon as each is complete.
+"""Use and free gradients one by one in backward, as soon as each is complete.
 
 Without accumulation and without clipping by norm a parameter is stepped in backward, and at most a few gradients exist
 at a time. With either of them no step can be exact before all micro-batches are through and the norm is known, so the
@@ -98,13 +98,13 @@ class StepInBackward:
         self.watch()
 
     def watch(self) -> None:
-        """Watch the optimizer's parameters; again where some have been unfrozen or added since."""
+        """Watch the optimizer's parameters; call it again after parameters are unfrozen or added."""
         for p in self._unwatched():
             self._handles[p] = p.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     @property
     def immediate(self) -> bool:
-        """Whether a parameter is stepped in backward, and nothing is kept."""
+        """Whether parameters are stepped in backward, so that no gradient is kept."""
         return self.accumulation == 1 and self.max_norm is None
 
     @property
@@ -114,12 +114,12 @@ class StepInBackward:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """What is kept of the gradients in a window, for parameters in bf16."""
+        """Bytes of kept gradients per parameter in a window, for bf16 parameters."""
         return 0 if self.immediate else 2 if self.accumulation == 1 else 4
 
     @torch.no_grad()
     def step(self) -> Tensor | None:
-        """End the window: check, clip, step what was kept; return the norm before clipping, or None if none was kept.
+        """End the window: check, clip and step the kept gradients; return their norm before clipping, or None.
 
         Raises:
             GradientError: a gradient is infinite or NaN, or is of a parameter that isn't watched. What was kept is
@@ -145,7 +145,7 @@ class StepInBackward:
             )
 
     def remove(self) -> None:
-        """Take the hooks off the parameters, and forget what was kept."""
+        """Remove the hooks from the parameters, and drop the kept gradients."""
         for handle in [*self._hooks, *self._handles.values()]:
             handle.remove()
         self._handles.clear()
@@ -156,7 +156,7 @@ class StepInBackward:
             del self.optimizer.zero_grad
 
     def forget(self) -> None:
-        """Drop what was kept in this window, as the optimizer's ``zero_grad`` does."""
+        """Drop the gradients kept in this window, as the optimizer's ``zero_grad`` does."""
         if self._kept is not None:
             self._kept.clear()
         self._immediate.forget()
@@ -186,7 +186,7 @@ class StepInBackward:
     # --- in the optimizer's state dict ---
 
     def _save(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Add what is kept of a window that is open, by the parameters' numbers, and the window's length."""
+        """Save the kept gradients of an open window, by parameter number, and the window's length."""
         if self.has_kept and self.accumulation > 1:
             numbered = enumerate(parameters_of(self.optimizer))
             state_dict["window"] = {number: self._sums.saved(p) for number, p in numbered if p in self._sums}
@@ -231,7 +231,7 @@ class StepInBackward:
         return math.inf if self.max_value is None else self.max_value
 
     def _second_gradient(self, parameter: Tensor, consequence: str = "") -> GradientError:
-        """Drop what was kept; return the error of a parameter with two gradients in a window of one micro-batch."""
+        """Drop the kept gradients; return the error for a second gradient in a window of one micro-batch."""
         self.forget()
         return GradientError(
             f"{self._name(parameter)} got a second gradient in one window{consequence}; call release.step(), not"
@@ -251,7 +251,7 @@ class StepInBackward:
         return tensor.dtype if self.accumulation == 1 else torch.promote_types(tensor.dtype, torch.float32)
 
     def allocate(self) -> None:
-        """Have room on the host for the gradients of all watched parameters: called by itself when the first one comes.
+        """Allocate host memory for the gradients of all watched parameters; the first gradient calls it.
 
         Raises:
             BudgetError: the host has too little memory.
@@ -298,7 +298,7 @@ class StepInBackward:
         return total
 
     def _refuse(self, kept: list[Tensor]) -> None:
-        """Raise the error of gradients whose norm isn't finite."""
+        """Raise the error for gradients with a non-finite norm."""
         for p in kept:  # the norm of finite ones may be too large for fp32
             gradient = self._sums.on_device(p)
             if gradient.numel() and bool(greatest([gradient])[0].isfinite().logical_not()):

@@ -1,4 +1,4 @@
-"""Gradients that are kept until a window of micro-batches ends: as they came, or their sums in fp32, and their norms.
+"""Keep gradients until a window of micro-batches ends: as they are or as fp32 sums, with their norms.
 
 They are stored on the device, or in pinned memory of the host. From the host a sum passes through the device once for
 each gradient that is added, and is measured there, so that the norm at the end needs no further pass.
@@ -18,7 +18,7 @@ from lightning_solo.optim.staging import Staging
 
 
 class GradientSums:
-    """The gradients of a window, by parameter: with ``staging`` on the host, flat, in the order of its memory."""
+    """The gradients of a window, by parameter; with ``staging`` they are on the host, flat, in memory order."""
 
     def __init__(self, kernels: Kernels, staging: Staging | None) -> None:
         self._kernels, self._staging = kernels, staging
@@ -37,7 +37,7 @@ class GradientSums:
         return self._kept[parameter]
 
     def add(self, parameter: Tensor, gradient: Tensor, kind: torch.dtype, control: Control) -> None:
-        """Add a gradient to what is kept; on the device a window's first one of that type is itself kept."""
+        """Add a gradient to the kept one; on the device the first gradient of that type is itself kept."""
         kept, is_first = self._kept.get(parameter), parameter not in self._kept
         if kept is None and self._staging is None and gradient.dtype == kind:
             self._kept[parameter] = gradient
@@ -54,7 +54,7 @@ class GradientSums:
             del self._partials[parameter]
 
     def norm(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
-        """Return the norm of what is kept, clamped to the bound, without waiting; not finite if an element isn't."""
+        """Return the norm of the kept gradients, clamped to the bound, without waiting; non-finite if an element is."""
         chosen = list(parameters)
         self._forget_other_bounds(control)
         by_type: dict[torch.dtype, list[Sum]] = {}
@@ -70,7 +70,7 @@ class GradientSums:
         return norm
 
     def saved(self, parameter: Tensor) -> Tensor:
-        """Return what is kept for a parameter, of its shape and not a copy."""
+        """Return a parameter's kept gradient, in its shape, without a copy."""
         kept = self._kept[parameter]
         if self._staging is None:
             return kept
@@ -78,7 +78,7 @@ class GradientSums:
         return kept.as_strided(parameter.shape, parameter.stride())
 
     def restore(self, parameter: Tensor, saved: Tensor) -> None:
-        """Keep what `saved` has returned; on the host there must be room."""
+        """Keep a gradient that `saved` returned; on the host, allocate first."""
         self._partials.pop(parameter, None)
         if self._staging is None:
             self._kept[parameter] = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False).copy_(saved)
@@ -86,17 +86,17 @@ class GradientSums:
             self._kept[parameter] = self._homes[parameter].copy_(in_memory_order(saved, parameter))
 
     def pop(self, parameter: Tensor) -> Tensor:
-        """Return what was kept for a parameter, and keep it no more."""
+        """Remove a parameter's kept gradient and return it."""
         self._partials.pop(parameter, None)
         return self._kept.pop(parameter)
 
     def clear(self) -> None:
-        """Drop all that was kept."""
+        """Drop all kept gradients."""
         self._kept.clear()
         self._partials.clear()
 
     def allocate(self, wanted: Mapping[Tensor, torch.dtype]) -> None:
-        """Have room on the host for the sums of parameters, of these types.
+        """Allocate host memory for the sums of parameters, of these types.
 
         Raises:
             BudgetError: the host has too little memory.
@@ -112,18 +112,18 @@ class GradientSums:
         self._staging.serve(sum(home.nbytes for home in homes) - before)
 
     def has_room(self, parameter: Tensor, kind: torch.dtype) -> bool:
-        """Return whether there is room for a parameter's sum of this type."""
+        """Return whether memory is allocated for a parameter's sum of this type."""
         return self._staging is None or (parameter in self._homes and self._homes[parameter].dtype == kind)
 
     def remove(self) -> None:
-        """Drop all that was kept, and the room for it."""
+        """Drop all kept gradients, and free their memory."""
         self.clear()
         if self._staging is not None:  # it may still write what is freed
             self._staging.wait()
         self._homes.clear()
 
     def on_device(self, parameter: Tensor) -> Tensor:
-        """Return what is kept for a parameter on the device, of its shape: from the host a copy."""
+        """Return a parameter's kept gradient on the device, in its shape; from the host as a copy."""
         kept = self._kept[parameter]
         if self._staging is None:
             return kept
@@ -135,9 +135,9 @@ class GradientSums:
     def _parts(
         self, parameter: Tensor, *, is_first: bool = False, unchanged: bool = False
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield parts of what is kept for a parameter, flat and on the device, each with the place of its norms.
+        """Yield parts of a parameter's kept gradient, flat and on the device, each with the position of its norms.
 
-        From the host they are brought one after the other, and go back before the next one comes.
+        Parts on the host are copied one at a time, and copied back before the next one.
         """
         kept = self._kept[parameter]
         numel = kept.numel()

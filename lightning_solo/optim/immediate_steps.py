@@ -1,4 +1,4 @@
-"""Steps of single parameters in backward, and whether all their gradients were finite."""
+"""Step single parameters in backward, and record whether their gradients were finite."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ImmediateSteps:
         return parameter in self._stepped
 
     def step(self, parameter: Tensor, gradient: Tensor, bound: float) -> None:
-        """Step a parameter with its gradient clamped to a bound, or let it wait for others.
+        """Step a parameter with its gradient clamped to a bound, or queue it for a launch with others.
 
         Raises:
             GradientError: the gradient is infinite or NaN, where that is known without waiting for a device.
@@ -69,7 +69,7 @@ class ImmediateSteps:
             self.step_one(parameter, clamped(gradient, bound), 1.0)
 
     def finish(self, bound: float) -> None:
-        """End the window: step the parameters that wait.
+        """End the window: step the queued parameters.
 
         Raises:
             GradientError: a gradient was infinite or NaN.
@@ -92,7 +92,7 @@ class ImmediateSteps:
             )
 
     def forget(self) -> None:
-        """Drop the gradients of parameters that wait, and what is known of those that have been stepped."""
+        """Drop the gradients of queued parameters, and the record of stepped ones."""
         if self._stepped and self._compact is not None:
             self._compact.forget_not_finite()
         self._stepped.clear()
@@ -105,7 +105,7 @@ class ImmediateSteps:
 
 
 def clamped(gradient: Tensor, bound: float) -> Tensor:
-    """Return a gradient clamped to a bound: in fp32, for a bound is seldom a bf16; one that is in fp32, in place."""
+    """Return a gradient clamped in fp32, since bf16 rarely represents the bound; an fp32 gradient changes in place."""
     if bound == math.inf:
         return gradient
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).clamp_(-bound, bound)

@@ -1,4 +1,4 @@
-"""What `CompactAdamW` and `StepInBackward` run on a device: the step of many parameters, and sums of gradients.
+"""Interface of the kernels of `CompactAdamW` and `StepInBackward`: steps of many parameters, sums of gradients.
 
 `Kernels` is what each implementation offers: `operator_kernels` by torch's operators on any device and in C++ on a CPU,
 `gpu_kernel` by Triton, one launch for all pieces of a call. There nothing in a call waits for the device: what decides
@@ -25,7 +25,7 @@ PER_PARTIAL = 2**14
 
 @dataclass(frozen=True)
 class Scalars:
-    """The numbers of one parameter's step.
+    """The coefficients of one parameter's step.
 
     Attributes:
         shrink: 1 - lr * weight decay, of AdamW.
@@ -81,18 +81,18 @@ class Piece:
         return self.tensors["weight"].numel()
 
     def width(self, name: str) -> int:
-        """Return how many entries of a tensor belong to a block: of scales 1, of codes in 4 bits 64."""
+        """Return how many entries of a tensor belong to a block: 1 for scales, 64 for 4-bit codes."""
         if name.endswith("_scale"):
             return 1
         return BLOCK // 2 if name.startswith("exp_avg") and BITS[self.tensors["exp_avg"].dtype] == 4 else BLOCK
 
     def blocks(self, first: int, last: int) -> Piece:
-        """Return some of the piece's blocks, views of its tensors; the last may be a short one."""
+        """Return some of the piece's blocks as views of its tensors; the last block may be short."""
         parts = {name: x[first * self.width(name) : last * self.width(name)] for name, x in self.tensors.items()}
         return Piece(parts, self.scalars, self.first_row + first, self.index)
 
     def split(self, count: int) -> list[Piece]:
-        """Return the piece in parts of ``count`` blocks, views of its tensors; the last may be a short one."""
+        """Return the piece in parts of ``count`` blocks, as views of its tensors; the last part may be short."""
         parts = {
             name: x.split(count * self.width(name))  # type: ignore[no-untyped-call]
             for name, x in self.tensors.items()
@@ -105,7 +105,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sum:
-    """A gradient that is added to a total, and the squares of what that makes.
+    """A gradient that is added to a total, and the norms of the sum.
 
     Attributes:
         gradient: flat, on the device.
@@ -124,7 +124,7 @@ class Sum:
 
 @dataclass
 class Control:
-    """What the kernels of a step share on the device.
+    """The values that the kernels of a step share on the device.
 
     Attributes:
         scale: fp32 of no dimensions: factor of every gradient. NaN: nothing is stepped, all stays as it is.
@@ -152,19 +152,19 @@ class Kernels(Protocol):
 
     @property
     def piece(self) -> int:
-        """Elements that are brought from the host at once: a multiple of 128."""
+        """Elements that are copied from the host at once, a multiple of 128."""
 
     def reads_host(self, piece: Piece) -> bool:
-        """Return whether a piece may be stepped where it is, though some of its tensors are on the host."""
+        """Return whether a piece with some tensors on the host is stepped without copying them."""
 
     def partials_of(self, numel: int) -> int:
-        """Return how many norms are taken of so many elements."""
+        """Return how many partial norms ``numel`` elements have."""
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
         """Step pieces, all of one layout, in place."""
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
-        """Add gradients of one type to totals of one type, and measure what that makes."""
+        """Add gradients of one type to totals of one type, and measure the sums."""
 
 
 def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:

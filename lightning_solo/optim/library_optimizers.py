@@ -1,4 +1,4 @@
-"""Classes of other libraries' optimizers, mended where states lose precision or can't be loaded."""
+"""Subclasses of other libraries' optimizers that fix lost precision and the loading of states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_solo.optim.param_groups import name_in, parameters_of
 
 @functools.cache
 def optimizer_class(back_end: str, decoupled: bool) -> Any:
-    """Return the class of the optimizer of one of `BACK_ENDS`, with or without decoupled weight decay."""
+    """Return the optimizer class of one of `BACK_ENDS`, with or without decoupled weight decay."""
     if back_end == "flashoptim":
         import flashoptim
 
@@ -35,7 +35,7 @@ def optimizer_class(back_end: str, decoupled: bool) -> Any:
 
 
 def _torchao_class(base: Any) -> Any:
-    """Return torchao's class, but with fp32 where it doesn't compress, loading that keeps it, and lr of any kind."""
+    """Return torchao's class with fixes: uncompressed states in fp32, also when loaded, and any kind of lr."""
     base_step = inspect.unwrap(base.step)  # torch wraps it in hooks of the step, which would run twice
 
     class OfTorchao(base):  # type: ignore[misc]
@@ -50,7 +50,7 @@ def _torchao_class(base: Any) -> Any:
             return base_step(self, closure)
 
         def state_dict(self) -> dict[str, Any]:
-            """Return plain tensors: with torchao's class in it a file can't be loaded by Lightning."""
+            """Return plain tensors, since Lightning can't load a file with torchao's tensor class."""
             state_dict: dict[str, Any] = super().state_dict()
             states = state_dict["state"].items()
             parts = {key: {name: _parts(value) for name, value in state.items()} for key, state in states}
@@ -89,7 +89,7 @@ def _torchao_class(base: Any) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Return the codes and scales of a state of torchao's; another state as it is."""
+    """Return the codes and scales of a torchao state; another state unchanged."""
     return {"codes": value.codes, "scale": value.scale} if hasattr(value, "codes") else value
 
 
@@ -99,7 +99,7 @@ def _sizes(value: Any) -> Any:
 
 
 def _bitsandbytes_class(base: Any) -> Any:
-    """Return bitsandbytes' class, but with states of another optimizer refused by name."""
+    """Return bitsandbytes' class, which then refuses states of another optimizer by name."""
 
     class OfBitsandbytes(base):  # type: ignore[misc]
         def load_state_dict(self, state_dict: Mapping[str, Any], move_to_device: bool = True) -> None:

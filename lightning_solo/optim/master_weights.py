@@ -1,7 +1,7 @@
 """Master weights in two parts for any optimizer of torch that steps each parameter by itself: SGD, NAdam, Adafactor...
 
 A parameter is bf16, 2 bytes, and its correction 1 or 2 more. To step it the two are joined to the fp32 master, which
-torch's own optimizer steps with an fp32 gradient, alone; what comes out is split again. So there is never more than one
+torch's own optimizer steps with an fp32 gradient, alone; the result is split again. So there is never more than one
 parameter in fp32. The optimizer's states stay what they are to it, in fp32: SGD with momentum takes 2 + 1 + 4 = 7 bytes
 per parameter instead of 4 + 4 = 8 and a gradient of 4, NAdam 2 + 1 + 8 = 11 instead of 12 and 4.
 
@@ -46,7 +46,7 @@ _KEPT = ("master_bits", "_inner", "_numbers", "_corrections", "_splits")
 
 
 class MasterWeights(Optimizer):
-    """An optimizer of torch's on split master weights; ``param_groups``, schedulers and checkpoints as with its own.
+    """A torch optimizer on split master weights; ``param_groups``, schedulers and checkpoints work as before.
 
     It takes over the groups of the optimizer, which is not to be stepped any more.
 
@@ -187,7 +187,7 @@ class MasterWeights(Optimizer):
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Weights and optimizer states over the number of parameters, without gradients."""
+        """Bytes of weights and optimizer states per parameter, without gradients."""
         total = sum(p.nbytes for p in self._numbers) + self._corrections_bytes() + state_bytes(self)
         return total / max(1, sum(p.numel() for p in self._numbers))
 
@@ -196,7 +196,7 @@ class MasterWeights(Optimizer):
         return sum(p.numel() * kind.itemsize for p, kind in kinds if kind is not None)
 
     def summary(self) -> str:
-        """Return what corrections and the optimizer's own states take, in a line."""
+        """Describe in one line the bytes of the corrections and the optimizer's own states."""
         states, kind = state_bytes(self), type(self._inner).__name__
         total = states + self._corrections_bytes()
         each = total / max(1, sum(p.numel() for p in self._numbers))
@@ -212,12 +212,12 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
-        """Set a bf16 parameter and its correction from an fp32 master weight; nothing where it isn't split."""
+        """Set a bf16 parameter and its correction from an fp32 master weight; do nothing if it isn't split."""
         if "correction" in self.state.get(parameter, {}):
             self._split(parameter, master.to(parameter.device))
 
     def set_correction(self, parameter: Tensor, correction: Tensor) -> None:
-        """Set what was split off a bf16 parameter.
+        """Set the correction of a bf16 parameter.
 
         Raises:
             PresetError: it is of other bits or another size.
@@ -275,7 +275,7 @@ class MasterWeights(Optimizer):
 
 
 def _joined(p: Tensor, correction: Tensor | None) -> Tensor:
-    """Return the fp32 master of a parameter; of an fp32 one itself."""
+    """Return the fp32 master of a parameter; an fp32 parameter is returned itself."""
     if p.dtype == torch.float32 or correction is None:
         return p.detach().to(torch.float32)
     master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
@@ -291,5 +291,5 @@ def _chunks(p: Tensor) -> Iterator[slice]:
 
 
 def _kept(value: Any) -> Any:
-    """Return a state as it is kept: numbers of a bf16 run in fp32."""
+    """Return a state as it is stored: bf16 numbers become fp32."""
     return value.to(torch.float32) if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value

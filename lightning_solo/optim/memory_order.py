@@ -1,4 +1,4 @@
-"""Tensors as flat views in the order of their memory, whatever the order of their dimensions; and parts of them."""
+"""View tensors as flat ones in memory order, whatever the order of their dimensions, and cut them in chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill its part of memory once each, in any order of its dimensions."""
+    """Return whether a tensor's elements fill its memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and tensor.numel():
@@ -20,16 +20,16 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
-    """Yield the parts of so many elements or rows, each of ``size`` but for the last.
+    """Yield the slices of ``size`` elements or rows each; the last one may be shorter.
 
-    A plan takes the first two for all (`planner.kernels`): what is allocated in one is freed in the next at the latest.
+    A plan traces only the first two (`planner.kernels`), so memory allocated in one must be freed by the next.
     """
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
 
 
 def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a dense tensor as a flat one: a view of it, in the order of its memory.
+    """Return a flat view of a dense tensor, in the order of its memory.
 
     Args:
         tensor: whose view is wanted.

@@ -40,7 +40,7 @@ def noise_and_signal(small: float, small_batch: float, large: float, large_batch
 
 
 class NoiseScale:
-    """The ratio of moving averages of noise and signal, in samples; its value is None until it can be relied on."""
+    """The ratio of moving averages of noise and signal, in samples; None until enough measurements exist."""
 
     def __init__(self) -> None:
         self._noise = self._signal = 0.0
@@ -58,7 +58,7 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """Samples at which noise and signal are equal; None before `AVERAGED` measurements and without a signal."""
+        """Batch size at which noise equals signal; None before `AVERAGED` measurements and without a signal."""
         return max(self._noise, 0.0) / self._signal if self._count >= AVERAGED and self._signal > 0 else None
 
     def state(self) -> list[float]:
@@ -66,6 +66,6 @@ class NoiseScale:
         return [self._noise, self._signal, self._count]
 
     def load(self, state: Sequence[float]) -> None:
-        """Take over the averages of a checkpoint."""
+        """Load the averages of a checkpoint."""
         self._noise, self._signal = map(float, state[:2])
         self._count = int(state[2])

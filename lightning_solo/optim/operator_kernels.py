@@ -1,4 +1,4 @@
-"""The step of compact states and sums of gradients by torch's operators, on any device; in C++ where a CPU has it."""
+"""Steps of compact states and sums of gradients by torch's operators, on any device, or in C++ on a CPU."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class OperatorKernels:
         return adamw_update.CHUNK.get(self._device.type, adamw_update.CHUNK["cuda"])
 
     def reads_host(self, piece: Piece) -> bool:
-        """Return that host tensors have to be brought to the device."""
+        """Return False: host tensors must be copied to the device."""
         return False
 
     def partials_of(self, numel: int) -> int:
-        """Return 1: a tensor's norm is taken at once."""
+        """Return 1: one norm for the whole tensor."""
         return 1
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
@@ -102,10 +102,10 @@ class OperatorKernels:
 
 
 class CpuKernels(OperatorKernels):
-    """Steps a parameter with moments in 8 bits in C++, with one pass over memory; others by operators."""
+    """Steps a parameter with 8-bit moments in C++, in one pass over memory; others by operators."""
 
     def reads_host(self, piece: Piece) -> bool:
-        """Return whether the step is in C++: to it all memory is the host's."""
+        """Return whether the step is in C++, which reads host memory directly."""
         return self._kernel(piece) is not None
 
     def _step_one(self, piece: Piece, control: Control) -> None:
@@ -122,7 +122,7 @@ class CpuKernels(OperatorKernels):
 
 
 def norm(tensor: Tensor, bound: float = math.inf) -> Tensor:
-    """Return the norm of a tensor's elements clamped to a bound, at least in fp32; not finite if one of them isn't."""
+    """Return the norm of a tensor's elements clamped to a bound, in fp32 or wider; non-finite if an element is."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     if not tensor.numel():
         return torch.zeros((), dtype=wide, device=tensor.device)
@@ -135,7 +135,7 @@ def norm(tensor: Tensor, bound: float = math.inf) -> Tensor:
 
 
 def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each gradient, none of which is empty: finite if and only if all of it is."""
+    """Return the largest magnitude of each non-empty gradient; it is finite only if all elements are."""
     others = [g for g in gradients if g.device.type != "cpu"]
     # on a CPU the norm takes thirty times as long; elsewhere it is one kernel for all, and aminmax one for each
     norms = iter(torch._foreach_norm(others, math.inf) if others else ())
@@ -144,7 +144,7 @@ def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def can_compile(device: torch.device) -> bool:
-    """Return whether torch.compile makes kernels for a device here: on a GPU by Triton, on a CPU by C++."""
+    """Return whether torch.compile can compile for a device here: by Triton on a GPU, by C++ on a CPU."""
     return is_installed("triton") if device.type == "cuda" else cpu_kernel.kernel() is not None
 
 

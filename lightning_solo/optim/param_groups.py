@@ -1,4 +1,4 @@
-"""The parameters of an optimizer's groups, and their names for messages: by number where the optimizer has no names."""
+"""The parameters of an optimizer's groups, and their names for messages, or numbers if it has no names."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def name_in(optimizer: Optimizer, parameter: Tensor) -> str:
 
 
 def names_of(group: Mapping[str, Any], first: int) -> Iterator[str]:
-    """Yield the names of a group's parameters, of which the first is the optimizer's ``first``."""
+    """Yield the names of a group's parameters; ``first`` is the optimizer-wide number of the first one."""
     yield from group.get("param_names") or (f"parameter {first + i}" for i in range(len(group["params"])))
 
 
 def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Return the state in a state dict of each parameter of an optimizer, empty where it has none.
+    """Return each parameter's state in a state dict; empty where it has none.
 
     Raises:
         CheckpointError: it is of another number of parameters.
@@ -56,7 +56,7 @@ def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Te
 
 
 def load_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load the groups of a state dict without its states; the optimizer then has none.
+    """Load the groups of a state dict, without its states; the optimizer's states are cleared.
 
     Raises:
         CheckpointError: it has other groups.

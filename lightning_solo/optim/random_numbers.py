@@ -1,4 +1,4 @@
-"""Uniform numbers that depend on where and when alone: no generator to keep, and a run that resumes has the same.
+"""Uniform numbers that depend only on position and step, so that a resumed run draws the same ones.
 
 Over steps each element's numbers are independent; over the elements of one step they are a low-discrepancy sequence in
 two dimensions, whose mean over any stretch is nearer to one half than that of independent ones.
@@ -33,7 +33,7 @@ def uniform(rows: int, columns: int, first_row: int, seed: int, device: torch.de
 
 
 def seed_of(step: int, index: int, purpose: int = 0) -> int:
-    """Return 32 bits that are unlike those of any other (step, index of a parameter, purpose): splitmix64's finalizer.
+    """Return a 32-bit hash of (step, index of a parameter, purpose), by splitmix64's finalizer.
 
     >>> seed_of(1, 0) == seed_of(1, 0) != seed_of(2, 0)
     True

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] = ()) -> None:
-    """Move the hooks of an optimizer's step, and its schedulers with those that they hold, to another one."""
+    """Move an optimizer's step hooks and schedulers, nested ones included, to another optimizer."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(new, name, getattr(old, name))
     if hasattr(old.step, "_wrapped_by_lr_sched"):
@@ -22,7 +22,7 @@ def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] 
 
 
 def _note_steps(optimizer: Optimizer) -> None:
-    """Record steps for schedulers as their constructor does; otherwise each warns of a wrong order."""
+    """Mark the optimizer's step for schedulers as their constructor does; otherwise each warns of a wrong order."""
     step: Any = type(optimizer).step
     reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
 

@@ -1,4 +1,4 @@
-"""fp32 master weights in two parts: a bf16 weight, which the module computes with, and a correction apart from it.
+"""fp32 master weights in two parts: a bf16 weight, with which the module computes, and a correction.
 
 An fp32 number is cut below its 16 upper bits. The nearest bf16 is the weight; what that is off, counted in the units
 of the lower bits, is the correction: 16 bits of it give the fp32 number back bit for bit, 8 bits give its upper 24.
@@ -55,7 +55,7 @@ def split(master: Tensor, bits: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def split_into(weight: Tensor, master: Tensor, bits: int) -> Tensor:
-    """Split flat fp32 numbers into a bf16 tensor, a chunk at a time, and return the correction, all of it."""
+    """Split flat fp32 numbers into a bf16 tensor, a chunk at a time, and return the whole correction."""
     correction = torch.empty_like(master, dtype=CORRECTIONS[bits])
     size = CHUNK.get(master.device.type, CHUNK["cuda"])
     for part in memory_order.chunks(master.numel(), size):
@@ -71,7 +71,7 @@ def join_into(master: Tensor, weight: Tensor, correction: Tensor) -> None:
 
 
 def bits_of(correction: Tensor) -> int:
-    """Return the bits of the master weight that a correction is of."""
+    """Return the bits of the master weight that a correction belongs to."""
     return 24 if correction.dtype == torch.int8 else 32
 
 
@@ -86,7 +86,7 @@ def join(weight: Tensor, correction: Tensor) -> Tensor:
 
 
 def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
-    """Return bf16 numbers: up or down, with a probability by the distance, so that the mean is the fp32 number.
+    """Round fp32 numbers to bf16, up or down with a probability by the distance, so that the mean is exact.
 
     Args:
         master: fp32, of any shape; NaN and infinities stay what they are.
@@ -126,7 +126,7 @@ def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, T
 
 
 def joined(p: Tensor, correction: Tensor | None) -> Tensor:
-    """Return the fp32 master weight of a parameter, of its shape; an fp32 parameter's is its own memory."""
+    """Return a parameter's fp32 master weight, in its shape; for an fp32 parameter a view of itself."""
     if correction is None:
         return p.detach().to(torch.float32)
     master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)

@@ -1,4 +1,4 @@
-"""The way of host tensors through a device: piece by piece, on streams of its own.
+"""Copy host tensors through a device, piece by piece, on separate streams.
 
 While one piece is computed with, the next ones come and those before go back. The host runs ahead of the device, so a
 piece is under way long before the device needs it: as far ahead as there are buffers, so that the bus is busy while the
@@ -35,14 +35,14 @@ class Staging:
         self._stored: dict[int, Any] = {}  # address of a piece -> when it was back
 
     def serve(self, size: int) -> None:
-        """Have buffers for so many more bytes of host tensors."""
+        """Plan buffers for more bytes of host tensors."""
         self._served += size
 
     @contextlib.contextmanager
     def on_device(
         self, pieces: Mapping[str, Tensor], *, unread: bool = False, unchanged: Collection[str] = ()
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the pieces on the device, for operators on the current stream; afterwards they go back.
+        """Yield the pieces on the device, for operators on the current stream; then copy them back.
 
         Args:
             pieces: contiguous host tensors; the same ones, or others that don't overlap them, each time.
@@ -77,12 +77,12 @@ class Staging:
             self._stored.update((pieces[name].data_ptr(), done) for name in back)
 
     def wait(self) -> None:
-        """Wait until all pieces are back, before the host reads, writes or frees them."""
+        """Wait until all pieces are copied back; call it before the host reads, writes or frees them."""
         if self._streams is not None:
             self._streams[1].synchronize()
 
     def next_slot(self, pieces: Mapping[str, Tensor]) -> tuple[int, _Slot]:
-        """Return the slot whose turn it is, with its number; its buffers are made larger where they are too small."""
+        """Return the next slot and its number, with buffers enlarged if need be."""
         self._largest = max(self._largest, sum(piece.nbytes for piece in pieces.values()))
         least = SLOTS.get(self.device.type, 1)
         count = max(least, min(self._served // SERVED_PART, STAGING_BYTES) // self._largest) if least > 1 else least
@@ -103,7 +103,7 @@ class Staging:
         return number, slot
 
     def _free(self, slot: _Slot, names: Iterable[str]) -> None:
-        """Give buffers back once what is under way to and from them is done."""
+        """Free buffers once their copies are done."""
         for name in names:
             if name in slot.buffers and self._streams is not None:
                 for stream in self._streams:
@@ -117,7 +117,7 @@ class Staging:
 
 @dataclass
 class _Slot:
-    """Buffers by name, with a storage each: torch.compile knows no views of one storage by several types."""
+    """Buffers by name, each with its own storage: torch.compile can't view one storage as several types."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     emptied: Any = None

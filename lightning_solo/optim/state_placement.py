@@ -20,7 +20,7 @@ States = MutableMapping[Tensor, dict[str, Tensor]]
 
 
 class StatePlacement:
-    """Which parameters have their states on the host, and the way of these states through the device.
+    """Decides which parameters have their states on the host, and copies these states through the device.
 
     Args:
         layout: returns the layout of a parameter's state.
@@ -44,7 +44,7 @@ class StatePlacement:
         return {**vars(self), "_staging": None}
 
     def add(self, p: Tensor) -> None:
-        """Have the state of one more parameter placed."""
+        """Add a parameter whose state is to be placed."""
         if self._budget is not None:
             self._unplaced.append(p)
 
@@ -85,7 +85,7 @@ class StatePlacement:
                 states[p] = self._moved(p, states[p])
 
     def note_step(self, p: Tensor, states: States) -> None:
-        """Note that a parameter is stepped; where that begins the second step, bring states back to the device."""
+        """Record that a parameter is stepped; at the start of the second step move states back to the device."""
         if self.is_settled:
             return
         if self._first is p:  # memory has had its peak
@@ -93,7 +93,7 @@ class StatePlacement:
         self._first = p if self._first is None else self._first
 
     def _settle(self, states: States) -> None:
-        """Bring states back to the device, from the first parameter on, as long as there is room."""
+        """Move states back to the device, from the first parameter on, as long as there is room."""
         self.is_settled = True
         self.wait()
         left = free_bytes(next(iter(self.host)).device) if self.host else 0
@@ -107,7 +107,7 @@ class StatePlacement:
             states[p] = self._moved(p, states[p])
 
     def _moved(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a parameter's state where it is to be stored."""
+        """Return a parameter's state, moved to the place where it is stored."""
         home = self.host.get(p, {})
         return {
             name: home[name].copy_(value) if name in home else value if name == "step" else value.to(p.device)
@@ -115,35 +115,35 @@ class StatePlacement:
         }
 
     def empty(self, p: Tensor, kept: Collection[str]) -> dict[str, Tensor]:
-        """Return a parameter's host tensors, made zero but for those that are kept."""
+        """Return a parameter's host tensors, zeroed except the kept ones."""
         home = self.host.get(p, {})
         return {name: tensor if name in kept else tensor.zero_() for name, tensor in home.items()}
 
     def staging(self, device: torch.device) -> Staging:
-        """Return how host tensors pass through a device."""
+        """Return the staging of host tensors through a device."""
         if self._staging is None:
             self._staging = Staging(device)
             self._staging.serve(self.host_bytes)
         return self._staging
 
     def follow(self, device: torch.device) -> None:
-        """Forget how host tensors pass through another device, after the last ones are back."""
+        """Drop the staging of another device, after its last copies are done."""
         if self._staging is not None and self._staging.device != device:
             self.wait()
             self._staging = None
 
     def wait(self) -> None:
-        """Wait until what is on its way to the host has arrived, before the host reads it."""
+        """Wait until all copies to the host are done; call it before the host reads states."""
         if self._staging is not None:
             self._staging.wait()
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the states on the host, of those that have been placed."""
+        """Bytes of the placed states on the host."""
         return sum(tensor.nbytes for home in self.host.values() for tensor in home.values())
 
     def summary(self, total: int) -> str:
-        """Return in words where states of so many bytes are stored."""
+        """Describe where states of so many bytes are stored."""
         words = f"{format_bytes(total - self.host_bytes)} on the device"
         if self._unplaced:
             words = f"{format_bytes(total)}, which are placed at the first step"
@@ -153,7 +153,7 @@ class StatePlacement:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that have never been used, less a twentieth of all; of a CPU 0."""
+    """Return a GPU's bytes that were never used, minus 5 % of all; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

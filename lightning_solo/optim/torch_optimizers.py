@@ -45,7 +45,7 @@ SERVED = tuple(getattr(torch.optim, name) for name in ONE_BY_ONE)
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the fp32 states that one of torch's optimizers, or a `MasterWeights`, keeps; counts aside."""
+    """Return the bytes of fp32 states of a torch optimizer or a `MasterWeights`, without step counts."""
     kind = type(getattr(optimizer, "_inner", optimizer)).__name__
     return 4 * sum(_STATE_NUMBERS[kind](group, p) for group in optimizer.param_groups for p in group["params"])
 
@@ -69,7 +69,7 @@ def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
 
 
 def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
-    """Step one parameter by an optimizer's own ``step``, which passes over those that have no gradient."""
+    """Step one parameter by an optimizer's own ``step``, which skips parameters without a gradient."""
     parameter.grad = (gradient * scale).to(parameter.dtype)
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
     hooks = {name: getattr(optimizer, name) for name in names}

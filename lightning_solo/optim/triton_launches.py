@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of `adamw_triton`: of one piece by its addresses, of many by a table of them.
+"""Launch the Triton kernels of `adamw_triton`: one piece by its addresses, many by a table of addresses.
 
 The table has a row of addresses and scalars for each piece, and is uploaded from pinned memory by one copy.
 """
@@ -91,14 +91,14 @@ def launch_steps(pieces: Sequence[Piece], control: Control, device: torch.device
 
 
 def _numbers(pieces: Sequence[Piece]) -> Any:
-    """Return the fp32 numbers of steps as the kernels have them, of shape (pieces, 9)."""
+    """Return the fp32 coefficients of steps for the kernels, of shape (pieces, 9)."""
     numbers = np.array([_NUMBERS_OF(piece.scalars) for piece in pieces], np.float32)
     after = _NUMBERS.index("correction2") + 1
     return np.insert(numbers, after, 1 / numbers[:, after - 1], axis=1)
 
 
 def launch_sums(sums: Sequence[Sum], control: Control, device: torch.device) -> None:
-    """Add gradients of one type to totals of one type, all or none of them measured, by one launch."""
+    """Add gradients of one type to totals of one type in one launch; all or none are measured."""
     source = functions()
     total = sums[0].total
     variant: dict[str, Any] = {
@@ -138,7 +138,7 @@ def launch_sums(sums: Sequence[Sum], control: Control, device: torch.device) -> 
 
 
 def uploaded(table: Any, programs: Sequence[int], column: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table on the device, and which of its rows each program belongs to, by one copy.
+    """Upload a table and the row of each program in one copy; return both.
 
     Args:
         table: int64, of shape (pieces, columns).
@@ -161,12 +161,12 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the lower 32 bits as an int32 has them."""
+    """Return the lower 32 bits as a signed int32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def _triton_type(dtype: torch.dtype | None) -> Any:
-    """Return Triton's type of torch's, of the same name but for float16 and the like."""
+    """Return the Triton name of a torch dtype."""
     if dtype is None:
         return None
     names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -175,7 +175,7 @@ def _triton_type(dtype: torch.dtype | None) -> Any:
 
 
 def _current(device: torch.device) -> Any:
-    """Return a context in which a device is CUDA's current one, on which Triton launches."""
+    """Return a context that makes a device CUDA's current one, on which Triton launches."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of an open window of micro-batches: put back after a backward that failed, or from a checkpoint."""
+"""Restore the gradients of an open window of micro-batches after a failed backward, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_solo.optim.param_groups import parameters_of
 
 
 class WindowGradients:
-    """Gradients as they were before the first backward of a window: nearly always none.
+    """The gradients before the first backward of a window, of which there are usually none.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -30,17 +30,17 @@ class WindowGradients:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that the optimizers train."""
+        """The parameters that the optimizers train."""
         return [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
 
     def save(self, *, zeroed: bool) -> None:
-        """Remember the gradients that there are, unless they have been remembered; zeros need no copy."""
+        """Save the present gradients, unless they are saved already; zeros need no copy."""
         if self._before is None:
             present = [(p, p.grad) for p in self.parameters if p.grad is not None]
             self._before = [(p, None if zeroed else grad.clone()) for p, grad in present]
 
     def restore(self) -> None:
-        """Put gradients back, also those that an optimizer's ``zero_grad`` drops elsewhere."""
+        """Restore the gradients, also those that an optimizer's ``zero_grad`` drops elsewhere."""
         if self._before is None:  # no backward has begun
             return
         for optimizer in self._optimizers:
@@ -52,7 +52,7 @@ class WindowGradients:
 
 
 def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> dict[Tensor, Tensor]:
-    """Return the gradients of an open window of micro-batches that a `StepInBackward` has saved, by parameter.
+    """Return the gradients of an open window that a `StepInBackward` saved, by parameter.
 
     Args:
         optimizer: the one that the state dict is loaded into.
@@ -77,7 +77,7 @@ def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continu
 
 
 def warn_of_dropped_window() -> None:
-    """Say that the gradients of a checkpoint's open window are dropped; Python shows it once, whoever finds it."""
+    """Warn that the gradients of a checkpoint's open window are dropped; Python shows it once."""
     warnings.warn(
         "the checkpoint was saved before the last micro-batch of an optimizer step, and the gradients of that step so"
         " far are dropped: this run can't continue them; resume with the preset, precision and"
