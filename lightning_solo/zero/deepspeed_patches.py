@@ -159,7 +159,7 @@ def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
 
 
 def prefetch_once(engine: Any) -> None:
-    """Prefetch each weight on disk once, and release all buffers before a forward pass.
+    """Read each weight on disk ahead only once, and release all buffers before a forward pass.
 
     Fault: Weights are prefetched in the order of a training step, into a few buffers that are released after use. A
         forward pass without a backward (validation) never uses what was prefetched for the latter, and the run ends
