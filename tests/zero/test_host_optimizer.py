@@ -343,14 +343,6 @@ def test_a_loop_that_the_user_chose_stays() -> None:
     assert optimizer.param_groups[0]["fused"] is None
 
 
-@pytest.mark.long  # builds DeepSpeed's extension
-def test_what_needs_deepspeeds_adamw_gets_it_where_it_computes_the_same() -> None:
-    host = host_optimizer(AdamW(parameters()), prefers_deepspeed=True)
-    assert type(host.optimizer).__name__ == "DeepSpeedCPUAdam"
-    optimizer = SGD(parameters(), lr=0.1)
-    assert host_optimizer(optimizer, prefers_deepspeed=True).optimizer is optimizer
-
-
 @pytest.mark.usefixtures("no_compiler")
 def test_what_has_no_other_way_is_refused() -> None:
     for optimizer, kind in ((AdamW(parameters()), "deepspeed"), (Adagrad(parameters()), "auto")):
