@@ -175,7 +175,9 @@ def test_for_this_machine_it_is_compared_without_being_given(monkeypatch: pytest
     assert (found.verdict, found.host_memory_bytes) == ("does not fit", 1024), "what is available, not all there is"
 
 
-@pytest.mark.parametrize(("given", "says"), [("16 gigs", "host_memory='16 gigs': write"), (16, "host_memory=16: must")])
+@pytest.mark.parametrize(
+    ("given", "says"), [("16 gigs", "host_memory='16 gigs': write"), (16, "host_memory=16: write")]
+)
 def test_a_host_memory_that_is_none(given: Any, says: str) -> None:
     with pytest.raises(PresetError, match=says):
         plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", host_memory=given)
