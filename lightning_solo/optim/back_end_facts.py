@@ -93,6 +93,6 @@ BACK_ENDS = {
         needs_cuda=True,
     ),
 }
-"""Name of each back end but ``own`` -> what is known of it."""
+"""Facts about each back end but ``own``, by its name."""
 OPTION = "callback.compact_states.back_end"
 """The setting that chooses one, as messages name it."""

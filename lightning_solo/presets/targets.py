@@ -113,7 +113,7 @@ def _locate(target: str, option: str) -> Any:
 
 
 def _instead(name: str, thing: Any, package: str) -> str:
-    """Return which of the package's own classes and functions in a module or class could be meant."""
+    """Return the nearest name, and the names of the package's classes and functions in a module or class."""
     names = [
         own
         for own, value in getattr(thing, "__dict__", {}).items()
