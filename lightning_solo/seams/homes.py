@@ -1,7 +1,7 @@
 """The two packages in which Lightning is published, and classes made for either.
 
-`lightning.pytorch` and `pytorch_lightning` hold the same code twice: a strategy of one is refused by the other's
-Trainer. A callback works in both, since its hooks are called by name.
+`lightning.pytorch` and `pytorch_lightning` contain the same code twice. Each Trainer refuses the other package's
+strategies. A callback works in both, because its hooks are called by name.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import cache
 from typing import Any
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-"""Home of the Trainer -> the Fabric that it stands on."""
+"""Home of the Trainer -> its Fabric package."""
 
 
 def default_home() -> str:
-    """Return the home that the program has imported; ``lightning.pytorch`` where it is both or neither."""
+    """Return the home that the program imported; ``lightning.pytorch`` if both or neither."""
     other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     return "pytorch_lightning" if other else "lightning.pytorch"
 
 
 def home_of(thing: object) -> str:
-    """Return the home of a Trainer, a module, a strategy or a callback, whatever the user derived it from."""
+    """Return the home of a Trainer, module, strategy or callback, by its base classes."""
     for cls in type(thing).__mro__:
         for home in FABRIC:
             if f"{cls.__module__}.".startswith(f"{home}."):
@@ -38,26 +38,26 @@ def part(home: str, path: str) -> Any:
 
 
 def fabric_part(home: str, path: str) -> Any:
-    """Return a module of the Fabric that a home stands on."""
+    """Return a module of a home's Fabric."""
     return importlib.import_module(f"{FABRIC[home]}.{path}")
 
 
 def for_home(cls: type, home: str | None = None) -> type:
-    """Return a strategy class over the strategy of a home that its ``base`` names.
+    """Return ``cls`` as a subclass of ``<home>.strategies.<base>``.
 
     Args:
-        cls: a class with `Seams`; its ``base`` is a name in ``<home>.strategies``. One without is returned as it is.
-        home: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default the one that the program has imported.
+        cls: a class derived from `Seams`, whose ``base`` is the strategy's name. A class without is returned unchanged.
+        home: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default the one that the program imported.
     """
     return cls if getattr(cls, "base", None) is None else _over_base(cls, home or default_home())
 
 
 class _OverBase(ABCMeta):
-    """The type of the classes that `for_home` makes, which are attributes of no module."""
+    """The type of the classes made by `for_home`; no module has them as attributes."""
 
 
 def _reduced(cls: Any) -> Any:
-    """Pickle such a class by template and home, and what a user derived from it by its name."""
+    """Pickle a class made by `for_home` by its template and home, and a user's subclass by its name."""
     return (for_home, (cls.template, cls.home)) if "template" in vars(cls) else cls.__qualname__
 
 

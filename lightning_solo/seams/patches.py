@@ -19,14 +19,14 @@ from lightning_solo.data.epoch_batches import EpochBatches
 from lightning_solo.seams.homes import part
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Takes what Lightning does, and returns what is done in its place."""
+"""Takes a method of Lightning, and returns its replacement."""
 
 
 @contextmanager
 def methods_through(strategy: Any, around: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace methods of a strategy by functions that take the own method before its arguments.
+    """Replace methods of a strategy by functions that take the original method as their first argument.
 
-    Copies and pickles of the strategy, and of its precision, are as they would be without.
+    Copies and pickles of the strategy and its precision don't contain the replacements.
     """
     stock_state = strategy.__getstate__
     left_out = {*around, "__getstate__", "solo_run", "batch_to_device"}  # the last is of `batches_through`
@@ -78,9 +78,9 @@ def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | flo
 
 @contextmanager
 def windows(trainer: Any, before: Callable[[int], int]) -> Iterator[None]:
-    """Have a window of accumulation begin where ``before(batch_idx)`` is 0: so many of its batches come before one.
+    """Start an accumulation window where ``before(batch_idx)``, the batch's index in its window, is 0.
 
-    Lightning begins one where the factor divides the index.
+    Lightning starts one where the factor divides ``batch_idx``.
     """
     loop = trainer.fit_loop.epoch_loop
     stock = loop.automatic_optimization._make_zero_grad_fn
@@ -88,7 +88,7 @@ def windows(trainer: Any, before: Callable[[int], int]) -> Iterator[None]:
     def make_zero_grad_fn(batch_idx: int, optimizer: Any) -> Any:
         if before(batch_idx) != 0:
             return None
-        with replaced(trainer, "accumulate_grad_batches", 1):  # whose windows begin at each batch
+        with replaced(trainer, "accumulate_grad_batches", 1):  # Lightning then zeroes gradients at each batch
             return stock(batch_idx, optimizer)
 
     with (
@@ -99,9 +99,9 @@ def windows(trainer: Any, before: Callable[[int], int]) -> Iterator[None]:
 
 
 def clipping(precision: Any, around: Around) -> Any:
-    """Put ``(optimizer, bound, "norm" or "value")`` around clipping, a method of the precision.
+    """Replace the precision's clipping by ``around(stock)``, called with ``(optimizer, bound, "norm" or "value")``.
 
-    It is what ``LightningModule.clip_gradients`` ends in, whether Lightning calls that or the user does.
+    ``LightningModule.clip_gradients`` ends there, whether Lightning or the user calls it.
     """
     stock = precision.clip_gradients
 
@@ -113,26 +113,26 @@ def clipping(precision: Any, around: Around) -> Any:
 
 
 def without_module_init_context(precision: Any) -> Any:
-    """Let ``configure_model`` build in fp32: the precision's own context, the innermost, would build in its dtype."""
+    """Build in fp32 in ``configure_model``, not in the dtype of the precision's own context."""
     return replaced(precision, "module_init_context", nullcontext)
 
 
 def without_distributed_sampler(trainer: Any) -> Any:
-    """Keep the order of training loaders: under a strategy for several processes Lightning puts in a sampler."""
+    """Keep the order of training loaders: a strategy for several processes would replace their samplers."""
     return replaced(trainer._accelerator_connector, "use_distributed_sampler", False)
 
 
 def batches_through(strategy: Any, around: Around) -> Any:
-    """Put a function around the way of each batch to the device."""
+    """Replace the strategy's move of a batch to the device."""
     return replaced(strategy, "batch_to_device", around(strategy.batch_to_device))
 
 
 @contextmanager
 def fetches(trainer: Any, begin: Callable[..., None], end: Callable[[], None]) -> Iterator[None]:
-    """Call functions where a wait for a batch of training begins, and where it ends.
+    """Call ``begin()`` before each wait for a training batch, and ``end()`` after it.
 
-    ``begin(with_epoch=True)`` is where an epoch begins, before the loader makes its iterator and starts its workers;
-    the wait for the first batch begins there, and once more with its own ``begin()``.
+    An epoch starts with ``begin(with_epoch=True)``, before the loader makes its iterator and starts its workers. The
+    first batch's own ``begin()`` follows.
     """
     loop = trainer.fit_loop.epoch_loop
     start, before, after = loop.on_run_start, loop._on_before_fetch, loop._on_after_fetch
@@ -157,10 +157,10 @@ def fetches(trainer: Any, begin: Callable[..., None], end: Callable[[], None]) -
 
 
 def loaders_resumed(trainer: Any) -> None:
-    """Load the places of loaders that a checkpoint has, where Lightning has not.
+    """Load the loaders' positions from the checkpoint, if Lightning didn't.
 
-    It does so when it makes the loaders; a module whose ``configure_optimizers`` reads ``estimated_stepping_batches``
-    has it make them before the checkpoint's loops are loaded.
+    Lightning loads them when it makes the loaders. It makes them before it reads the checkpoint's loops if
+    ``configure_optimizers`` reads ``estimated_stepping_batches``.
     """
     loop = trainer.fit_loop
     if not loop.restarting:
@@ -168,24 +168,24 @@ def loaders_resumed(trainer: Any) -> None:
     if loop._combined_loader_states_to_load:
         loop._load_combined_loader_states()
         iter(loop._data_fetcher)
-    if batch_within(trainer) is not None:  # saved there, as by Ctrl-C: Lightning runs that batch again
+    if batch_within(trainer) is not None:  # saved within a batch, as by Ctrl-C: Lightning runs that batch again
         for batches in _epoch_batches(loop._combined_loader):
             batches.step_back()
     if loop.epoch_loop.batch_progress.current.completed == trainer.num_training_batches:
         for batches in _epoch_batches(loop._combined_loader):
             if batches.start == 0:
-                # Lightning ends that epoch once more; where nothing is validated it would train on a batch in it
+                # Lightning ends that epoch once more; without validation it would train on one of its batches
                 batches.go_to(batches.epoch - 1, batches.count)
 
 
 def batch_within(trainer: Any) -> int | None:
-    """Return the index of the batch that a run is within, as at Ctrl-C; None between two batches."""
+    """Return the index of the unfinished batch, as after Ctrl-C; None between batches."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return progress.ready - 1 if progress.ready > progress.processed else None
 
 
 def loader_numbered(trainer: Any, loader: Any) -> None:
-    """Have a loader whose batches have an order by epochs know how many are used, and go on where one before was."""
+    """Set how many batches of each epoch an `EpochBatches` loader uses; copy the previous sampler's position."""
     batches = getattr(loader, "batch_sampler", None)
     if isinstance(batches, EpochBatches):
         limit = trainer.limit_train_batches
@@ -200,9 +200,9 @@ def _epoch_batches(combined: Any) -> list[EpochBatches]:
 
 
 def micro_batches(trainer: Any, around: Around) -> Any:
-    """Put a function around each micro-batch of automatic optimization: forward, zeroing and backward.
+    """Replace each micro-batch of automatic optimization (forward, zeroing, backward) by ``around(stock)``.
 
-    Gradients are zeroed in the first call of a window that comes as far, whichever batch it is for.
+    The first micro-batch of a window that reaches backward zeroes the gradients.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     stock = loop._make_closure
@@ -237,42 +237,42 @@ def micro_batches(trainer: Any, around: Around) -> Any:
 
 @contextmanager
 def states_stay(home: str) -> Iterator[None]:
-    """Load optimizer states without Lightning's move to the device."""
+    """Load optimizer states without Lightning's move of them to the device."""
     with replaced(part(home, "strategies.strategy"), "_optimizer_to_device", lambda optimizer, device: None):
         yield
 
 
 @contextmanager
 def all_stays(strategy: Any) -> Iterator[None]:
-    """Tear a strategy down without its move of module and optimizer states to the host."""
+    """Tear down a strategy without its move of module and optimizer states to the host."""
     module = strategy.lightning_module
     with replaced(strategy, "_optimizers", []), replaced(module, "cpu", lambda: module):
         yield
 
 
 def batches_that_stepped(trainer: Any) -> int:
-    """Return the axis that ``self.log`` uses for loggers."""
+    """Return the step number that ``self.log`` passes to loggers."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def steps_next(trainer: Any) -> bool:
-    """Return whether the optimizer steps after this micro-batch: the factor is reached, or the epoch ends."""
+    """Return whether the optimizer steps after this micro-batch: its window is full, or the epoch ends."""
     return not trainer.fit_loop._should_accumulate()
 
 
 def logged(trainer: Any) -> Callable[..., None]:
-    """Return the function to which ``self.log`` of a training batch passes its values."""
+    """Return the function that receives the values of ``self.log`` in a training batch."""
     log: Callable[..., None] = trainer.fit_loop.epoch_loop._results.log
     return log
 
 
 def fetcher(trainer: Any) -> Any:
-    """Return the object that fetches batches of training; it holds one or two of them."""
+    """Return the object that fetches training batches; it holds one or two of them."""
     return trainer.fit_loop._data_fetcher
 
 
 def after_closure(precision: Any, module: Any, optimizer: Any) -> None:
-    """Run clipping and the hooks that Lightning runs between backward and the optimizer's step."""
+    """Run clipping and the hooks between backward and the optimizer step."""
     precision._after_closure(module, optimizer)
 
 
@@ -282,17 +282,17 @@ def weights_dtype(precision: Any) -> Any:
 
 
 def new_optimizers(module: Any, home: str) -> Any:
-    """Return the optimizers and the configurations of schedulers that ``configure_optimizers`` makes."""
+    """Return the optimizers and scheduler configurations of the module's ``configure_optimizers``."""
     return part(home, "core.optimizer")._init_optimizers_and_lr_schedulers(module)
 
 
 def empty_result(trainer: Any) -> Any:
-    """Return Lightning's result of a micro-batch that has no loss."""
+    """Return Lightning's result of a micro-batch without a loss."""
     return trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(None)
 
 
 def on_device(trainer: Any, batch: Any) -> Any:
-    """Return a batch of the loader's as ``training_step`` gets it, but for what `batches_through` does."""
+    """Return a loader's batch as ``training_step`` gets it, without the function of `batches_through`."""
     strategy = trainer.strategy
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -300,7 +300,7 @@ def on_device(trainer: Any, batch: Any) -> Any:
 
 
 def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
-    """Return what the module's ``training_step`` returns for a batch of the loader's; what it logs is left out."""
+    """Return the result of the module's ``training_step`` for a loader's batch; its logged values are dropped."""
     module = trainer.lightning_module
     arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, on_device(trainer, batch), batch_idx)
     with (
@@ -313,15 +313,15 @@ def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
 
 
 def logged_through(trainer: Any, log: Callable[..., None]) -> Any:
-    """Have each ``self.log`` of a training batch call a function in the place of Lightning's, which this yields.
+    """Redirect ``self.log`` of a training batch to ``log``; yield the original.
 
-    Its arguments are the name of the hook, the name of the value, the value, and options of ``self.log``.
+    ``log`` takes the name of the hook, the name of the value, the value, and the options of ``self.log``.
     """
     return replaced(trainer.fit_loop.epoch_loop._results, "log", log)
 
 
 def zeroing_first(trainer: Any) -> Any:
-    """Zero gradients before forward, wherever Lightning's automatic optimization zeroes them after it."""
+    """Zero gradients before forward; Lightning's automatic optimization zeroes them after it."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     stock = loop._make_closure
 
@@ -347,10 +347,10 @@ def _weighted(backward: Callable[[Any], Any], weight: float, loss: Any) -> None:
 
 
 def with_hooks(precision: Any, module: Any, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the closure with what Lightning runs behind it: clipping, and the hooks before the optimizer's step."""
+    """Return the closure followed by clipping and the hooks before the optimizer step."""
     return partial(precision._wrap_closure, module, optimizer, closure)
 
 
 def without_hooks(precision: Any) -> Any:
-    """Let an optimizer's step call its closure as it is: a technique's, in which those hooks have run."""
+    """Step with a closure that already ran those hooks."""
     return replaced(precision, "_wrap_closure", lambda module, optimizer, closure: closure())

@@ -1,10 +1,11 @@
-"""One run of a Trainer, as its techniques see it: which act, in which order, in which window, and how it is undone."""
+"""The context of one run of a Trainer: its techniques in their order, the accumulation window, and the undo stack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,23 +25,22 @@ class Window:
     """The micro-batches between two optimizer steps.
 
     Attributes:
-        held: micro-batches of this window that have given a gradient so far, each by its weight; one counts once,
-            however often its backward runs.
-        weight: the factor by which the loss of a micro-batch is multiplied before backward; at 0 there is no backward,
-            since a loss that is a mean over nothing has NaN as its gradient, whatever it is multiplied by.
-        varies: whether the factor may change along the run.
-        start: index of the window's first batch, where the factor varies.
-        gradients_stay: whether parameters hold their gradients when the optimizer's step comes. Where they don't, a
-            short window can only be set right by its losses' weight.
-        gradients_saved: whether a checkpoint that is saved while a window is open has its gradients, wherever they are.
-        repeats: whether a micro-batch whose forward or backward has failed can be run again: gradients are only kept
-            until the step, and zeroing them is all that it takes.
+        held: sum of the weights of this window's micro-batches that have added a gradient. Each counts once, also if
+            its backward runs several times.
+        weight: factor of a micro-batch's loss before backward. At 0 backward is skipped, because the mean over no
+            elements has NaN as its gradient.
+        varies: whether the factor may change during the run.
+        start: index of the window's first batch, if the factor varies.
+        gradients_stay: whether parameters still have their gradients at the optimizer step. If not, a short window is
+            corrected by the weights of its losses.
+        gradients_saved: whether a checkpoint within a window contains the window's gradients.
+        repeats: whether a failed micro-batch can run again after its gradients are zeroed.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._counted = False
-        self._latest: tuple[int, int] | None = None  # epoch and index of the batch that ran last
+        self._latest: tuple[int, int] | None = None  # epoch and index of the latest batch
         self.held = 0.0
         self.weight = 1.0
         self.varies = False
@@ -50,12 +50,12 @@ class Window:
 
     @property
     def factor(self) -> int:
-        """Micro-batches per optimizer step, by which Lightning divides each loss."""
+        """Micro-batches per optimizer step; Lightning divides each loss by it."""
         return int(self._trainer.accumulate_grad_batches)
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step may come after several micro-batches."""
+        """Whether an optimizer step may take several micro-batches."""
         return self.factor > 1 or self.varies
 
     @property
@@ -64,39 +64,40 @@ class Window:
         return patches.steps_next(self._trainer)
 
     def before(self, batch_idx: int) -> int:
-        """Return how many batches come before this one in its window."""
-        start = self.start if self.start <= batch_idx else 0  # else it is one of the epoch before
+        """Return a batch's index in its window."""
+        start = self.start if self.start <= batch_idx else 0  # a later start is of the previous epoch
         return (batch_idx - start) % self.factor
 
     def begins(self, batch_idx: int) -> bool:
-        """Return whether the batch that runs next is a window's first; a loader may have given None for others."""
+        """Return whether the next batch is the first of its window; earlier ones may have been None."""
         before = self.before(batch_idx)
         first = self._trainer.current_epoch, batch_idx - before
         return before == 0 or (self._latest is not None and self._latest < first)
 
     def start_batch(self, batch_idx: int) -> None:
-        """Begin a micro-batch, and with its first one a window."""
+        """Begin a micro-batch, and a window with its first one."""
         self._counted = False
         if self.begins(batch_idx):
             self.held = 0.0
         self._latest = self._trainer.current_epoch, batch_idx
 
     def count(self) -> None:
-        """Count the present micro-batch, once."""
+        """Add the weight of the current micro-batch, once."""
         self.held += 0 if self._counted else self.weight
         self._counted = True
 
 
 class Run:
-    """The context of one fit, validation, test or prediction, which every seam of a technique is given.
+    """The context of one fit, validation, test or prediction; every seam receives it.
 
     Attributes:
-        strategy: of the Trainer, with seams.
-        trainer: of either home.
+        strategy: the Trainer's strategy.
+        trainer: a Trainer of either home.
         home: the package of the Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-        window: the present window of accumulation.
+        window: the current accumulation window.
         is_set_up: whether module and optimizers are ready.
-        undo: what restores the module and Lightning's objects; it runs once, after the run or its failure.
+        undo: stack of functions that restore the module and Lightning's objects. It is closed once, after the run or
+            its failure.
     """
 
     def __init__(self, strategy: Any, trainer: Any) -> None:
@@ -110,6 +111,7 @@ class Run:
         self.techniques: list[Technique] = []
         self._transformed = False
         self._with: dict[str, list[Technique]] = {}
+        self._with_loss: set[Technique] = set()  # techniques whose `loss` was called since the last step
 
     @property
     def module(self) -> Any:
@@ -139,11 +141,11 @@ class Run:
         return log
 
     def join(self, technique: Technique) -> None:
-        """Have a technique act in this run, at the place that its phase gives it.
+        """Add a technique to this run, in the order of phases.
 
         Raises:
-            ConflictError: it replaces optimizers or steps, and another one does so too, or an engine; or by their cards
-                it can't be combined with another one.
+            ConflictError: it replaces optimizers or steps, as another technique or the strategy does; or its card can't
+                be combined with another one's.
         """
         if technique in self.techniques:
             return
@@ -156,17 +158,17 @@ class Run:
         self._with.clear()
 
     def _refuse_rivals(self, technique: Technique) -> None:
-        """Refuse what cards don't combine, however it came here: a preset's lists were checked before."""
+        """Refuse techniques that their cards don't combine; some come from a preset and some by hand."""
         others = [*self.techniques, self.strategy]
-        others = [other for other in others if type(other) is not type(technique)]  # which says so itself, if it minds
+        others = [other for other in others if type(other) is not type(technique)]  # `_require_sole` refuses those
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
         for message in Configuration(techniques=tuple(chosen)).rivalries():
             raise ConflictError(message)
         overfit, newest = self.trainer.overfit_batches, chosen_of(technique)
         if overfit and newest is not None and "batches" in newest.owned():
             raise ConflictError(
-                f"{newest.choice} and overfit_batches={overfit}: it makes other batches in each epoch, which wouldn't"
-                " be overfitted; write overfit_batches=0 with a torch.utils.data.Subset of few items, or"
+                f"{newest.choice} and overfit_batches={overfit}: its batches change with each epoch, so that"
+                " nothing is overfitted; write overfit_batches=0 with a torch.utils.data.Subset of few items, or"
                 f" {newest.removal} (removes {newest.card.name})"
             )
 
@@ -188,14 +190,20 @@ class Run:
         return self._with[seam]
 
     def around(self, seam: str, proceed: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``proceed`` with the techniques' seams around it, that of the first phase outermost."""
-        for technique in reversed(self.having(seam)):
-            proceed = partial(getattr(technique, seam), self, proceed)
-        return proceed
+        """Return ``proceed`` with the techniques' seams around it, the first phase outermost.
+
+        The returned function raises `ConflictError` if a technique doesn't call ``proceed`` although others act inside.
+        """
+        return nested(seam, [(each, partial(getattr(each, seam), self)) for each in self.having(seam)], proceed)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return how the techniques change checkpoints, by phase."""
+        """Return the techniques' changes of checkpoints, by phase."""
         return [technique.checkpoint(self) for technique in self.having("checkpoint")]
+
+    def load_states(self, proceed: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``proceed``, which loads optimizer states, with the techniques' changes around it; as `around`."""
+        loads = [(each, each.checkpoint(self).load_states) for each in self.having("checkpoint")]
+        return nested("load_states", loads, proceed)
 
     def loss(self, proceed: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``proceed`` with the techniques' ``loss`` around it; an outer one may run the inner ones on parts."""
@@ -207,10 +215,23 @@ class Run:
         def within(weight: float = 1.0, **inner: Any) -> Any:
             return proceed(**{**outer, **inner, "weight": weight * outer.get("weight", 1.0)})
 
+        self._with_loss.add(technique)
         return technique.loss(self, within)
 
+    def end_step(self) -> None:
+        """End an optimizer step.
+
+        Raises:
+            ConflictError: a technique's ``loss`` never called ``proceed`` in this step, although others act inside. It
+                may do so for single micro-batches, which wait for the step's last one.
+        """
+        for outer, inner in pairwise(self.having("loss")):
+            if outer in self._with_loss and inner not in self._with_loss:
+                raise left_out("loss", outer, inner)
+        self._with_loss.clear()
+
     def transform(self) -> None:
-        """Let techniques change the module, once: after ``configure_model``, before it goes to the device."""
+        """Transform the module once: after ``configure_model``, before it moves to the device."""
         if not self._transformed:
             self._transformed = True
             for technique in self.having("transform"):
@@ -224,15 +245,57 @@ class Run:
 
         def counted(loss: Tensor) -> Any:
             result = proceed(loss)
-            self.window.count()  # only now: what a failing backward leaves is no gradient
+            self.window.count()  # only now: a failed backward leaves no gradient
             return result
 
         return self.around("backward", counted)(loss if weight == 1 else loss * weight)
 
     def end(self) -> None:
-        """Undo what the techniques did; a second call does nothing."""
+        """Undo the techniques' changes; a second call does nothing."""
         self.ended = True
         for technique in self.techniques:
             if technique.ctx is self:
                 technique.ctx = None
         self.undo.close()
+
+
+def nested(
+    seam: str, acts: Sequence[tuple[Technique, Callable[..., Any]]], proceed: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return ``proceed`` inside functions that take it as their first argument, the first function outermost."""
+    inner: Technique | None = None
+    for technique, act in reversed(acts):
+        proceed = partial(act, proceed) if inner is None else partial(_proceeding, seam, technique, act, inner, proceed)
+        inner = technique
+    return proceed
+
+
+def _proceeding(
+    seam: str,
+    technique: Technique,
+    act: Callable[..., Any],
+    inner: Technique,
+    proceed: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    proceeded = False
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal proceeded
+        proceeded = True
+        return proceed(*args, **kwargs)
+
+    result = act(watched, *args, **kwargs)
+    if not proceeded:
+        raise left_out(seam, technique, inner)
+    return result
+
+
+def left_out(seam: str, outer: Technique, inner: Technique) -> ConflictError:
+    """Return the error of a technique that keeps another one from acting."""
+    names = type(outer).__name__, type(inner).__name__
+    return ConflictError(
+        f"{names[0]} and {names[1]}: {names[0]}.{seam} returned without calling proceed, so {names[1]}.{seam} never"
+        f" ran; call proceed in {names[0]}.{seam}, or drop one of them"
+    )

@@ -1,4 +1,4 @@
-"""Seams in a strategy: for the length of a run the techniques act around its methods, whatever strategy it is."""
+"""Seams in any strategy: during a run its methods call the techniques."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ else:
     Base = object
 
 Own = Callable[..., Any]
-"""A strategy's own method, bound to it."""
+"""A method of a strategy, bound to it."""
 
 
 def begin(strategy: Any, trainer: Any) -> Run:
-    """Return a new run, whose techniques act around the strategy's methods until it ends; end the run before."""
+    """Return a new run, during which techniques act around the strategy's methods; end the previous run."""
     if (before := run_of(strategy)) is not None:
         before.end()
     run = Run(strategy, trainer)
@@ -39,7 +39,7 @@ def begin(strategy: Any, trainer: Any) -> Run:
 
 
 def run_of(strategy: Any) -> Run | None:
-    """Return the run that a strategy is in; None if it has no techniques, or has ended."""
+    """Return the current run of a strategy; None if it has none."""
     run: Run | None = getattr(strategy, "solo_run", None)
     return run
 
@@ -65,9 +65,9 @@ def join(technique: Technique, trainer: Any) -> Run:
 
 
 def _teardown(run: Run, own: Own) -> None:
-    """End the run after module and states moved to the host, after a fit as after an exception.
+    """End the run after module and states moved to the host, also after an exception.
 
-    A run that was never set up is undone first: the module must move as it was.
+    A run that was never set up ends first, so that the module moves unchanged.
     """
     if not run.is_set_up:
         run.end()
@@ -130,13 +130,13 @@ def _process_dataloader(run: Run, own: Own, dataloader: object) -> object:
 
 
 def _on_train_start(run: Run, own: Own) -> None:
-    """Start the loaders where a checkpoint was saved."""
+    """Start the loaders at a checkpoint's position."""
     patches.loaders_resumed(run.trainer)
     own()
 
 
 def _on_train_batch_start(run: Run, own: Own, batch: Any, batch_idx: int) -> None:
-    """Begin a micro-batch, after the callbacks, which may have changed the factor."""
+    """Begin a micro-batch; callbacks ran before and may have changed the factor."""
     run.window.start_batch(batch_idx)
     own(batch, batch_idx)
 
@@ -147,7 +147,7 @@ def _training_step(run: Run, own: Own, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(run: Run, own: Own, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run backward of a micro-batch, whose loss is multiplied by the window's weight."""
+    """Run backward of a micro-batch, with its loss multiplied by the window's weight."""
     loss: Tensor = run.backward(lambda loss: own(loss, optimizer, *args, **kwargs), closure_loss)
     return loss
 
@@ -155,7 +155,9 @@ def _backward(run: Run, own: Own, closure_loss: Tensor, optimizer: Any, *args: A
 def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any = None, **kwargs: Any) -> Any:
     """Step an optimizer."""
     if not run.having("step"):
-        return own(optimizer, closure, model, **kwargs)
+        result = own(optimizer, closure, model, **kwargs)
+        run.end_step()
+        return result
     precision = run.strategy.precision_plugin
 
     def proceed(optimizer: Any, replacement: Own, **options: Any) -> Any:
@@ -164,14 +166,16 @@ def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any
         if run.precision == "16-mixed":
             names = ", ".join(type(technique).__name__ for technique in run.having("step"))
             raise ConflictError(
-                f"precision=16-mixed, whose gradients are scaled until the step, and a closure of one's own"
-                f" ({names}): write precision=bf16-mixed"
+                f"precision=16-mixed and {names}: the gradients are scaled until the step, and {names} replaces its"
+                " closure; write precision=bf16-mixed"
             )
-        with patches.without_hooks(precision):  # the technique's closure has run them, once
+        with patches.without_hooks(precision):  # the technique's closure ran them
             return own(optimizer, replacement, model, **options)
 
     with_hooks = patches.with_hooks(precision, model or run.module, optimizer, closure)
-    return run.around("step", proceed)(optimizer, with_hooks, **kwargs)
+    result = run.around("step", proceed)(optimizer, with_hooks, **kwargs)
+    run.end_step()
+    return result
 
 
 # --- checkpoints; after a run `Technique.on_save_checkpoint` does the same ---
@@ -195,10 +199,7 @@ def _optimizer_state(run: Run, own: Own, optimizer: Any) -> dict[str, Any]:
 
 def _load_optimizer_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any]) -> None:
     """Load the states of the optimizers."""
-    proceed = own
-    for each in reversed(run.checkpoints()):
-        proceed = partial(each.load_states, proceed)
-    proceed(checkpoint)
+    run.load_states(own)(checkpoint)
 
 
 AROUND: dict[str, Callable[..., Any]] = {
@@ -216,18 +217,17 @@ AROUND: dict[str, Callable[..., Any]] = {
     "optimizer_state": _optimizer_state,
     "load_optimizer_state_dict": _load_optimizer_state_dict,
 }
-"""Method of a strategy -> the function that runs in its place during a run, given the run and the own method."""
+"""Method of a strategy -> its replacement during a run, called with the run and the method."""
 
 
 class Seams(Base):
-    """The base of strategies of ours, over the strategy of Lightning that ``base`` names.
+    """The base class of our strategies, over Lightning's strategy that ``base`` names.
 
-    A class derived from it is made an instance for the Trainer of ``lightning``; `for_home` gives that of the other
-    home.
+    Its subclasses make instances for the home that the program imported; `for_home` returns the class of either.
     """
 
     base: ClassVar[str] = "SingleDeviceStrategy"
-    """The strategy of Lightning to stand on, by its name in ``<home>.strategies``."""
+    """Name of the base class in ``<home>.strategies``."""
     home: str
     solo_run: Run | None = None
 
@@ -235,5 +235,5 @@ class Seams(Base):
         return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
 
     def begin(self, trainer: Any) -> Run:
-        """Return a new run; the one before is ended."""
+        """Return a new run; end the previous one."""
         return begin(self, trainer)
