@@ -23,8 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.blocks import repeated_blocks
+from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.offloading import Offloader
-from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, inputs_kept_in, restore_blocks
+from lightning_solo.nn.recomputation import PRODUCTS, Kept, Wrap, checkpoint_blocks, inputs_kept_in
 from lightning_solo.reference.byte_gpt import ByteGPT
 
 SHAPE = {"width": 512, "depth": 12, "heads": 8, "context": 512}
@@ -73,7 +74,7 @@ def measure() -> list[dict[str, Any]]:
             raise SystemExit(f"{name}: other gradients than those of the plain model")
         row = {"name": name, "device_bytes": device_bytes, "host_bytes": offloader.host_bytes}
         rows.append({**row, "flops": counter.get_total_flops()})
-        restore_blocks(module.modules())
+        restore_forwards(module.modules(), Wrap)
         print(row, flush=True)
     return rows
 

@@ -11,7 +11,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from lightning_solo.nn.cross_entropy import (
     linear_cross_entropy,
     product_dtype,
 )
+from lightning_solo.nn.forwards import record_of, replace_forward
 
 AUTO = "auto"
-_USE = "_deferred_logits"
 
 
 @dataclass
@@ -92,22 +91,15 @@ def _of_vocabulary_size(parts: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def defer_logits(head: nn.Linear, chunk_tokens: int, backend: str = "torch") -> Use:
-    """Make a head return `DeferredLogits` until `restore_head`; return the record of their use."""
+    """Make a head return `DeferredLogits` until ``restore_forwards([head], Use)``; return the record of their use."""
     use = Use(chunk_tokens, backend)
-    vars(head)[_USE] = use
-    head.forward = MethodType(forward, head)  # type: ignore[method-assign]
+    replace_forward(head, forward, use)
     return use
 
 
-def restore_head(head: nn.Linear) -> None:
-    """Undo `defer_logits`; a second call does nothing."""
-    if vars(head).pop(_USE, None) is not None:
-        del head.forward
-
-
 def forward(head: nn.Linear, input: Tensor) -> Tensor:
-    """Run a head; the name is that of the method, by which pickle finds it (see `nn.recomputation.forward`)."""
-    use: Use | None = vars(head).get(_USE)
+    """Return a head's deferred logits."""
+    use = record_of(head, Use)
     if use is None or torch.compiler.is_compiling():
         return nn.Linear.forward(head, input)
     layer = _Layer(head, input, use)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
-from types import MethodType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_solo.errors import GradientError
-from lightning_solo.nn import fused_operators, liger
+from lightning_solo.nn import forwards, fused_operators, liger
 
 KERNELS = ("rms_norm", "layer_norm", "swiglu", "geglu")
 BACK_ENDS: Mapping[str, ModuleType] = {"liger": liger, "operators": fused_operators}
@@ -29,8 +29,7 @@ BACK_ENDS: Mapping[str, ModuleType] = {"liger": liger, "operators": fused_operat
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 """Largest distance of a row from that of the layer, relative to it: of sums in another order, and of some roundings."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FUSED = "_fused_kernel"  # the attribute in a layer's __dict__ that holds its Fused
-_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = frozenset(vars(nn.Module())) | forwards.ATTRIBUTES
 
 
 class Computation(Protocol):
@@ -196,9 +195,7 @@ class _Gated(torch.autograd.Function):
 
 
 def fuse_layers(layers: Mapping[str, nn.Module], computations: Mapping[str, Computation], back_end: str) -> None:
-    """Run layers by fused kernels; `restore_layers` undoes it.
-
-    Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are.
+    """Run layers by fused kernels; ``restore_forwards(layers, Fused)`` undoes it.
 
     Args:
         layers: name -> layer.
@@ -206,20 +203,12 @@ def fuse_layers(layers: Mapping[str, nn.Module], computations: Mapping[str, Comp
         back_end: a name of `BACK_ENDS`.
     """
     for name, layer in layers.items():
-        vars(layer)[_FUSED] = Fused(computations[name], back_end)
-        layer.forward = MethodType(forward, layer)
-
-
-def restore_layers(layers: Iterable[nn.Module]) -> None:
-    """Undo `fuse_layers`; a second call does nothing."""
-    for layer in layers:
-        if vars(layer).pop(_FUSED, None) is not None:
-            del layer.forward
+        forwards.replace_forward(layer, forward, Fused(computations[name], back_end))
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer; the name is that of the method, by which pickle finds it (see `nn.low_precision.forward`)."""
-    fused: Fused | None = vars(layer).get(_FUSED)
+    """Run a layer by its kernel if the kernel takes these inputs."""
+    fused = forwards.record_of(layer, Fused)
     plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and 2 <= args[0].ndim <= 4
     if fused is not None and plain and not torch.compiler.is_compiling():  # a compiler fuses these itself
         output = fused.computation(layer, args[0], BACK_ENDS[fused.back_end])
@@ -246,13 +235,14 @@ def fusable_layers(
         candidates = [candidate for candidate in _candidates(layer) if candidate.kernel in kernels]
         if not candidates:
             continue
+        if "forward" in vars(layer):
+            reasons[name] = "its forward is replaced already"
+            continue
         kind = _kind(layer)
         if kind not in known:
             known[kind] = _tried(layer, candidates, BACK_ENDS[back_end], device)
         result = known[kind]
-        if "forward" in vars(layer):
-            reasons[name] = "its forward is replaced already"
-        elif isinstance(result, str):
+        if isinstance(result, str):
             reasons[name] = result
         else:
             computations[name] = result
@@ -301,7 +291,7 @@ def _kind(layer: nn.Module) -> Any:
     """Return a key that is equal for layers that compute the same: class, attributes, and those of children."""
 
     def one(part: nn.Module) -> Any:
-        values = {key: value for key, value in vars(part).items() if key not in _OF_MODULES and key != "forward"}
+        values = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
         plain = (str, int, float, bool, type(None))
         own = [(key, value if isinstance(value, plain) else id(value)) for key, value in values.items()]
         shapes = [(key, tuple(p.shape)) for key, p in part.named_parameters(recurse=False)]
@@ -354,8 +344,6 @@ def _probe(
     """Return a copy of a layer with random weights, small ones for linear layers, and inputs for it."""
     probe: nn.Module = object.__new__(type(layer))
     vars(probe).update({**vars(layer), **vars(nn.Module())})
-    vars(probe).pop("forward", None)
-    vars(probe).pop(_FUSED, None)
     shapes: list[tuple[int, ...]]
     if isinstance(candidate, Gated):
         width, inner = 8, 24

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_solo.nn import rounded_products as rounded
+from lightning_solo.nn.forwards import record_of, replace_forward
 
 MULTIPLE, LEAST = 16, 32
 """Sizes of a product are multiples of 16, as tensor cores need, and at least 32: ``torch._int_mm`` needs 17 rows."""
-_PRODUCT = "_low_precision"  # the attribute in a layer's __dict__ that holds its Product
 
 
 @dataclass(frozen=True)
@@ -91,30 +90,14 @@ def linear_layers(
 
 
 def multiply_in_low_precision(layers: Iterable[nn.Linear], product: Product) -> None:
-    """Make layers multiply by a product in training mode; ``restore_layers`` undoes it.
-
-    Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are, and
-    so does every forward in eval mode.
-    """
+    """Make layers multiply by a product in training mode; ``restore_forwards(layers, Product)`` undoes it."""
     for layer in layers:
-        layer.__dict__[_PRODUCT] = product
-        layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
-
-
-def restore_layers(layers: Iterable[nn.Linear]) -> None:
-    """Undo ``multiply_in_low_precision``; a second call does nothing."""
-    for layer in layers:
-        if layer.__dict__.pop(_PRODUCT, None) is not None:
-            del layer.forward
+        replace_forward(layer, forward, product)
 
 
 def forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    """Run a linear layer: (..., in) -> (..., out), under autocast in its type.
-
-    A function of the module, bound to the layer, so that ``deepcopy`` binds it to the copy; called ``forward``, since
-    ``pickle`` stores a bound method by its name, and an unpickled layer then has its class's forward.
-    """
-    multiply: Product | None = layer.__dict__.get(_PRODUCT)
+    """Run a linear layer: (..., in) -> (..., out), in autocast's type if it is enabled."""
+    multiply = record_of(layer, Product)
     if multiply is None or not layer.training or not input.numel():
         return nn.Linear.forward(layer, input)
     device = input.device.type

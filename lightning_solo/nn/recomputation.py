@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -27,9 +26,9 @@ from torch.utils.checkpoint import (
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.memory.category_peaks import uncounted
 from lightning_solo.nn.activation_budget import Call, Calls, saved_bytes
+from lightning_solo.nn.forwards import original_forward, record_of, replace_forward
 from lightning_solo.nn.rollback import Rollback
 
-_WRAP = "_activation_checkpointing"  # the attribute in a wrapped block's __dict__ that holds its _Wrap
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared by
 _GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
 _keeping: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which wrapped blocks save their inputs
@@ -91,11 +90,10 @@ class Kept:
 
 
 @dataclass
-class _Wrap:
-    """The settings and state of a wrapped block, stored on the block, so that a deep copy gets its own."""
+class Wrap:
+    """The settings and state of a block whose activations are recomputed."""
 
     name: str
-    own_forward: Callable[..., Any] | None  # the instance attribute it had before, if any
     verify: bool  # whether the next recomputation is to be compared with its forward
     keep: Kept | None = None  # operators whose results are kept; None: of no operator
     calls: Calls | None = None  # which of its calls keep all their results; None: no call
@@ -110,8 +108,7 @@ def checkpoint_blocks(
 ) -> dict[str, nn.Module]:
     """Make each block recompute its activations in backward; return those that were not wrapped before.
 
-    Only the instance attribute ``forward`` is set: types, parameters, state-dict keys and hooks stay as they are, and
-    so does every forward without gradients. ``restore_blocks`` undoes it.
+    A forward without gradients stays the same. ``restore_forwards(blocks, Wrap)`` undoes it.
 
     Args:
         blocks: Name to block; the names are for messages.
@@ -121,21 +118,10 @@ def checkpoint_blocks(
         keep: Operators whose results are kept, and not computed again.
         calls: Of the blocks; those that it names keep everything, and run as without this.
     """
-    fresh = {name: block for name, block in blocks.items() if _WRAP not in block.__dict__}
+    fresh = {name: block for name, block in blocks.items() if record_of(block, Wrap) is None}
     for name, block in fresh.items():
-        setattr(block, _WRAP, _Wrap(name, block.__dict__.get("forward"), verify, keep, calls))
-        block.forward = MethodType(forward, block)
+        replace_forward(block, forward, Wrap(name, verify, keep, calls))
     return fresh
-
-
-def restore_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Restore the blocks' own forwards; a block that isn't wrapped is left alone."""
-    for block in blocks:
-        wrap = block.__dict__.pop(_WRAP, None)
-        if wrap is not None and getattr(block.__dict__.get("forward"), "__func__", None) is forward:
-            del block.forward
-            if wrap.own_forward is not None:
-                block.forward = wrap.own_forward
 
 
 @contextmanager
@@ -170,7 +156,7 @@ def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwar
     Whether the call keeps its results is decided here, outside the graph: either has a graph, whatever the number of
     blocks. So is where inputs are saved, which is all that such a block saves.
     """
-    wrap: _Wrap | None = block.__dict__.get(_WRAP)
+    wrap = record_of(block, Wrap)
     run = partial(compiled, block, *args, **kwargs)
     if wrap is None or not torch.is_grad_enabled():
         return run()
@@ -203,18 +189,12 @@ def _saved_when_compiled(block: nn.Module, run: Callable[[], Any], inputs: Any) 
 
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
     """Return whether any of the blocks was recomputed since it was wrapped."""
-    return any(block.__dict__[_WRAP].recomputed for block in blocks)
+    return any(wrap.recomputed for block in blocks if (wrap := record_of(block, Wrap)) is not None)
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a wrapped block's forward, under ``torch.utils.checkpoint`` where gradients are enabled.
-
-    A function of the module, bound to the block, so that ``deepcopy`` binds it to the copy; called ``forward``, since
-    ``pickle`` stores a bound method by its name, and an unpickled block then has its class's forward.
-    """
-    wrap: _Wrap | None = block.__dict__.get(_WRAP)
-    # partial, not MethodType, of which torch.compile would make a graph break
-    original = (wrap and wrap.own_forward) or partial(type(block).forward, block)
+    """Run a wrapped block's forward, under ``torch.utils.checkpoint`` if gradients are enabled."""
+    wrap, original = record_of(block, Wrap), original_forward(block, Wrap)
     if wrap is None or not torch.is_grad_enabled():
         return original(*args, **kwargs)
     args, kwargs, has_keys = without_cache(block, args, kwargs)
@@ -249,7 +229,7 @@ class _Call:
     def __init__(
         self,
         block: nn.Module,
-        wrap: _Wrap,
+        wrap: Wrap,
         original: Callable[..., Any],
         args: Any,
         kwargs: Any,

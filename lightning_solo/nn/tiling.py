@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_solo.errors import ConflictError, SoloError
-
-_TILING = "_tiled_forward"  # the attribute in a tiled part's __dict__ that holds its Tiling
+from lightning_solo.nn.forwards import original_forward, record_of, replace_forward
 
 
 @dataclass
@@ -31,14 +29,12 @@ class Tiling:
     Attributes:
         name: of the part, for messages.
         tile_tokens: tokens per tile.
-        own_forward: the instance attribute ``forward`` that the part had before, if any.
         checked: whether it is known to act on each token alone.
         most_tokens: of a forward with gradients.
     """
 
     name: str
     tile_tokens: int
-    own_forward: Callable[..., Any] | None
     checked: bool = False
     most_tokens: int = 0
 
@@ -51,11 +47,10 @@ class Tiling:
 
 
 def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Tiling]:
-    """Make each part compute ``tile_tokens`` tokens at a time, until `restore_parts`; return name -> tiling.
+    """Make each part compute ``tile_tokens`` tokens at a time, until `restore_forwards`; return name -> tiling.
 
     A part takes tensors ``(..., tokens, width)`` of equal leading sizes, and returns one. Its first forward with
-    gradients compares the last rows of a tile with the same rows alone. Types, parameters, state-dict keys and hooks
-    stay as they are.
+    gradients compares the last rows of a tile with the same rows alone.
 
     Args:
         parts: name -> part; none within another.
@@ -64,27 +59,15 @@ def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Ti
     Raises:
         ConflictError: when a part runs: it mixes tokens, uses parameters of others, or takes or returns other things.
     """
-    tilings = {}
+    tilings = {name: Tiling(name, tile_tokens) for name in parts}
     for name, part in parts.items():
-        tilings[name] = vars(part)[_TILING] = Tiling(name, tile_tokens, vars(part).get("forward"))
-        part.forward = MethodType(forward, part)
+        replace_forward(part, forward, tilings[name])
     return tilings
 
 
-def restore_parts(parts: Iterable[nn.Module]) -> None:
-    """Restore the parts' own forwards; a part that isn't tiled is left alone."""
-    for part in parts:
-        tiling = vars(part).pop(_TILING, None)
-        if tiling is not None:
-            del part.forward
-            if tiling.own_forward is not None:
-                part.forward = tiling.own_forward
-
-
 def forward(part: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
-    """Run a part in tiles; the name is that of the method, by which pickle finds it: see `nn.recomputation.forward`."""
-    tiling: Tiling | None = vars(part).get(_TILING)
-    original = (tiling and tiling.own_forward) or partial(type(part).forward, part)
+    """Run a part in tiles."""
+    tiling, original = record_of(part, Tiling), original_forward(part, Tiling)
     if tiling is None:
         return original(*tensors, **kwargs)
     # a compiler can't take the recomputation, and would unroll the loop over tiles

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +14,8 @@ from torch.nn import functional as F
 
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.nn.deferred_logits import DeferredLogits, Use, defer_logits, output_heads, restore_head
+from lightning_solo.nn.deferred_logits import DeferredLogits, Use, defer_logits, output_heads
+from lightning_solo.nn.forwards import restore_forwards
 
 BATCH, TOKENS, WIDTH, WORDS = 3, 10, 8, 37
 Losses = Callable[[Tensor, Tensor], Tensor]
@@ -28,7 +27,7 @@ def deferred(head: nn.Linear, chunk_tokens: int = 4) -> Iterator[Use]:
     try:
         yield use
     finally:
-        restore_head(head)
+        restore_forwards([head], Use)
 
 
 def parts(bias: bool = True) -> tuple[nn.Linear, Tensor, Tensor]:
@@ -265,21 +264,6 @@ def test_a_label_of_a_wrong_shape_is_torchs_error() -> None:
     head, hidden, labels = parts()
     with deferred(head), pytest.raises(ValueError, match="batch_size"):
         F.cross_entropy(head(hidden).flatten(0, 1), labels[0])
-
-
-def test_a_head_is_copied_and_pickled_and_restored() -> None:
-    head, hidden, _ = parts()
-    with deferred(head):
-        copied = copy.deepcopy(head)
-        assert isinstance(copied(hidden), DeferredLogits)
-        file = io.BytesIO()
-        torch.save(head, file)
-        file.seek(0)
-        assert torch.equal(torch.load(file, weights_only=False)(hidden) + 0, F.linear(hidden, head.weight, head.bias))
-    assert "forward" not in vars(head)
-    assert not [name for name in vars(head) if "deferred" in name]
-    restore_head(head)
-    assert math.isfinite(head(hidden).sum().item())
 
 
 # --- which head ---

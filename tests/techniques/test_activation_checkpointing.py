@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import random
 from collections.abc import Callable
 from types import ModuleType
@@ -23,12 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn import recomputation
+from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.recomputation import (
     PRODUCTS,
     Kept,
+    Wrap,
     checkpoint_blocks,
     has_recomputed,
-    restore_blocks,
     weights_gathered_on_use,
 )
 from lightning_solo.planner.device import device as device_of
@@ -136,7 +135,7 @@ def test_backward_runs_the_blocks_again_and_stops_early():
     assert matmuls_in_backward(plain) == 1 + 3 * 2 * 2 + 2
     # again the first matmul of each block, not the second: nothing that comes after it is saved (early stop)
     assert matmuls_in_backward(wrap(plain)) == 15 + 3 * 1
-    restore_blocks(plain.modules())
+    restore_forwards(plain.modules(), Wrap)
     # the forward that is verified runs to its end: 3 x 2
     assert matmuls_in_backward(wrap(plain, verify=True)) == 15 + 3 * 2
     assert matmuls_in_backward(plain) == 15 + 3 * 1
@@ -146,7 +145,7 @@ def test_blocks_whose_weights_are_gathered_on_use_are_not_run_to_their_end():
     model = nn.Sequential(nn.Linear(8, 8), Trunk(), nn.Linear(8, 1))
     with weights_gathered_on_use(model):
         assert matmuls_in_backward(wrap(model, verify=True)) == 15 + 3 * 1
-    restore_blocks(model.modules())
+    restore_forwards(model.modules(), Wrap)
     assert matmuls_in_backward(wrap(model, verify=True)) == 15 + 3 * 2
 
 
@@ -168,7 +167,7 @@ def test_at_most_a_third_more_flops():
     plain = flops(trunk)
     assert plain == 3 * 3 * 2 * (2 * 4 * 8 * 32)  # (forward 1 + backward 2) x 3 blocks x 2 layers, multiply and add
     assert plain < flops(wrap(trunk)) <= plain * 4 / 3
-    restore_blocks(trunk.modules())
+    restore_forwards(trunk.modules(), Wrap)
     assert flops(wrap(trunk, verify=True)) == plain * 4 // 3  # the whole forward again
 
 
@@ -249,7 +248,7 @@ def keeping(module: nn.Module, names: Any = PRODUCTS, verify: bool = False) -> n
 def test_products_are_computed_once_and_kept(verify: bool) -> None:
     module = nn.Sequential(nn.Linear(8, 8), Trunk(), nn.Linear(8, 1))
     assert matmuls_in_backward(keeping(module, verify=verify)) == 15  # as without: see above
-    restore_blocks(module.modules())
+    restore_forwards(module.modules(), Wrap)
     assert matmuls_in_backward(keeping(module, ["aten.relu"], verify)) > 15
     trunk = Trunk()
     # of each block the results of its two products, 4 x 32 and 4 x 8, and its output, in 4-byte floats
@@ -749,12 +748,12 @@ def test_bf16_and_dropout_on_a_gpu_are_bit_exact_and_the_peak_is_lower(keyword):
     results, peaks = [], []
     for verify in (None, True, False):
         if verify is not None:
-            restore_blocks(module.modules())
+            restore_forwards(module.modules(), Wrap)
             wrap(module, verify)
         with torch.autocast("cuda", torch.bfloat16):
             gradients(module, x)  # kernels' workspaces are taken once
             if verify:
-                restore_blocks(module.modules())
+                restore_forwards(module.modules(), Wrap)
                 wrap(module, verify)
             module.zero_grad()
             torch.cuda.reset_peak_memory_stats()
@@ -819,35 +818,6 @@ def test_the_module_is_as_before_after_a_failing_fit(home, make_trainer, moment)
     assert trace(module) == before
 
 
-def test_names_types_and_parameters_during_a_fit_are_the_plain_ones(home, make_trainer):
-    module = regression(home)
-    plain = trace(module)
-
-    class Look(lightning_pytorch.Callback):
-        looked = False
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            assert trace(pl_module)[1:] == plain[1:]
-            assert [row[:2] for row in trace(pl_module)[0]] == [row[:2] for row in plain[0]]
-            self.looked = True
-
-    look = Look()
-    make_trainer(home, callbacks=[ActivationCheckpointing(), look], max_steps=1).fit(module, loader())
-    assert look.looked
-
-
-def test_a_forward_that_the_block_had_is_called_and_restored():
-    block = Block(8)
-    block.forward = lambda x: Block.forward(block, x) * 2
-    own = block.forward
-    plain = gradients(block, x := torch.randn(2, 8))
-    checkpoint_blocks({"b": block})
-    checkpoint_blocks({"b": block})
-    assert equal(plain, gradients(block, x))
-    restore_blocks([block, block])
-    assert block.forward is own
-
-
 def test_validate_test_and_predict_are_untouched(home, make_trainer):
     module = regression(home)
     trainer = make_trainer(home, callbacks=[ActivationCheckpointing()], max_steps=2)
@@ -876,26 +846,6 @@ def test_resume_with_and_without_equals_the_undisturbed_run(home, make_trainer, 
     _, resumed = fit(not first, 2, str(tmp_path / "half.ckpt"))
     _, undisturbed = fit(False, 2)
     assert equal(list(resumed.parameters()), list(undisturbed.parameters()))
-
-
-def test_deepcopy_and_pickle_of_a_wrapped_module_use_their_own_weights():
-    module = wrap(nn.Sequential(*[Block(8) for _ in range(2)]))
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    x = torch.randn(2, 8)
-    assert torch.equal(twin(x), x)
-    assert not torch.equal(module(x), x)
-    assert twin[0].forward.__self__ is twin[0]
-    gradients(twin, x)
-    assert has_recomputed(twin)
-    restore_blocks(twin)
-    assert all("forward" in vars(block) for block in module)
-    loaded = pickle.loads(pickle.dumps(module))
-    assert torch.equal(loaded(x), module(x))
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from lightning_solo.errors import CapabilityError, ConflictError, GradientError, NothingToDoError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn import liger
-from lightning_solo.nn.fused_kernels import KERNELS, LayerNorm, RmsNorm, fusable_layers, fuse_layers, restore_layers
+from lightning_solo.nn.fused_kernels import KERNELS, LayerNorm, RmsNorm, fusable_layers, fuse_layers
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.fused_kernels import card
 from lightning_solo.techniques.fused_kernels.technique import FusedKernels
@@ -256,25 +255,6 @@ def test_what_is_kept_for_backward_is_what_the_kernels_keep() -> None:
 
 
 # --- no trace ---
-
-
-def test_a_module_its_copies_and_its_pickles_are_plain(make_trainer: Make) -> None:
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            self.acts = "forward" in vars(pl_module.net[0].norm)
-            self.pickled, self.copy = pickle.dumps(pl_module.net), copy.deepcopy(pl_module.net)
-            self.keys, self.kind = list(pl_module.net.state_dict()), type(pl_module.net[0].mlp)
-
-    saves = Saves()
-    module = fit(make_trainer, FusedKernels(allow_cpu=True), saves)
-    assert saves.acts
-    assert saves.keys == list(net().state_dict())
-    assert saves.kind is Mlp
-    assert not any({"forward", "_fused_kernel"} & set(vars(part)) for part in module.modules())
-    x = torch.randn(3, WIDTH)
-    torch.testing.assert_close(pickle.loads(saves.pickled)(x), module.net(x))
-    torch.testing.assert_close(saves.copy(x), module.net(x))
-    restore_layers(module.modules())  # a second time: nothing
 
 
 def test_a_second_backward_is_refused_where_the_first_has_overwritten() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -199,27 +197,6 @@ def test_no_copies_of_weights_are_kept_under_autocast(kind: str) -> None:
     # in bf16, in each of two blocks: of two layers the weights, and the biases
     copies = 2 * 2 * (2 * WIDTH * 4 * WIDTH + 4 * WIDTH + WIDTH)
     assert saved(stack()) - saved(stack(kind)) == copies
-
-
-# --- no trace ---
-
-
-def test_layers_copies_and_pickles_are_plain(make_trainer: Make) -> None:
-    class Saves(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            self.acts = "forward" in vars(pl_module.net.blocks[0].up)
-            self.pickled = pickle.dumps(pl_module.net)
-            self.copy = copy.deepcopy(pl_module.net)
-            self.keys = list(pl_module.net.state_dict())
-
-    saves = Saves()
-    module = fit(make_trainer, LowPrecisionMatmul("float8_rowwise", allow_cpu=True), saves)
-    assert saves.acts
-    assert saves.keys == list(stack().state_dict())
-    assert not {"forward", "_low_precision"} & set(vars(module.net.blocks[0].up))
-    unpickled, x = pickle.loads(saves.pickled), torch.randn(32, WIDTH)
-    assert torch.equal(unpickled.train()(x), module.net.train()(x))
-    assert distance(saves.copy.train()(x), unpickled(x)) > 1e-4  # in a fit a copy trains as what it was made of
 
 
 # --- what is left out, and refused ---

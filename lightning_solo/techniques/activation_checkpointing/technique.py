@@ -15,7 +15,8 @@ from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.activation_budget import Calls
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.compilation import is_compiled_alone
-from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks, has_recomputed, restore_blocks
+from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.recomputation import PRODUCTS, Kept, Wrap, checkpoint_blocks, has_recomputed
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.activation_checkpointing.budget import BudgetedBatches
@@ -134,7 +135,7 @@ class ActivationCheckpointing(Technique, Settings):
         if self._batches is not None:
             self._batches.stop()
             self._batches = None
-        restore_blocks(list(self._wrapped.values()))
+        restore_forwards(self._wrapped.values(), Wrap)
         self._wrapped.clear()
 
     def wrap(self, module: nn.Module) -> None:

@@ -8,7 +8,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.nn import liger
-from lightning_solo.nn.deferred_logits import Use, defer_logits, output_heads, restore_head
+from lightning_solo.nn.deferred_logits import Use, defer_logits, output_heads
+from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.chunked_cross_entropy.card import CARD, Settings
@@ -39,9 +40,8 @@ class ChunkedCrossEntropy(Technique, Settings):
             raise CapabilityError(f"chunked_cross_entropy.backend=liger: {lacks}; write backend: torch")
         heads = output_heads(ctx.module, self.head)
         ctx.undo.callback(self._uses.clear)
-        for name, head in heads.items():
-            ctx.undo.callback(restore_head, head)
-            self._uses[name] = defer_logits(head, self.chunk_tokens, self.backend)
+        ctx.undo.callback(restore_forwards, heads.values(), Use)
+        self._uses.update({name: defer_logits(head, self.chunk_tokens, self.backend) for name, head in heads.items()})
         self._checked = False
         ctx.info(f"chunked cross-entropy: the loss of {', '.join(heads)} is computed by {self.chunk_tokens} tokens")
 

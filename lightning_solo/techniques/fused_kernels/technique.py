@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
 
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.machine import is_installed
 from lightning_solo.nn import liger
 from lightning_solo.nn.blocks import counted
-from lightning_solo.nn.fused_kernels import Computation, fusable_layers, fuse_layers, restore_layers
+from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.fused_kernels import Computation, Fused, fusable_layers, fuse_layers
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.fused_kernels.card import AUTO, CARD, KERNELS, Settings
@@ -32,13 +32,12 @@ class FusedKernels(Technique, Settings):
     phase = CARD.phase
 
     def _init_state(self) -> None:
-        self._layers: dict[str, nn.Module] = {}
         self._computations: dict[str, Computation] = {}
 
     @property
     def layers(self) -> dict[str, str]:
         """Qualified name -> kernel of each replaced layer; empty outside a fit."""
-        return {name: self._computations[name].kernel for name in self._layers}
+        return {name: computation.kernel for name, computation in self._computations.items()}
 
     def transform(self, ctx: Run) -> None:
         """Replace the layers' forward.
@@ -50,14 +49,15 @@ class FusedKernels(Technique, Settings):
         back_end = self._back_end(ctx.device)
         names = KERNELS if self.kernels == AUTO else [self.kernels] if isinstance(self.kernels, str) else self.kernels
         computations, left_out = fusable_layers(ctx.module, names, back_end, ctx.device)
-        ctx.undo.callback(self.undo)
         check_found(computations, left_out, [] if self.kernels == AUTO else names)
-        self._computations = computations
-        self._layers = {name: ctx.module.get_submodule(name) for name in computations}
-        fuse_layers(self._layers, computations, back_end)
+        layers = {name: ctx.module.get_submodule(name) for name in computations}
+        ctx.undo.callback(self._computations.clear)
+        ctx.undo.callback(restore_forwards, layers.values(), Fused)
+        self._computations.update(computations)
+        fuse_layers(layers, computations, back_end)
         kinds = dict.fromkeys(computation.kernel for computation in computations.values())
         parts = [
-            f"{counted(self._layers[name] for name in computations if computations[name].kernel == kind)} by {kind}"
+            f"{counted(layers[name] for name in layers if computations[name].kernel == kind)} by {kind}"
             for kind in kinds
         ]
         rank_zero_info(f"fused kernels: {'; '.join(parts)}{f'; left out: {_listed(left_out)}' if left_out else ''}")
@@ -73,11 +73,6 @@ class FusedKernels(Technique, Settings):
         if not liger.runs_on(device):
             raise CapabilityError(f"the run is on {device}: {cuda.words(self)}")
         return "liger"
-
-    def undo(self) -> None:
-        """Restore the module; a second call does nothing."""
-        restore_layers(self._layers.values())
-        self._layers, self._computations = {}, {}
 
 
 def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, str], wanted: Sequence[str]) -> None:

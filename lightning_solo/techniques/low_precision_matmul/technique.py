@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.nn.blocks import counted, named_blocks
-from lightning_solo.nn.low_precision import linear_layers, multiply_in_low_precision, product, restore_layers
+from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.low_precision import Product, linear_layers, multiply_in_low_precision, product
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, Settings, formats_of
@@ -59,9 +60,10 @@ class LowPrecisionMatmul(Technique, Settings):
             raise NothingToDoError(
                 f"low_precision_matmul: {lacks}; name other classes, blocks: [ClassName], or leave it out"
             )
-        self._layers = dict(layers)
+        ctx.undo.callback(self._layers.clear)
+        ctx.undo.callback(restore_forwards, layers.values(), Product)
+        self._layers.update(layers)
         multiply_in_low_precision(layers.values(), multiply)
-        ctx.undo.callback(self.undo)
         rank_zero_info(
             f"low precision: {counted(layers.values())} multiply in {self.format}"
             f"{f'; left out, as sizes must divide by {multiply.multiple}: {named}' if named else ''}"
@@ -95,11 +97,6 @@ class LowPrecisionMatmul(Technique, Settings):
         raise CapabilityError(
             f"low_precision_matmul.format={self.format}: {reason}; {remedy}remove callback.low_precision_matmul"
         )
-
-    def undo(self) -> None:
-        """Restore the module; a second call does nothing."""
-        restore_layers(self._layers.values())
-        self._layers = {}
 
 
 def _kinds_with_matrices(blocks: Iterable[nn.Module]) -> list[str]:

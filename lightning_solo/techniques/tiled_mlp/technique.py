@@ -8,7 +8,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_solo.cards.blocks import AUTO
 from lightning_solo.nn.blocks import blocks_of_class, counted, feed_forward_parts
-from lightning_solo.nn.tiling import Tiling, restore_parts, tile_parts
+from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.tiling import Tiling, tile_parts
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.tiled_mlp.card import CARD, Settings
@@ -38,7 +39,7 @@ class TiledMlp(Technique, Settings):
         else:
             parts = blocks_of_class(ctx.module, [self.parts] if isinstance(self.parts, str) else self.parts)
         ctx.undo.callback(self._tilings.clear)
-        ctx.undo.callback(restore_parts, list(parts.values()))
+        ctx.undo.callback(restore_forwards, parts.values(), Tiling)
         self._tilings.update(tile_parts(parts, self.tile_tokens))
         self._is_reported = False
         ctx.info(f"tiled MLP: {counted(parts.values())} are computed {self.tile_tokens} tokens at a time")
