@@ -49,7 +49,7 @@ ELSEWHERE = {
     "report/test_page.py": "report/model report/palette report/pictures report/write",
     "report/test_run_folder.py": "report/figures report/step_times",
     "report/test_sweep_folder.py": "report/charts",
-    "seams/test_techniques.py": "seams/homes seams/strategy seams/technique",
+    "seams/test_techniques.py": "seams/strategy seams/technique",
     "sweeps/test_display.py": "sweeps/output",
     "sweeps/test_jobs.py": "atomic_files sweeps/observer sweeps/job_process",
     "sweeps/test_launcher.py": "processes",

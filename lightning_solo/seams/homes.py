@@ -11,7 +11,7 @@ import importlib
 import sys
 from abc import ABCMeta
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """Home of the Trainer -> its Fabric package."""
@@ -42,14 +42,28 @@ def fabric_part(home: str, path: str) -> Any:
     return importlib.import_module(f"{FABRIC[home]}.{path}")
 
 
+class OfEitherHome:
+    """The base class of strategies over Lightning's strategy ``base``.
+
+    Its subclasses make instances for the home that the program imported; `for_home` returns the class of either.
+    """
+
+    base: ClassVar[str]
+    """Name of the base class in ``<home>.strategies``."""
+    home: str
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
+
+
 def for_home(cls: type, home: str | None = None) -> type:
     """Return ``cls`` as a subclass of ``<home>.strategies.<base>``.
 
     Args:
-        cls: a class derived from `Seams`, whose ``base`` is the strategy's name. A class without is returned unchanged.
+        cls: a class derived from `OfEitherHome`. Any other class is returned unchanged.
         home: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; by default the one that the program imported.
     """
-    return cls if getattr(cls, "base", None) is None else _over_base(cls, home or default_home())
+    return _over_base(cls, home or default_home()) if issubclass(cls, OfEitherHome) else cls
 
 
 class _OverBase(ABCMeta):

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches
-from lightning_solo.seams.homes import for_home
 from lightning_solo.seams.run import Run
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import SingleDeviceStrategy as Base
-
     from lightning_solo.seams.technique import Technique
-else:
-    Base = object
 
 Own = Callable[..., Any]
 """A method of a strategy, bound to it."""
@@ -218,22 +213,3 @@ AROUND: dict[str, Callable[..., Any]] = {
     "load_optimizer_state_dict": _load_optimizer_state_dict,
 }
 """Method of a strategy -> its replacement during a run, called with the run and the method."""
-
-
-class Seams(Base):
-    """The base class of our strategies, over Lightning's strategy that ``base`` names.
-
-    Its subclasses make instances for the home that the program imported; `for_home` returns the class of either.
-    """
-
-    base: ClassVar[str] = "SingleDeviceStrategy"
-    """Name of the base class in ``<home>.strategies``."""
-    home: str
-    solo_run: Run | None = None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
-
-    def begin(self, trainer: Any) -> Run:
-        """Return a new run; end the previous one."""
-        return begin(self, trainer)

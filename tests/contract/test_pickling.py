@@ -16,7 +16,6 @@ import torch
 
 from lightning_solo.cards.catalogue import load_class, own_cards
 from lightning_solo.seams.homes import for_home
-from lightning_solo.seams.strategy import Seams
 from tests.modules import Stack, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
@@ -48,8 +47,6 @@ class OfPytorchLightning(Step, pytorch_lightning.LightningModule):
 
 
 def strategy_of(name: str, home: str) -> Any:
-    if name == "seams":
-        return for_home(Seams, home)()
     pytest.importorskip("deepspeed" if name == "zero_offload" else "torch", reason="listed on Linux only")
     return for_home(load_class(STRATEGIES[name]), home)(**(STRATEGIES[name].on_cpu or {}))
 
@@ -63,7 +60,7 @@ def saved_and_loaded(module: torch.nn.Module) -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("name", ["seams", *STRATEGIES])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_is_pickled_before_during_and_after_a_fit(home: ModuleType, make_trainer: Any, name: str) -> None:
     module = OfLightning() if home is lightning.pytorch else OfPytorchLightning()
     strategy, seen = strategy_of(name, home.__name__), []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,96 +15,14 @@ from torch import Tensor
 
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
-from lightning_solo.seams.homes import for_home, home_of, part
-from lightning_solo.seams.strategy import Seams
+from lightning_solo.seams.homes import part
+from lightning_solo.seams.strategy import run_of
 from lightning_solo.seams.technique import Checkpoint, Technique
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
+from tests.probes import SteppingProbe
 
 Make = Callable[..., Any]
-
-
-class CheckpointProbe(Checkpoint):
-    """Counts its calls, and does as Lightning."""
-
-    def __init__(self, probe: Any) -> None:
-        self._probe = probe
-
-    @contextmanager
-    def loading_weights(self) -> Iterator[None]:
-        self._probe.note("loading")
-        yield
-
-    def load_states(self, proceed: Any, checkpoint: Any) -> None:
-        self._probe.note("load_states")
-        proceed(checkpoint)
-
-    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        self._probe.note("saved_weights")
-        return weights
-
-    def saved_states(self, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
-        self._probe.note("saved_states")
-        return states
-
-
-class Everywhere(Technique):
-    """Acts at every seam, and notes where; does there what Lightning does."""
-
-    phase = Phase.STEP
-
-    def __init__(self, notes: list[str], name: str = "") -> None:
-        self.notes, self.name = notes, name
-
-    def note(self, seam: str) -> None:
-        self.notes.append(f"{self.name}{seam}")
-
-    @contextmanager
-    def building(self, ctx: Any) -> Iterator[None]:
-        self.note("building")
-        yield
-        self.note("built")
-
-    def transform(self, ctx: Any) -> None:
-        self.note("transform")
-        ctx.undo.callback(self.note, "undone")
-
-    def optimizers(self, ctx: Any, optimizers: list[Any], schedulers: Any) -> list[Any]:
-        assert len(optimizers) == 1
-        self.note("optimizers")
-        return optimizers
-
-    def checkpoint(self, ctx: Any) -> Checkpoint:
-        return CheckpointProbe(self)
-
-    def loader(self, ctx: Any, loader: Any) -> Any:
-        self.note("loader")
-        return loader
-
-    def loss(self, ctx: Any, proceed: Any) -> Any:
-        self.note("loss")
-        return proceed()
-
-    def training_step(self, ctx: Any, proceed: Any, *args: Any, **kwargs: Any) -> Any:
-        self.note("training_step")
-        return proceed(*args, **kwargs)
-
-    def backward(self, ctx: Any, proceed: Any, loss: Tensor) -> Any:
-        self.note("backward")
-        return proceed(loss)
-
-    def clip(self, ctx: Any, proceed: Any, optimizer: Any, bound: float, by: str) -> None:
-        assert (bound, by) == (0.5, "norm")
-        self.note("clip")
-        proceed(optimizer, bound, by)
-
-    def step(self, ctx: Any, proceed: Any, optimizer: Any, closure: Any, **options: Any) -> Any:
-        self.note("step")
-        return proceed(optimizer, closure, **options)
-
-    def leaving(self, ctx: Any, proceed: Any) -> None:
-        self.note("leaving")
-        proceed()
 
 
 class Marks(Technique):
@@ -123,7 +38,7 @@ class Marks(Technique):
     def backward(self, ctx: Any, proceed: Any, loss: Tensor) -> Any:
         self.notes.append(f"before {self.phase.name}")
         made = proceed(loss)
-        self.notes.append(f"behind {self.phase.name}")
+        self.notes.append(f"after {self.phase.name}")
         return made
 
 
@@ -139,11 +54,11 @@ def own_strategy(home: ModuleType, device: torch.device) -> Any:
 
 
 def strategies(home: ModuleType, device: torch.device) -> dict[str, Any]:
-    return {"none": "auto", "solo": for_home(Seams, home.__name__)(), "own": own_strategy(home, device)}
+    return {"none": "auto", "own": own_strategy(home, device)}
 
 
-@pytest.mark.parametrize("kind", ["none", "solo", "own"])
-def test_every_seam_is_come_to_in_order(
+@pytest.mark.parametrize("kind", ["none", "own"])
+def test_every_seam_is_called_in_order(
     home: ModuleType, make_trainer: Make, device: torch.device, tmp_path: Path, kind: str
 ) -> None:
     notes: list[str] = []
@@ -159,7 +74,7 @@ def test_every_seam_is_come_to_in_order(
     trainer = make_trainer(
         home,
         strategy=strategies(home, device)[kind],
-        callbacks=[Everywhere(notes), Save()],
+        callbacks=[SteppingProbe(notes), Save()],
         gradient_clip_val=0.5,
     )
     trainer.fit(module, loader(1))
@@ -170,11 +85,11 @@ def test_every_seam_is_come_to_in_order(
     notes.clear()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
-    assert notes[:8] == [*set_up[:3], "loading", *set_up[3:], "load_states"]
+    assert notes[:8] == [*set_up[:3], "loading_weights", *set_up[3:], "load_states"]
     assert notes[-2:] == ["leaving", "undone"]
 
 
-def test_phases_decide_not_the_list(home: ModuleType, make_trainer: Make) -> None:
+def test_phases_decide_the_order(home: ModuleType, make_trainer: Make) -> None:
     phases = [Phase.STATES, Phase.DATA, Phase.COMPILE, Phase.SAVED_TENSORS]
     notes: list[str] = []
     trainer = make_trainer(home, callbacks=[Marks(phase, notes) for phase in phases], max_steps=1)
@@ -183,16 +98,16 @@ def test_phases_decide_not_the_list(home: ModuleType, make_trainer: Make) -> Non
     assert notes == [
         *ordered,
         *[f"before {name}" for name in ordered],
-        *[f"behind {name}" for name in reversed(ordered)],
+        *[f"after {name}" for name in reversed(ordered)],
         *[f"{name} undone" for name in reversed(ordered)],
     ]
 
 
-def test_within_a_phase_the_list_decides(make_trainer: Make) -> None:
+def test_within_a_phase_the_order_of_the_list_decides(make_trainer: Make) -> None:
     import lightning.pytorch as home
 
     notes: list[str] = []
-    techniques = [Everywhere(notes, name) for name in ("b", "a")]
+    techniques = [SteppingProbe(notes, name=name) for name in ("b", "a")]
     for technique in techniques:
         vars(technique)["overrides"] = lambda seam: seam == "transform"
     make_trainer(home, callbacks=techniques, max_steps=1).fit(regression(home), loader(1))
@@ -202,13 +117,13 @@ def test_within_a_phase_the_list_decides(make_trainer: Make) -> None:
 MOMENTS = ("setup", "configure_model", "configure_optimizers", "training_step", "on_after_backward", "on_train_end")
 
 
-@pytest.mark.parametrize("kind", ["none", "solo", "own"])
+@pytest.mark.parametrize("kind", ["none", "own"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_all_is_undone_after_a_failure(
+def test_every_change_is_undone_after_a_failure(
     home: ModuleType, make_trainer: Make, device: torch.device, kind: str, moment: str
 ) -> None:
     notes: list[str] = []
-    technique = Everywhere(notes)
+    technique = SteppingProbe(notes)
     trainer = make_trainer(home, strategy=strategies(home, device)[kind], callbacks=[technique], gradient_clip_val=0.5)
     before = picture(trainer)
     for fails in (True, False):
@@ -236,11 +151,13 @@ def picture(trainer: Any) -> list[Any]:
     return [type(trainer), type(trainer.strategy), trainer._accelerator_connector.use_distributed_sampler, functions]
 
 
-def test_one_strategy_for_two_trainers_and_several_fits(home: ModuleType, make_trainer: Make) -> None:
-    strategy, notes = for_home(Seams, home.__name__)(), []
+def test_one_strategy_for_two_trainers_and_several_fits(
+    home: ModuleType, make_trainer: Make, device: torch.device
+) -> None:
+    strategy, notes = own_strategy(home, device), []
     for _ in range(2):
         trainer = make_trainer(
-            home, strategy=strategy, callbacks=[Everywhere(notes)], accelerator="auto", gradient_clip_val=0.5
+            home, strategy=strategy, callbacks=[SteppingProbe(notes)], accelerator="auto", gradient_clip_val=0.5
         )
         for fits in (1, 2):
             notes.clear()
@@ -254,14 +171,14 @@ def test_one_strategy_for_two_trainers_and_several_fits(home: ModuleType, make_t
 
 def test_validation_test_and_prediction_are_left_alone(home: ModuleType, make_trainer: Make) -> None:
     notes: list[str] = []
-    trainer, module = make_trainer(home, callbacks=[Everywhere(notes)]), regression(home)
+    trainer, module = make_trainer(home, callbacks=[SteppingProbe(notes)]), regression(home)
     trainer.validate(module, loader(1), verbose=False)
     trainer.test(module, loader(1), verbose=False)
     trainer.predict(module, loader(1))
     assert notes == []
 
 
-def test_the_loader_of_validation_is_not_the_one_for_training(home: ModuleType, make_trainer: Make) -> None:
+def test_loader_of_validation_is_left_alone(home: ModuleType, make_trainer: Make) -> None:
     class Halved(Technique):
         phase = Phase.DATA
 
@@ -370,7 +287,7 @@ def test_the_window_counts_and_knows_its_last(home: ModuleType, make_trainer: Ma
     ]
 
 
-def test_weights_are_saved_the_same_way_behind_a_fit(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+def test_weights_are_saved_after_a_fit_as_during_it(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
     class Double(Checkpoint):
         def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
             return {name: value.double() for name, value in weights.items()}
@@ -385,16 +302,15 @@ def test_weights_are_saved_the_same_way_behind_a_fit(home: ModuleType, make_trai
             assert ctx.module is not None
             return Double()
 
-    for strategy in ("auto", for_home(Seams, home.__name__)()):
-        trainer = make_trainer(home, strategy=strategy, callbacks=[InDouble()], max_steps=1)
-        trainer.fit(regression(home), loader(1))
-        trainer.save_checkpoint(tmp_path / "behind.ckpt")
-        saved = torch.load(tmp_path / "behind.ckpt", weights_only=True)
-        assert {value.dtype for value in saved["state_dict"].values()} == {torch.float64}
-        assert saved["optimizer_states"][0]["marked"]
+    trainer = make_trainer(home, callbacks=[InDouble()], max_steps=1)
+    trainer.fit(regression(home), loader(1))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    assert {value.dtype for value in saved["state_dict"].values()} == {torch.float64}
+    assert saved["optimizer_states"][0]["marked"]
 
 
-def test_who_replaces_optimizers_is_alone(home: ModuleType, make_trainer: Make) -> None:
+def test_two_techniques_that_replace_optimizers_are_refused(home: ModuleType, make_trainer: Make) -> None:
     class Mine(Technique):
         phase = Phase.STATES
 
@@ -404,83 +320,17 @@ def test_who_replaces_optimizers_is_alone(home: ModuleType, make_trainer: Make) 
     trainer = make_trainer(home, callbacks=[Mine(), Mine()])
     with pytest.raises(ConflictError, match=mentions("two Mine", "drop one")):
         trainer.fit(regression(home), loader(1))
-    assert not isinstance(trainer.strategy, Seams)
+    assert run_of(trainer.strategy) is None
     trainer = make_trainer(home, strategy="fsdp" if torch.cuda.is_available() else "ddp", callbacks=[Mine()])
     with pytest.raises(ConflictError, match=r"Mine and \w+Strategy.*write Trainer\(strategy='auto'"):
         trainer.callbacks[0].setup(trainer, regression(home), "fit")
-    assert not isinstance(trainer.strategy, Seams)
+    assert run_of(trainer.strategy) is None
 
 
-# --- without techniques ---
-
-
-def test_without_techniques_it_is_lightnings_strategy(home: ModuleType, make_trainer: Make) -> None:
-    ends = []
-    for strategy in (for_home(Seams, home.__name__)(), "auto"):
-        torch.manual_seed(2)
-        module = regression(home, Stack(1))
-        trainer = make_trainer(
-            home, strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=0.1, precision="bf16-mixed"
-        )
-        trainer.fit(module, loader(5), loader(2))
-        trainer.validate(module, loader(2), verbose=False)
-        trainer.test(module, loader(2), verbose=False)
-        ends.append([*module.state_dict().values(), *trainer.predict(module, loader(2))])
-        assert type(trainer.strategy).__name__ == ("SingleDeviceStrategy" if strategy == "auto" else "Seams")
-        assert trainer.strategy.strategy_name == "single_device"
-        assert getattr(trainer.strategy, "solo_run", None) is None
-    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
-
-
-@pytest.mark.parametrize("attached", [False, True])
-def test_backward_of_a_base_class_may_be_replaced(home: ModuleType, make_trainer: Make, attached: bool) -> None:
+def test_backward_of_a_strategys_class_may_be_replaced(home: ModuleType, make_trainer: Make) -> None:
     notes: list[str] = []
-    callbacks = [Marks(Phase.STEP, notes)] if attached else []
-    trainer = make_trainer(home, strategy=for_home(Seams, home.__name__)(), callbacks=callbacks)
+    trainer = make_trainer(home, callbacks=[Marks(Phase.STEP, notes)])
     with patch.object(home.strategies.Strategy, "backward", wraps=trainer.strategy.backward) as replaced:
         trainer.fit(regression(home), loader(3))
     assert replaced.call_count == 3
-    assert notes.count("before STEP") == notes.count("behind STEP") == 3 * attached
-
-
-def test_an_objects_own_backward_is_called(home: ModuleType, make_trainer: Make) -> None:
-    trainer = make_trainer(home, strategy=for_home(Seams, home.__name__)())
-    with patch.object(trainer.strategy, "backward", wraps=trainer.strategy.backward) as replaced:
-        trainer.fit(regression(home), loader(3))
-    assert replaced.call_count == 3
-
-
-def test_copies_and_pickles_are_of_the_same_class(home: ModuleType) -> None:
-    strategy = for_home(Seams, home.__name__)()
-    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert type(other) is type(strategy) is for_home(Seams, home.__name__)
-        assert vars(other).keys() == vars(strategy).keys()
-    assert isinstance(strategy, home.strategies.SingleDeviceStrategy)
-    assert strategy.__class__.__mro__[1] is Seams
-
-
-class Labelled(Seams):
-    """A strategy of a user's own, with a word."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__()
-        self.label = label
-
-
-def test_copies_and_pickles_are_of_the_users_own_class(home: ModuleType) -> None:
-    class OfHome(for_home(Seams, home.__name__)):  # type: ignore[misc]
-        """Derived from the strategy of a home."""
-
-    for strategy in (for_home(Labelled, home.__name__)("one"), OfHome("cpu")):
-        assert type(copy.deepcopy(strategy)) is type(strategy)
-    default = Labelled("two")
-    assert isinstance(default, for_home(Labelled, "lightning.pytorch"))  # as both homes are imported here
-    other = pickle.loads(pickle.dumps(default))
-    assert type(other) is type(default)
-    assert other.label == "two"
-
-
-def test_the_home_of_things(home: ModuleType, make_trainer: Make) -> None:
-    assert home_of(make_trainer(home)) == home_of(regression(home)) == home.__name__
-    assert home_of(for_home(Seams, home.__name__)()) == home.__name__
-    assert home_of(object()) == "lightning.pytorch"  # both are imported here
+    assert notes.count("before STEP") == notes.count("after STEP") == 3

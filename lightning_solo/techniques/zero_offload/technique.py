@@ -22,9 +22,9 @@ from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.memory.sizes import host_bytes_of
 from lightning_solo.processes import environment
 from lightning_solo.seams import patches
-from lightning_solo.seams.homes import fabric_part
+from lightning_solo.seams.homes import OfEitherHome, fabric_part
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import Seams
+from lightning_solo.seams.strategy import begin
 from lightning_solo.techniques.zero_offload.card import CARD, Settings
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
@@ -63,10 +63,10 @@ from lightning_solo.zero.run import EngineRun
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    class Base(DeepSpeedStrategy, Seams): ...  # type: ignore[override]
+    class Base(DeepSpeedStrategy, OfEitherHome): ...  # type: ignore[override]
 
 else:
-    Base = Seams
+    Base = OfEitherHome
 
 
 class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
@@ -181,7 +181,7 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
         # Lightning's scheduler of accumulation, which refuses every DeepSpeedStrategy, is refused here with a remedy
         owned = resources(CARD.owns, self.settings) | {"accumulation_factor"}
         refuse_callbacks("strategy=zero_offload", owned, self._trainer.callbacks)
-        run = self.begin(self._trainer)
+        run = begin(self, self._trainer)
         run.window.gradients_stay = run.window.gradients_saved = False  # the engine takes them in backward
         run.window.repeats = False  # and its buckets are half full where that fails
         if self.nvme_path is not None:
