@@ -56,7 +56,7 @@ class OfEitherHome:
         return object.__new__(cls if hasattr(cls, "home") else for_home(cls))
 
 
-def for_home(cls: type, home: str | None = None) -> type:
+def for_home(cls: Any, home: str | None = None) -> type:
     """Return ``cls`` as a subclass of ``<home>.strategies.<base>``.
 
     Args:

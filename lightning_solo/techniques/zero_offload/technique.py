@@ -24,7 +24,7 @@ from lightning_solo.processes import environment
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import OfEitherHome, fabric_part
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import begin
+from lightning_solo.seams.strategy import begin, run_of
 from lightning_solo.techniques.zero_offload.card import CARD, Settings
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
@@ -63,13 +63,13 @@ from lightning_solo.zero.run import EngineRun
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    class Base(DeepSpeedStrategy, OfEitherHome): ...  # type: ignore[override]
+    class Base(DeepSpeedStrategy, OfEitherHome): ...
 
 else:
     Base = OfEitherHome
 
 
-class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
+class ZeroOffloadStrategy(Base, Settings):
     """Train with the optimizer on the host, and at stage 3 with the weights there too.
 
     ``ZeroOffloadStrategy(...)`` is for the Trainer of ``lightning``; :func:`lightning_solo.seams.homes.for_home` gives
@@ -157,8 +157,9 @@ class ZeroOffloadStrategy(Base, Settings):  # type: ignore[override]
 
     @property
     def _active(self) -> Run:
-        assert self.solo_run is not None  # begun in setup_environment
-        return self.solo_run
+        run = run_of(self)
+        assert run is not None  # begun in setup_environment
+        return run
 
     @property
     def _training(self) -> EngineRun:
