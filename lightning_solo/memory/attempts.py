@@ -22,7 +22,7 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
     An exception keeps the frames that it passed, and their tensors, alive. So the frames of the error and of its causes
     are cleared, cycles are collected, and the device's cached memory is released. Other errors are raised unchanged.
     """
-    failure, outer = None, sys.exc_info()[1]
+    outer = sys.exc_info()[1]  # the error that the caller is handling; its frames are kept
     try:
         return function(), None
     except Exception as error:
@@ -30,15 +30,14 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
             raise
         failure = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
         clear_frames(error, outer)
-    release_memory()
+    gc.collect()
+    with suppress(RuntimeError):  # it may itself find no memory
+        torch.cuda.empty_cache()
     return None, failure
 
 
-def clear_frames(error: BaseException, outer: BaseException | None = None) -> None:
-    """Clear the variables, and so the tensors, in the frames of an error and of its causes.
-
-    The error ``outer`` was being handled before; its frames belong to the caller and are kept.
-    """
+def clear_frames(error: BaseException, outer: BaseException | None) -> None:
+    """Clear the variables in the frames of an error and of its causes, but not in those of ``outer``."""
     seen = {id(outer)}
     ahead: list[BaseException | None] = [error]
     while ahead:
@@ -49,11 +48,3 @@ def clear_frames(error: BaseException, outer: BaseException | None = None) -> No
         ahead += [link.__cause__, link.__context__]
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = link.__cause__ = link.__context__ = None
-
-
-def release_memory() -> None:
-    """Collect cycles, and release the cached memory of the device's allocator."""
-    gc.collect()
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):  # it may itself find no memory
-            torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Peaks of single optimizer steps by category: a ledger that counts during their batches and is off in between."""
+"""Peaks of single optimizer steps by category, counted by a ledger during the batches of a step."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _counting = 0
 
 @contextmanager
 def counted_as_written(ledger: Ledger) -> Iterator[None]:
-    """Count with a ledger, and run compiled functions uncompiled meanwhile.
+    """Count with a ledger, and run compiled functions uncompiled.
 
-    Dynamo would never compile a function that it first meets under a dispatch mode. Several ledgers may begin and end
-    in any order, as callbacks' hooks do.
+    Dynamo would never compile a function that it first meets under a dispatch mode. Contexts of several ledgers may
+    overlap, and end in any order.
     """
     global _counting
     if not _counting and "torch._dynamo" in sys.modules:
         _as_written.enter_context(torch.compiler.set_stance("force_eager"))
-        # a compiled wrapper warns at every call that the hooks by which modules are named run twice for it
+        # a compiled wrapper warns at every call that the ledger's hooks run twice for it
         _as_written.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules", category=UserWarning)
     _counting += 1
@@ -45,29 +45,27 @@ def counted_as_written(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Count nothing for a while, and run compiled functions compiled, as if no ledger was there."""
-    with _disable_current_modes(), names_not_followed():
-        with torch.compiler.set_stance("default"):
-            yield
+    """Count nothing in this context, and run compiled functions compiled."""
+    with _disable_current_modes(), names_not_followed(), torch.compiler.set_stance("default"):
+        yield
 
 
 class CategoryPeaks:
-    """Counts the next ``steps_left`` optimizer steps, each with a `Ledger` of its own.
+    """Counts the next ``steps_left`` optimizer steps, each with a new `Ledger`.
 
-    While it counts, functions that torch.compile made run as written. So their peak is that of the uncompiled code,
-    which is warned of once.
+    Compiled functions run uncompiled in these steps, so their peak is that of the uncompiled code; one warning says so.
     """
 
     def __init__(self, steps_left: int) -> None:
         self.steps_left = steps_left
-        self.first_step = 0  # ``global_step`` at the start of the step that is counted, or was counted last
+        self.first_step = 0  # `global_step` at the start of the counted step
         self._ledger: Ledger | None = None
         self._on = ExitStack()
         self._peaks: list[tuple[Peak, int]] = []
         self._warned = False
 
     def enter(self, module: nn.Module, optimizers: Iterable[object], device: torch.device, step: int) -> None:
-        """Count until `leave`, if the optimizer step is counted already or there is one left to count."""
+        """Count until `leave`, if this optimizer step is being counted or a step is left to count."""
         self.leave()
         if self._ledger is None:
             if not self.steps_left:
@@ -75,21 +73,21 @@ class CategoryPeaks:
             self.steps_left -= 1
             self.first_step = step
             self._warn_of_compiled(module)
-            # on a CPU all is counted: what an offloading technique calls the host is the device there
+            # on a CPU the device and the host that techniques offload to are the same memory
             self._ledger = Ledger(module, optimizers, None if device.type == "cpu" else device.type)
         self._on.enter_context(counted_as_written(self._ledger))
 
     def leave(self) -> None:
-        """Count no longer; a second call does nothing."""
+        """Stop counting; a second call does nothing."""
         self._on.close()
 
     def discard(self) -> None:
-        """Leave, and forget the step that was being counted."""
+        """Stop counting, and drop the step that was being counted."""
         self.leave()
         self._ledger = None
 
     def take(self, step: int) -> Peak | None:
-        """Leave, and return the peak of the step that is counted, kept as that of ``step``; None where none is."""
+        """Stop counting, keep the peak as that of optimizer step ``step``, and return it; None if none was counted."""
         self.leave()
         if self._ledger is None:
             return None
@@ -99,7 +97,7 @@ class CategoryPeaks:
 
     @property
     def largest(self) -> tuple[Peak, int] | None:
-        """The largest peak that was taken, and its optimizer step."""
+        """The largest peak so far, and its optimizer step."""
         return max(self._peaks, key=lambda taken: taken[0].bytes, default=None)
 
     def _warn_of_compiled(self, module: nn.Module) -> None:
@@ -107,15 +105,14 @@ class CategoryPeaks:
         if compiled:
             self._warned = True
             warnings.warn(
-                f"compiled: {', '.join(compiled)}; in the steps whose categories are counted it runs "
-                "as written, so its activations and temporaries are those of the uncompiled code: what the "
-                "compiled code holds is not seen",
+                f"compiled: {', '.join(compiled)}; in the steps counted by category it runs uncompiled, so activations "
+                "and temporaries are those of the uncompiled code: memory of the compiled code is not seen",
                 stacklevel=2,
             )
 
 
 def compiled_parts(module: nn.Module) -> list[str]:
-    """Return the names of what torch.compile made in ``module``: parts, and functions kept as attributes.
+    """Return the names of the compiled parts of a module, and of compiled functions among its attributes.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     >>> layers[0].compile(backend="eager")
@@ -139,7 +136,7 @@ def compiled_parts(module: nn.Module) -> list[str]:
 
 
 def is_compiled(what: object) -> bool:
-    """Return whether torch.compile made this module or function, or compiles this module's calls."""
+    """Return whether a function is compiled, or a module or its calls."""
     if isinstance(what, nn.Module):  # torch.compile(module), nn.Module.compile(), torch.compile(LightningModule)
         call = getattr(what, "_compiled_call_impl", None)
         by_attribute = (getattr(call, "compiled", call), getattr(what, "_compiler_ctx", None))
@@ -148,7 +145,7 @@ def is_compiled(what: object) -> bool:
 
 
 def describe(peak: Peak, step: int) -> str:
-    """Return a sentence about the peak of an optimizer step and what made it.
+    """Return the peak of an optimizer step, and the operator and module that made it, as text.
 
     >>> describe(Peak(3 * 2**30, {}, "aten.mm.default", "net.head"), 2)
     'counted peak 3.00 GiB, optimizer step 2: made by aten.mm.default in net.head'

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_solo.memory.ledger import owned_by, storages_of
 
 LEAST = 512
-"""Least bytes that a storage counts: the smallest block of the CUDA allocator, about the size of its Python objects."""
+"""Least bytes of a storage: the smallest block of the CUDA allocator, about the size of its Python objects."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Tensors that are counted together: of one category, type, dtype and shape; of any where ``shape`` is None."""
+    """Tensors of one category, type, dtype and shape; with ``shape`` None, all tensors of a category."""
 
     category: str
     type: str = "tensors"
@@ -30,7 +30,6 @@ class Kind:
     shape: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        """Text to follow a count."""
         if self.shape is None:
             return f"{self.category} of any shape"
         name = "" if self.type == "Tensor" else f" {self.type}"
@@ -50,7 +49,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Growth:
-    """A kind that grew: by how many storages and bytes, and the storages of the first interval that are still alive."""
+    """A kind that grew, by a count of storages and bytes; ``kept`` are storages of the first interval still alive."""
 
     kind: Kind
     count: int
@@ -59,8 +58,8 @@ class Growth:
 
 
 def live_tensors() -> list[Tensor]:
-    """Return every tensor with a storage that the garbage collector knows; not fake ones, as compilers leave them."""
-    # not isinstance(): it reads an object's __class__, for which a lazy proxy would import or compute
+    """Return the tensors with a storage that the garbage collector tracks, without fake ones, which compilers keep."""
+    # not isinstance(), since a lazy proxy would import or compute its __class__
     known: dict[type, bool] = {}
     tensors = []
     for one in gc.get_objects():
@@ -88,7 +87,7 @@ def graph_of(tensor: Tensor) -> Any:
 
 
 def take_census(module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> Census:
-    """Return the tensors that are alive now, by owner, without a collection of garbage before."""
+    """Return a census of the tensors that are alive now, garbage included."""
     owners = {
         storage._cdata: category for category, tree in owned_by(module, optimizers) for storage in storages_of(tree)
     }
@@ -114,9 +113,9 @@ def take_census(module: nn.Module | None = None, optimizers: Iterable[object] = 
 
 
 def saved_tensors(roots: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that the graphs of ``roots`` saved for backward and have not freed, as they are stored.
+    """Yield the tensors that the graphs of ``roots`` saved for backward and have not freed.
 
-    Nothing is unpacked, so no recomputation and no transfer is started.
+    Packed tensors are not unpacked, so no recomputation and no transfer starts.
     """
     names: dict[type, list[str]] = {}
     for node in graph_nodes([graph_of(root) for root in roots]):
@@ -144,7 +143,7 @@ def graph_nodes(stack: list[Any]) -> Iterator[Any]:
 def growths(censuses: Sequence[Census], least: int) -> list[Growth]:
     """Return the kinds that grew by at least ``least`` bytes from each census to the next, the largest first.
 
-    A kind must still hold a storage of the first interval, which batches that get longer don't.
+    A kind must still hold a storage of the first interval, which excludes batches that get longer.
     """
     grown = []
     first, last = censuses[0], censuses[-1]

@@ -16,9 +16,8 @@ class Peak:
     Args:
         bytes: at the peak.
         breakdown: bytes of each category of ``CATEGORIES``; they sum up to ``bytes``.
-        operator: it allocated the last bytes of the peak, such as ``aten.mm.default``; empty before the first.
-        module: qualified name of the module whose forward or backward ran the operator; empty for the whole module, and
-            outside of it.
+        operator: it allocated the last bytes of the peak, such as ``aten.mm.default``; empty before the first operator.
+        module: qualified name of the module whose forward or backward ran the operator; empty for the root and outside.
     """
 
     bytes: int
@@ -29,13 +28,13 @@ class Peak:
 
 @dataclass
 class EventLog:
-    """Births, changes of size and deaths of storages in order; a storage is the index of its label.
+    """Allocations, resizes and frees of storages, in order; a storage is the index of its label.
 
     Attributes:
-        events: (storage, bytes gained or lost), as they happened.
-        labels: storage -> category, the last one that it had.
+        events: (storage, bytes gained or lost), in order.
+        labels: storage -> its last category.
         held: storage -> bytes before the first event.
-        aside: of these, the ones that another stream allocated, which keeps its memory to itself.
+        aside: storages of ``held`` that another stream allocated, whose memory only that stream reuses.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -44,12 +43,12 @@ class EventLog:
     aside: frozenset[int] = frozenset()
 
     def born(self, label: str) -> int:
-        """Return the index of a new storage."""
+        """Add a storage, and return its index."""
         self.labels.append(label)
         return len(self.labels) - 1
 
     def peak(self, first: int = 0, last: int | None = None) -> tuple[int, int]:
-        """Return the most bytes after any event of ``events[first:last]``, or before them, and how many came before.
+        """Return the peak bytes over ``events[first:last]``, and the number of events before the peak.
 
         >>> EventLog([(0, 4), (1, 8), (1, -8), (2, 2)]).peak()
         (12, 2)

@@ -1,4 +1,4 @@
-"""What holds leaked tensors: the nearest objects with a name, found through the garbage collector."""
+"""The holders of leaked tensors: the nearest objects with a name, found through the garbage collector."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_solo.memory.census import Growth, graph_nodes, graph_of, live_ten
 from lightning_solo.units import format_bytes
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial, GeneratorType)
-"""Passed through in the search for a holder with a name."""
+"""Types of objects without a name, whose own holders are searched."""
 CONTAINERS_AT_MOST = 100
 TRIES = 3
-"""Most tensors of a kind for which a holder is searched; each search visits all objects several times."""
+"""Tensors of a kind for which a holder is searched, at most; each search visits all objects several times."""
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Kinds of tensors that grew, the largest first, and their holder; empty where no Python object holds them."""
+    """Kinds of tensors that grew, the largest first, and their holder; empty if no Python object holds them."""
 
     holder: str
     growths: tuple[Growth, ...]
@@ -34,7 +34,7 @@ class Leak:
 
     @property
     def bytes_per_step(self) -> int:
-        """Growth of all kinds."""
+        """Growth of all kinds, per optimizer step."""
         return sum(growth.bytes for growth in self.growths) // self.steps
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Leak:
         kinds += [f"{len(self.growths) - 3} kinds more"] if len(self.growths) > 3 else []
         held = f"held by {self.holder}" if self.holder else "held by no Python object, so by C++"
         return (
-            f"{format_bytes(self.bytes_per_step)} a step more in each of {self.steps} optimizer steps: "
+            f"{format_bytes(self.bytes_per_step)} more in each of {self.steps} optimizer steps: "
             f"{', '.join(kinds)}; {held}"
         )
 
@@ -50,7 +50,7 @@ class Leak:
 def leaks_of(
     growths: Sequence[Growth], steps: int, module: nn.Module | None = None, ignored: Collection[int] = ()
 ) -> list[Leak]:
-    """Return growths over so many optimizer steps by their holders, which are named as `holder_of` does."""
+    """Return growths over ``steps`` optimizer steps by their holders, as `holder_of` names them."""
     holders = _Holders(module, ignored)
     by_holder: dict[str, list[Growth]] = {}
     for growth in growths:
@@ -69,7 +69,7 @@ class _Holders:
         self.known: dict[int, str] = {}
 
     def of(self, keys: Collection[int]) -> str:
-        """Return the holder of a tensor with one of these storages, or of another whose graph saved it; "" for none."""
+        """Return the holder of a tensor with one of these storages, or of one whose graph saved it; "" for none."""
         held = [tensor for tensor in self.tensors if tensor.untyped_storage()._cdata in keys]
         self.hidden.add(id(held))
         if words := next(filter(None, map(self._holder, held[:TRIES])), ""):
@@ -89,7 +89,7 @@ class _Holders:
 
 
 def graph_roots(tensors: Iterable[Tensor]) -> list[tuple[Tensor, set[int]]]:
-    """Return the tensors whose graph is not part of another tensor's graph, each with its saved storages."""
+    """Return the tensors whose graph is not part of another tensor's graph, each with the storages that it saved."""
     nodes = [(tensor, node) for tensor in tensors if (node := graph_of(tensor)) is not None]
     inner = {child for node in graph_nodes([node for _, node in nodes]) for child, _ in node.next_functions}
     roots = [tensor for tensor, node in nodes if node not in inner]
@@ -100,7 +100,7 @@ def graph_roots(tensors: Iterable[Tensor]) -> list[tuple[Tensor, set[int]]]:
 
 
 def _frames() -> set[int]:
-    """Return the ids of the running frames, which hold tensors for a step only."""
+    """Return the ids of the running frames, which hold tensors only during a step."""
     ids, frame = set(), sys._getframe()
     while frame is not None:
         ids.add(id(frame))
@@ -109,12 +109,12 @@ def _frames() -> set[int]:
 
 
 def holder_of(target: object, module: nn.Module | None = None, ignored: Collection[int] = ()) -> str | None:
-    """Return a description of the nearest named object that keeps ``target`` alive; None if no object does.
+    """Return the name of the nearest named object that keeps ``target`` alive; None if no object does.
 
     Args:
         target: the object; its referrers are followed.
-        module: its parts are described by their names.
-        ignored: ids of objects that don't count.
+        module: the module whose parts have names.
+        ignored: ids of objects to leave out.
     """
     chain: list[Any] = [target]
     via = [-1]  # index of the object that each one holds
@@ -141,7 +141,7 @@ def holder_of(target: object, module: nn.Module | None = None, ignored: Collecti
 
 
 def _path(chain: Sequence[Any], via: Sequence[int], index: int) -> list[str]:
-    """Return the types of the containers between the target and the holder, the innermost first."""
+    """Return the types of the containers between the target and its holder, the innermost first."""
     kinds: list[str] = []
     while index > 0:
         if type(chain[index]) not in (CellType, MethodType, partial) and not _is_defaults(chain[index]):
@@ -156,7 +156,7 @@ def _is_defaults(candidate: object) -> bool:
 
 
 def _named(holder: Any, held: Any, module: nn.Module | None) -> str:
-    """Return the name that ``holder`` has for ``held``, or "" if it has none."""
+    """Return the name by which ``holder`` refers to ``held``; "" if there is none."""
     if isinstance(holder, FrameType):
         return f"`{name}` of the running {holder.f_code.co_name}" if (name := _key(holder.f_locals, held)) else ""
     if isinstance(holder, GeneratorType):
@@ -164,8 +164,10 @@ def _named(holder: Any, held: Any, module: nn.Module | None) -> str:
     if type(holder) is tuple and isinstance(held, CellType):
         owners = (one for one in gc.get_referrers(holder) if isinstance(one, FunctionType))
         owner = next((one for one in owners if one.__closure__ is holder), None)
-        name = "" if owner is None else _key(dict(zip(owner.__code__.co_freevars, holder, strict=True)), held)
-        return f"`{name}` in the closure of {owner.__qualname__}" if owner is not None else ""
+        if owner is None:
+            return ""
+        name = _key(dict(zip(owner.__code__.co_freevars, holder, strict=True)), held)
+        return f"`{name}` in the closure of {owner.__qualname__}"
     if isinstance(holder, FunctionType):
         kept = held is holder.__defaults__ or held is holder.__kwdefaults__
         return f"the defaults of {holder.__qualname__}" if kept else ""
@@ -176,14 +178,14 @@ def _named(holder: Any, held: Any, module: nn.Module | None) -> str:
 
 
 def _attribute(owner: Any, held: Any, module: nn.Module | None) -> str:
-    name = _key(_attributes(owner) or {}, held)
+    name = _key(_attributes(owner), held)
     return f"`{name}` of {_called(owner, module)}" if name else ""
 
 
 def _attributes(owner: Any) -> Any:
     with suppress(Exception):  # a proxy may raise anything
-        return object.__getattribute__(owner, "__dict__") if not isinstance(owner, type) else vars(owner)
-    return None
+        return vars(owner) if isinstance(owner, type) else object.__getattribute__(owner, "__dict__")
+    return {}
 
 
 def _key(names: Any, held: Any) -> str:

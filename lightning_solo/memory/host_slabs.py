@@ -1,6 +1,6 @@
-"""Tensors in slabs of host memory of exact size, pinned where the device is a GPU.
+"""Tensors in slabs of host memory of exact size, pinned if the device is a GPU.
 
-Torch's own pinned memory is rounded up to powers of two: 1.78 times the bytes of the tensors where it was measured.
+Torch rounds its pinned memory up to powers of two, which was measured to take 1.78 times the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Sizes = Sequence[tuple[int, torch.dtype]]
 ALIGNMENT = 128
 """Bytes to which each tensor of a slab is aligned."""
 SLAB_BYTES = 2**30
-"""Bytes above which tensors are split into several slabs, so that a part of the memory can be freed."""
+"""Bytes of a slab at most, so that parts of the memory can be freed."""
 HUGE_PAGE = 2**21
 
 
 def host_tensors(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """Return flat tensors of zeros in slabs of host memory, pinned where the device is a GPU.
+    """Return flat tensors of zeros in slabs of host memory, pinned if the device is a GPU.
 
-    Each has a storage of its own, so that it is saved without the others. A slab is freed with the last of its tensors.
+    Each has its own storage, so that it is saved without the others. A slab is freed with the last of its tensors.
     """
     if is_planned():
         return [torch.zeros(count, dtype=kind) for count, kind in sizes]
@@ -61,10 +61,10 @@ def _slab(sizes: Sizes, device: torch.device) -> list[Tensor]:
     if not size:
         return [torch.zeros(0, dtype=kind) for _, kind in sizes]
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages are taken as they are written
-    # what the tensors hold: unlike an mmap, it is finalized before its memory is freed
+    # the tensors hold this array, which is finalized before its memory is freed, and not the mmap, which isn't
     slab = (ctypes.c_char * size).from_buffer(memory)
     if device.type == "cuda":
-        memory.madvise(mmap.MADV_DONTFORK)  # else each data loader's worker would copy the pinned memory
+        memory.madvise(mmap.MADV_DONTFORK)  # otherwise each worker of a data loader copies the pinned memory
         if size >= HUGE_PAGE:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock, and to look up in a copy
@@ -86,12 +86,12 @@ def _aligned(size: int) -> int:
 
 
 def is_planned() -> bool:
-    """Return whether tensors are without data here, as in a plan, which counts their bytes."""
+    """Return whether new tensors have no data, as in a plan, which only counts their bytes."""
     return isinstance(torch.empty(0), FakeTensor)
 
 
 def host_room() -> int:
-    """Return the bytes that may be taken of the host, within its control groups; a twentieth is left."""
+    """Return the bytes of host memory to use at most: all available within the control groups, less a twentieth."""
     return host_memory()[1] * 19 // 20
 
 
@@ -99,12 +99,12 @@ def require_host_room(what: str, sizes: Sizes, remedy: str) -> None:
     """Check that the host has the memory that `host_tensors` would take.
 
     Raises:
-        BudgetError: it hasn't.
+        BudgetError: it has less.
     """
     needed, free = _slab_bytes(sizes), host_room()
     if needed > free and not is_planned():
         raise BudgetError(
-            f"{what} of {format_bytes(needed)} on the host, of which {format_bytes(free)} may be taken; {remedy}, or"
+            f"{what}: {format_bytes(needed)} of host memory are needed, {format_bytes(free)} may be used; {remedy}, or"
             " take a smaller model",
             needed,
             free,
@@ -112,7 +112,7 @@ def require_host_room(what: str, sizes: Sizes, remedy: str) -> None:
 
 
 def _pin(slab: ctypes.Array[ctypes.c_char], device: torch.device) -> None:
-    """Lock memory's pages until it is freed, or warn that this can't be done."""
+    """Lock a slab's pages until it is freed, or warn if that fails."""
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, size = ctypes.addressof(slab), len(slab)
     with torch.cuda.device(device):
@@ -120,11 +120,11 @@ def _pin(slab: ctypes.Array[ctypes.c_char], device: torch.device) -> None:
         if not error:
             weakref.finalize(slab, _unpin, runtime, address, device).atexit = False
             return
-        with contextlib.suppress(RuntimeError):  # the next kernel raises it once more
+        with contextlib.suppress(RuntimeError):  # the next kernel raises the error again
             torch.zeros(1, device=device)
     warnings.warn(
         f"{format_bytes(size)} of host memory could not be pinned (CUDA error {error}): copies to and from the"
-        " device will wait for one another",
+        " device wait for one another",
         stacklevel=3,
     )
 

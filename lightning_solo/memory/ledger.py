@@ -1,4 +1,4 @@
-"""Live storages by category, their peak, and the bytes that a forward saves for backward, counted exactly."""
+"""Exact counts of live storages by category, of their peak, and of the bytes that a forward saves for backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAVES = (int, float, str, type(None), torch.dtype, torch.device)
 
 
 class _Entry:
-    """One storage: the bytes last counted for it, its number in the log, and its category; None if from before."""
+    """One storage: its last count of bytes, its number in the log, and its category; None if older than the ledger."""
 
     __slots__ = ("bytes", "label", "number", "on_host", "ref")
 
@@ -37,21 +37,21 @@ class _Entry:
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every storage that an operator returns while the mode is active, until the storage is freed.
 
-    Storages are counted, not tensors: a view, a tied weight or an in-place result costs nothing. Bytes are those asked
-    for (``UntypedStorage.nbytes``), before an allocator rounds them; fake tensors count as real ones. Tensors from
-    before the mode, such as a batch, count only where they belong to ``module`` or ``optimizers``.
+    It counts storages, not tensors: a view, a tied weight or an in-place result costs nothing. Bytes are the requested
+    ones (``UntypedStorage.nbytes``), before an allocator rounds them; fake tensors count as real ones. Older tensors,
+    such as a batch, count only if they belong to ``module`` or ``optimizers``.
 
-    Not seen: memory that a kernel allocates and frees within one operator, and the inside of a function that
-    torch.compile compiled before the mode; one compiled under it runs uncompiled.
+    It does not see memory that a kernel allocates and frees within one operator, or memory inside functions that
+    torch.compile compiled earlier. A function compiled under the mode runs uncompiled.
 
-    `live` looks up the category of each storage when it is called: weights that ``module.to(dtype)`` replaced are no
-    longer counted as weights. `peak` counts a storage by its last category.
+    `live` looks up the category of each storage at the time of the call, so weights that ``module.to(dtype)`` replaced
+    are no longer weights. `peak` counts a storage by its last category.
 
     Args:
         module: as in `owned_by`.
         optimizers: as in `owned_by`.
-        device: type of the device that is counted, such as ``"cuda"``; storages on the CPU are then on the host.
-            Without it all devices are counted alike, and only storages allocated in `on_host` are on the host.
+        device: type of the counted device, such as ``"cuda"``; all other storages are on the host. By default all
+            devices are counted, and only storages allocated in `on_host` are on the host.
 
     >>> layer = nn.Linear(3, 2)
     >>> with Ledger(layer) as ledger:
@@ -92,8 +92,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _DEVICE:  # two of three calls on fake tensors
             return self.run(func, args, kwargs)
-        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor() returns a new tensor by it
-            for storage in storages_of((args, kwargs)):  # older storages; the result may be a view of one
+        if func is not torch.ops.aten.lift_fresh.default:  # the operator by which torch.tensor() returns a new tensor
+            for storage in storages_of((args, kwargs)):  # older storages; the result may be a view of them
                 self._see(storage, None)
         result = self.run(func, args, kwargs)
         label = self._label()
@@ -105,7 +105,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def see_workspace(self, size: int) -> None:
-        """Count bytes that an operator takes and frees before its result is there; for subclasses that know of them."""
+        """Count bytes that an operator allocates and frees again, for subclasses that know them."""
         number = self.log.born("temporaries")
         self.log.events += [(number, size), (number, -size)]
         self._peak = max(self._peak, self._now + size)
@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _label(self) -> str:
         in_backward = torch._C._current_graph_task_id() != -1
         if self._in_backward and not in_backward:
-            self.see_owned()  # gradients are known before anyone drops them
+            self.see_owned()  # before anyone drops the gradients
         self._in_backward = in_backward
         if torch.is_grad_enabled():
             return "activations"
@@ -135,8 +135,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = entry.ref()
             if storage is None or entry.label is None:
                 continue
-            self._count(entry, self._size(storage))  # a storage may have been resized without any operator
-            # a storage that was owned before, such as a former weight, is a remainder
+            self._count(entry, self._size(storage))  # a storage may be resized without an operator
+            # a storage that is no longer owned, such as a former weight, is of the rest
             unowned = "other" if entry.label in _OWNED else entry.label
             if entry.on_host == on_host:
                 totals[owner.get(key, unowned)] += entry.bytes
@@ -144,32 +144,32 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all live storages on the device; the sum of ``live()``."""
+        """The bytes of all live storages on the device."""
         return sum(self.live().values())
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were live at once since the mode was entered or ``reset_peak`` was called."""
+        """The peak of live bytes on the device since the mode was entered or ``reset_peak`` was called."""
         return self._peak
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most bytes that were live at once on the host, since the same moment."""
+        """The peak of live bytes on the host since then."""
         return self._host_peak
 
     def peak(self) -> Peak:
-        """Return the peak on the device since the mode was entered or ``reset_peak`` was called, by category."""
+        """Return the peak on the device since then, by category."""
         self.see_owned()
         most, count = self.log.peak()
         return Peak(most, self.log.breakdown(count), *self._where)
 
     def number_of(self, storage: UntypedStorage) -> int | None:
-        """Return a storage's number in the log; None for one that isn't counted on the device."""
+        """Return a storage's number in the log; None if it isn't counted on the device."""
         entry = self._entries.get(id(storage))
         return entry.number if entry is not None and entry.ref() is storage and entry.number >= 0 else None
 
     def reset_peak(self) -> None:
-        """Start a new peak at the bytes that are live now, and forget the events until now."""
+        """Start a new peak at the bytes that are live now, and drop the events until now."""
         self._peak, self._host_peak = self.live_bytes, self._host_now
         self._where = ("", "")
         live = [entry for entry in self._entries.values() if entry.label is not None and not entry.on_host]
@@ -177,7 +177,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count allocations on the host in this context, for a device that shares its memory with the host."""
+        """Count allocations in this context as on the host, where device and host share their memory."""
         before, self._on_host = self._on_host, True
         try:
             yield
@@ -185,7 +185,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._on_host = before
 
     def see_owned(self) -> None:
-        """Update the owners of storages: called at the end of each backward, and by `live` and `peak`."""
+        """Update the owners of storages; called at the end of each backward, and by `live` and `peak`."""
         for category, storage in self._owned():
             self._see(storage, category)
 
@@ -196,7 +196,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, storage: UntypedStorage, label: str | None) -> None:
         key = id(storage)
         entry = self._entries.get(key)
-        if entry is None or entry.ref() is not storage:  # ids are used again: compare the object too
+        if entry is None or entry.ref() is not storage:  # ids are reused
             if entry is not None:
                 self._count(entry, 0)
             on_host = self._on_host or (self._device is not None and storage.device.type != self._device)
@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self._now)
 
     def _forget(self, key: int) -> Callable[[weakref.ref[UntypedStorage]], None]:
-        """Return the function called when the storage of ``key`` is freed; it keeps no ledger alive."""
+        """Return a function to call when the storage of ``key`` is freed; it doesn't keep the ledger alive."""
         ledger = weakref.ref(self)
 
         def forget(ref: weakref.ref[UntypedStorage]) -> None:
@@ -239,11 +239,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator[tuple[str, Any]]:
-    """Yield (category, tree of tensors) for all that a module and optimizers hold; of a tensor twice, the last counts.
+    """Yield (category, tree of tensors) of a module and optimizers; the last category of a tensor counts.
 
     Args:
         module: its parameters and buffers are ``weights``, the parameters' ``.grad`` are ``gradients``.
-        optimizers: tensors in their ``state`` are ``optimizer_states``; others than torch's are skipped.
+        optimizers: tensors in their ``state`` are ``optimizer_states``; other classes than torch's are skipped.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, Optimizer):
@@ -260,7 +260,7 @@ def storages_of(tree: Any) -> list[UntypedStorage]:
 
 
 def operator_tensors(tree: Any) -> list[Tensor]:
-    """Return every tensor in ``tree``; in arguments of operators, by far the most, without torch's slower walk."""
+    """Return every tensor in ``tree``, without torch's slower walk for the containers of operators' arguments."""
     tensors: list[Tensor] = []
     _gather(tree, tensors)
     return tensors
@@ -283,10 +283,10 @@ def _gather(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def saved_for_backward(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, int]:
-    """Return ``function(*args, **kwargs)`` and the bytes it left alive while nothing but its output is held.
+    """Return ``function(*args, **kwargs)``, and the bytes that stay allocated as long as its output.
 
     These are the tensors that autograd saved, the inputs that ``torch.utils.checkpoint`` keeps for a recomputation,
-    and the output itself; not the arguments and weights, which lived before and live on.
+    and the output itself, without arguments and weights.
 
     >>> saved_for_backward(lambda x: x.exp().sum(), torch.zeros(5, requires_grad=True))[1]  # exp saves its result
     24

@@ -1,4 +1,4 @@
-"""A limit of memory for a CPU: the error of a device that has too little, at the same operator each time."""
+"""A memory limit on a CPU, which raises a device's out-of-memory error at the same operator each time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ EVENTS_AT_MOST = 10_000
 
 
 class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
-    """Raises torch's out-of-memory error when more bytes are live than a limit: a small GPU, to try things without one.
+    """Raises torch's out-of-memory error when more bytes than a limit are live, as a small GPU does.
 
-    `Ledger` counts the bytes of each storage, without an allocator. The same run therefore fails at the same
-    operator on every machine, and the rest of the process doesn't count.
+    `Ledger` counts the bytes of each storage, without an allocator. So the same run fails at the same operator on
+    every machine, and the rest of the process doesn't count.
 
     Args:
         limit: bytes, or a text such as ``"2GiB"``.
@@ -26,7 +26,7 @@ class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
         optimizers: their states count too.
 
     Raises:
-        ValueError: a limit that is no number of bytes.
+        ValueError: the limit is no number of bytes.
 
     >>> with MemoryLimit("1KiB"):
     ...     torch.zeros(200).exp()
@@ -39,18 +39,14 @@ class MemoryLimit(Ledger):  # type: ignore[no-untyped-call]
         self.limit = parse_budget(limit, least=0)
         self.raised = 0
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of one operator."""
-        if len(self.log.events) > EVENTS_AT_MOST:  # only their sum is needed
-            self.reset_peak()
-        return super().run(func, args, kwargs)
-
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if len(self.log.events) > EVENTS_AT_MOST:  # only their sum is needed
+            self.reset_peak()
         before = self._now
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._now > self.limit and self._now > before:  # what makes room must be allowed
+        if self._now > self.limit and self._now > before:  # an operator that takes no memory is allowed
             now = self._now
             del result
             self.raised += 1

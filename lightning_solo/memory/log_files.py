@@ -1,4 +1,4 @@
-"""Paths of an observer's files: relative to the run's directory, and inside of it."""
+"""Paths of an observer's files, relative to the run's directory and inside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALLOWED = "allowed is a relative path without '..', such as 'logs/memory'"
 
 
 def not_below_a_folder(value: str) -> str | None:
-    """Return None for a path that is below a folder, else a text with the allowed paths."""
+    """Return None if a path stays below a folder, else a text with the allowed paths."""
     path = PurePath(value)
     named = value.strip() and value.isprintable() and not value.endswith(("/", "\\")) and len(value) <= 255
     leads_out = path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\"))
@@ -22,10 +22,10 @@ def not_below_a_folder(value: str) -> str | None:
 def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path | None:
     """Return ``path`` below a Trainer's log directory, with symbolic links resolved.
 
-    For a remote directory return None, and warn with ``instead``, the text on what replaces the file.
+    For a remote directory, warns with ``instead``, the text on what replaces the file, and returns None.
 
     Raises:
-        PresetError: it leads outside; names ``option``.
+        PresetError: the path leads outside; the message names ``option``.
     """
     root = str(trainer.log_dir or trainer.default_root_dir)
     if "://" in root:

@@ -1,4 +1,4 @@
-"""The name of the module that an operator belongs to, in forward and in backward, without a change to the graph."""
+"""The module that an operator belongs to, in forward and in backward, without a change to the graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
 
 @contextmanager
 def names_not_followed() -> Iterator[None]:
-    """Take the hooks of all `ModuleNames` away for a while: a graph compiled under them would be another one."""
+    """Remove the hooks of all `ModuleNames` in this context, since a graph compiled under them would differ."""
     before = [dict(hooks) for hooks in _FORWARD_HOOKS]
     ours = {
         key
@@ -43,7 +43,7 @@ def names_not_followed() -> Iterator[None]:
 
 
 class ModuleNames:
-    """Follows which module of ``root`` runs; in backward, the one whose forward created the running node.
+    """Follows which module of ``root`` runs; in backward, the module whose forward created the running node.
 
     Autograd numbers the nodes of a thread in the order of their creation, so a module's nodes are an interval.
     """
@@ -56,7 +56,7 @@ class ModuleNames:
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Follow the forward of every module, by hooks of torch that are for all modules."""
+        """Follow the forward of every module, by torch's global hooks."""
         if self._root is not None and not self._handles:
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
@@ -80,7 +80,7 @@ class ModuleNames:
             if end <= number:
                 break
             if first <= number:
-                innermost = name  # an inner module was left before the outer one
+                innermost = name  # inner modules end before outer ones
         return innermost
 
     def _enter(self, module: nn.Module, args: Any) -> None:

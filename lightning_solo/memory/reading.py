@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,16 +44,16 @@ def free_device_bytes(module: torch.nn.Module) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident set of this process, by the cheapest way there is."""
+    """Return the bytes of this process's resident set."""
     try:
         with _STATM.open("rb") as file:
-            return int(file.read().split()[1]) * _page_size()
+            return int(file.read().split()[1]) * mmap.PAGESIZE
     except OSError:
         return _peak_resident_bytes()
 
 
 def _read_cuda(device: torch.device) -> Reading:
-    # One call for all counters; torch.cuda.memory_allocated() and its like each flatten the whole dictionary.
+    # one call for all counters: torch.cuda.memory_allocated() and similar functions each flatten the whole dictionary
     stats = torch.cuda.memory_stats_as_nested_dict(device)
 
     def counter(name: str, which: str) -> int:
@@ -75,7 +76,7 @@ def _read_process() -> Reading:
 def _peak_resident_bytes() -> int:
     """Return the largest resident set so far; 0 where the system has no such counter (Windows)."""
     try:
-        # Not getrusage where this exists: ru_maxrss is inherited from the process that started this one.
+        # getrusage is the fallback, since ru_maxrss is inherited from the process that started this one
         with _STATUS.open("rb") as file:
             for line in file:
                 if line.startswith(b"VmHWM:"):
@@ -88,9 +89,3 @@ def _peak_resident_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
-
-
-def _page_size() -> int:
-    import resource
-
-    return resource.getpagesize()

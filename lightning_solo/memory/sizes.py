@@ -1,4 +1,4 @@
-"""Elements of a module's parameters, bytes of its buffers, and what of both is on the host."""
+"""Elements of a module's parameters, bytes of its buffers, and the bytes of both that are on the host."""
 
 from __future__ import annotations
 

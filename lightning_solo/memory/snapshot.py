@@ -1,4 +1,4 @@
-"""The CUDA allocator's history: its recording, and the moment in it when most bytes were allocated."""
+"""The CUDA allocator's history: its recording, and the moment of its peak."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -26,35 +27,30 @@ BEFORE = "from before this history, no Python frame"
 
 
 class History:
-    """Records the CUDA allocator's history; a recording that somebody else started is left running.
+    """Records the CUDA allocator's history, and leaves a recording that others started running.
 
     Args:
-        max_entries: of the history; older ones are dropped.
+        max_entries: entries of the history; older ones are dropped.
         native_frames: also record C++ frames, which name the operators of backward; reading them takes minutes.
     """
 
     def __init__(self, max_entries: int, native_frames: bool = False) -> None:
         self.max_entries = max_entries
         self.native_frames = native_frames
-        self._on = False
-
-    @property
-    def on(self) -> bool:
-        """Whether this object records."""
-        return self._on
+        self.on = False  # whether this object records
 
     def start(self) -> None:
-        """Record from now on."""
-        if not self._on and not records():
+        """Start the recording, unless the allocator records already."""
+        if not records():
             self._record()
 
     def clear(self) -> None:
-        """Forget the history until now, but keep the frames of live allocations."""
-        if self._on:
+        """Drop the history until now, but keep the frames of live allocations."""
+        if self.on:
             self._record()
 
     def _record(self) -> None:
-        self._on = True
+        self.on = True
         torch.cuda.memory._record_memory_history(
             "all",
             context="all",
@@ -65,8 +61,8 @@ class History:
 
     def stop(self) -> None:
         """Stop the recording if this object started it; a second call does nothing."""
-        if self._on:
-            self._on = False
+        if self.on:
+            self.on = False
             torch.cuda.memory._record_memory_history(None)
 
 
@@ -93,11 +89,11 @@ def read_counters(device: torch.device) -> Counters:
 
 @dataclass(frozen=True)
 class Block:
-    """One allocation: its requested bytes, and the frames of the call that made it, the innermost first."""
+    """One allocation: its requested bytes, and the frames of the call that made it, innermost first."""
 
     bytes: int
     frames: Sequence[Mapping[str, Any]] | None
-    survived: bool  # until the snapshot, so that its address was not used again
+    survived: bool  # until the snapshot, so that its address was not reused
 
 
 @dataclass(frozen=True)
@@ -106,8 +102,8 @@ class Moment:
 
     Attributes:
         blocks: address -> allocation.
-        wanted: bytes whose allocation failed, at an OOM.
-        free: bytes that the device had left then.
+        wanted: at an OOM, the bytes whose allocation failed.
+        free: at an OOM, the device's free bytes.
     """
 
     blocks: dict[int, Block]
@@ -121,24 +117,20 @@ class Moment:
 
 
 def moment_of_peak(snapshot: Mapping[str, Any], device: int = 0) -> Moment:
-    """Return the moment of the history at which most bytes were allocated; its start or end included."""
-    events = _events(snapshot, device)
-    now = sum(block["requested_size"] for block in _active(snapshot, device).values())
-    most, where = now, len(events)
-    for index in range(len(events) - 1, -1, -1):
-        now -= _change(events[index])
-        if now > most:
-            most, where = now, index
-    return _moment(snapshot, device, where)
+    """Return the moment of the history at which most bytes were allocated, including its start and end."""
+    changes = [_change(event) for event in _events(snapshot, device)]
+    end = sum(block["requested_size"] for block in _active(snapshot, device).values())
+    totals = list(accumulate(changes, initial=end - sum(changes)))
+    return _moment(snapshot, device, max(range(len(totals)), key=lambda index: (totals[index], index)))
 
 
 def moment_of_oom(snapshot: Mapping[str, Any], device: int = 0) -> Moment | None:
     """Return the moment of the last OOM in the history, or None."""
-    events = _events(snapshot, device)
-    where = next((index for index in range(len(events) - 1, -1, -1) if events[index]["action"] == "oom"), None)
-    if where is None:
+    ooms = [(index, event) for index, event in enumerate(_events(snapshot, device)) if event["action"] == "oom"]
+    if not ooms:
         return None
-    return _moment(snapshot, device, where, events[where].get("size", 0), events[where].get("device_free", 0))
+    index, event = ooms[-1]
+    return _moment(snapshot, device, index, event.get("size", 0), event.get("device_free", 0))
 
 
 def _events(snapshot: Mapping[str, Any], device: int) -> Sequence[Mapping[str, Any]]:
@@ -183,7 +175,7 @@ def _moment(snapshot: Mapping[str, Any], device: int, where: int, wanted: int = 
 
 @dataclass(frozen=True)
 class Holding:
-    """Allocations that belong together: of a category, or by one place in the code."""
+    """Allocations of one category, or from one place in the code."""
 
     what: str
     bytes: int
@@ -191,12 +183,12 @@ class Holding:
 
 
 def holdings(moment: Moment, module: nn.Module | None = None, optimizers: Iterable[object] = ()) -> list[Holding]:
-    """Return the allocations, the largest first: weights, gradients, optimizer states, the rest by its place.
+    """Return weights, gradients, optimizer states, and the other allocations by place in the code, the largest first.
 
     Args:
-        moment: of a snapshot taken just now: addresses are compared.
-        module: its weights, gradients and ``forward`` get names.
-        optimizers: their states get names.
+        moment: of a snapshot taken just now, since addresses are compared.
+        module: for names of weights, gradients and the methods of modules.
+        optimizers: for names of optimizer states.
     """
     owners, code = owners_of(module, optimizers), code_of(module)
     sizes: dict[str, list[int]] = {}
@@ -208,7 +200,7 @@ def holdings(moment: Moment, module: nn.Module | None = None, optimizers: Iterab
 
 
 def owners_of(module: nn.Module | None, optimizers: Iterable[object] = ()) -> dict[int, str]:
-    """Return address -> category of what module and optimizers hold now."""
+    """Return address -> category of the storages that a module and optimizers hold now."""
     return {
         storage.data_ptr(): category.replace("_", " ")
         for category, tree in owned_by(module, optimizers)
@@ -216,41 +208,30 @@ def owners_of(module: nn.Module | None, optimizers: Iterable[object] = ()) -> di
     }
 
 
-@dataclass(frozen=True)
-class Code:
-    """The lines of one method of a module's class, and which modules run it."""
-
-    name: str
-    first: int
-    last: int
-    modules: str
+Code = Mapping[tuple[Any, Any], tuple[str, str]]
+"""(file, line) -> the method of a module's class, and the names of the modules that run it."""
 
 
-def code_of(module: nn.Module | None) -> dict[str, list[Code]]:
-    """Return file -> the methods in it that belong to the classes of ``module`` and its parts, torch's own left out."""
+def code_of(module: nn.Module | None) -> Code:
+    """Return the lines of the methods of a module and its parts, except in torch's own files."""
     names: dict[type, list[str]] = {}
     for name, part in module.named_modules() if module is not None else ():
         for cls in type(part).__mro__:
             if issubclass(cls, nn.Module) and cls is not nn.Module:
-                names.setdefault(cls, []).append(name)
-    methods: dict[str, list[Code]] = {}
+                names.setdefault(cls, []).extend([name] if name else [])
+    code: dict[tuple[Any, Any], tuple[str, str]] = {}
     for cls, parts in names.items():
-        where = _shortened([name for name in parts if name])
+        shown = ", ".join(parts) if len(parts) <= 2 else f"{parts[0]} ... {parts[-1]}, {len(parts)} modules"
         for function in vars(cls).values():
             if isinstance(function, FunctionType) and _is_users(function.__code__.co_filename):
-                code = function.__code__
-                last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
-                method = Code(f"{cls.__name__}.{function.__name__}", code.co_firstlineno, last, where)
-                methods.setdefault(code.co_filename, []).append(method)
-    return methods
+                for _, _, line in function.__code__.co_lines():
+                    method = f"{cls.__name__}.{function.__name__}"
+                    code.setdefault((function.__code__.co_filename, line), (method, shown))
+    return code
 
 
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}, {len(names)} modules"
-
-
-def place_of(frames: Sequence[Mapping[str, Any]] | None, code: Mapping[str, Sequence[Code]] | None = None) -> str:
-    """Return a text about the line that made an allocation: the user's innermost one, else the library's.
+def place_of(frames: Sequence[Mapping[str, Any]] | None, code: Code | None = None) -> str:
+    """Return the user's innermost line that made an allocation, else the library's, as text.
 
     >>> place_of([{"filename": "/home/me/model.py", "line": 7, "name": "forward"}])
     'forward at model.py:7'
@@ -264,25 +245,20 @@ def place_of(frames: Sequence[Mapping[str, Any]] | None, code: Mapping[str, Sequ
         if operator:
             return f"{operator} in backward"
         return _words_of(python[0]) if python else NO_FRAME
-    inside = [
-        one
-        for one in (code or {}).get(users["filename"], ())
-        if one.first <= users["line"] <= one.last and one.name.endswith(f".{str(users['name']).rpartition('.')[2]}")
-    ]
-    words = _words_of(users, inside[0].name if inside else "")
-    modules = f" ({inside[0].modules})" if inside and inside[0].modules else ""
-    return f"{words}{modules}{f', {operator}' if operator else ''}"
+    method, modules = (code or {}).get((users["filename"], users["line"]), (users["name"], ""))
+    words = _words_of({**users, "name": method})
+    return f"{words}{f' ({modules})' if modules else ''}{f', {operator}' if operator else ''}"
 
 
 _NODE = re.compile(r"(\w+Backward\d*)(?:::|\b)")
 
 
-def _words_of(frame: Mapping[str, Any], name: str = "") -> str:
-    return f"{name or frame['name']} at {os.path.basename(str(frame['filename']))}:{frame['line']}"
+def _words_of(frame: Mapping[str, Any]) -> str:
+    return f"{frame['name']} at {os.path.basename(str(frame['filename']))}:{frame['line']}"
 
 
 def _is_users(filename: str) -> bool:
-    """Return whether a file is neither Python's nor torch's nor Lightning's nor this package's."""
+    """Return whether a file is the user's, and not Python's, torch's, Lightning's or this package's."""
     if filename.startswith("<"):
         return False
     return not any(filename.startswith(root) for root in _roots()) or f"{os.sep}reference{os.sep}" in filename
@@ -292,7 +268,7 @@ def _roots() -> Iterator[str]:
     package = Path(__file__).parents[1]
     yield f"{package}{os.sep}"
     standard = sysconfig.get_path("stdlib")
-    # site-packages is below the standard library's folder: only some modules outside of it are taken as Python's
+    # not the standard library's whole folder, since site-packages is below it
     yield from (f"{standard}{os.sep}{name}" for name in ("contextlib", "functools", "threading", "asyncio", "runpy"))
     for name in NOT_USERS:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -301,10 +277,12 @@ def _roots() -> Iterator[str]:
 
 
 def describe(title: str, moment: Moment, rows: Sequence[Holding], most: int = 8) -> str:
-    """Return a moment as text: total bytes, and a line per category or line of code."""
+    """Return a moment as text: its total bytes, and a line for each of the ``most`` largest holdings."""
     lines = [f"{title}: {format_bytes(moment.bytes)} allocated"]
     if moment.wanted:
-        lines[0] += f", {format_bytes(moment.wanted)} more were wanted, {format_bytes(moment.free)} of the device free"
+        lines[0] += (
+            f", {format_bytes(moment.wanted)} more were requested, {format_bytes(moment.free)} of the device free"
+        )
     lines += [f"{format_bytes(row.bytes):>12}  {row.what} ({row.count})" for row in rows[:most]]
     rest = rows[most:]
     if rest:
@@ -316,7 +294,7 @@ def describe(title: str, moment: Moment, rows: Sequence[Holding], most: int = 8)
 
 
 def write_snapshot(snapshot: Mapping[str, Any], words: str, path: Path) -> None:
-    """Write a snapshot for https://docs.pytorch.org/memory_viz, and its text beside it.
+    """Write a snapshot for https://docs.pytorch.org/memory_viz, and its text next to it, with the suffix ``.txt``.
 
     Raises:
         OSError: it cannot be written.

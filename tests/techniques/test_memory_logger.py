@@ -21,8 +21,7 @@ from lightning_solo.report.run_folder import read_run
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.memory_logger import phase_peaks, technique
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
-from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
-from lightning_solo.techniques.memory_logger.technique import MemoryLogger
+from lightning_solo.techniques.memory_logger.technique import MemoryLogger, summary_table
 from lightning_solo.units import GiB, MiB
 from tests.conftest import long
 from tests.messages import lines_with, mentions
@@ -199,16 +198,9 @@ def test_a_phase_keeps_the_largest_peak_of_its_micro_batches_until_the_next_row(
     assert phases.read().peak_allocated == 7
 
 
-def test_the_table_has_the_mean_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
-    table = SummaryTable()
-    for count in (GiB, 4 * GiB, GiB):
-        table.add("peak_resident", count)
-    assert table.rows() == {"peak_resident": (2 * GiB, 4 * GiB)}
-    assert table.largest("peak_resident") == 4 * GiB
-    table.print("Memory", below="a line")
-    printed = capsys.readouterr().out
-    assert printed.index("peak resident") < printed.index("2.00 GiB") < printed.index("4.00 GiB")
-    assert printed.endswith("a line\n")
+def test_table_has_the_mean_and_the_largest() -> None:
+    table = summary_table("Memory", {"peak_resident": [GiB, 4 * GiB, GiB]})
+    assert [[cell.text for cell in row] for row in table.rows] == [["peak resident", "2.00 GiB", "4.00 GiB"]]
 
 
 @pytest.mark.cpu_only("the memory of a process is read on the CPU; a GPU has counters")
@@ -583,7 +575,7 @@ def test_a_file_that_cannot_be_written(
     def fail(*args: Any) -> None:
         raise OSError(number, "no")
 
-    monkeypatch.setattr(technique, "append_rows", fail)
+    monkeypatch.setattr(technique, "append_row", fail)
     trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1)])
     with pytest.warns(UserWarning, match=mentions("memory.csv")) as caught:
         trainer.fit(regression(home), loader(5))

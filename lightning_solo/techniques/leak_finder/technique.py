@@ -18,11 +18,11 @@ from lightning_solo.techniques.leak_finder.card import Settings
 class LeakFinder(Callback, Settings):
     """Counts all live tensors every ``every_n_steps`` optimizer steps, and warns of kinds that keep growing.
 
-    A finding is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals. Some that
-    came in the first interval are still alive, even after a garbage collection. The warning names their bytes and
-    their holders: a list of a module, a dictionary in a closure, the graph of a loss that was kept.
-    Each kind and each holder is named once in a fit, also if it grows on purpose and is emptied later, such as the
-    predictions that a metric gathers until the end of an epoch.
+    A leak is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals, and of which
+    some tensors of the first interval are still alive after a garbage collection. The warning names the bytes and the
+    holder: a list of a module, a dictionary in a closure, the graph of a loss that was kept. Each kind and each holder
+    is named once in a fit, also if it grows on purpose and is emptied later, such as the predictions that a metric
+    collects until the end of an epoch.
 
     It doesn't see a tensor that is replaced by ever larger ones, or memory that no Python object refers to.
 
@@ -71,11 +71,11 @@ class LeakFinder(Callback, Settings):
 
     def _look(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         if not self._looks:
-            gc.collect()  # what earlier fits left is not growth
+            gc.collect()  # garbage of earlier fits is not growth
         self._looks.append((step, take_census(pl_module, trainer.optimizers)))
         if len(self._looks) <= self.consecutive or not self._grown():
             return
-        gc.collect()  # cycles wait for a collection; they are no leak
+        gc.collect()  # cycles that wait for a collection are no leak
         self._looks[-1] = step, take_census(pl_module, trainer.optimizers)
         grown = self._grown()
         steps = step - self._looks[0][0]
@@ -94,7 +94,7 @@ class LeakFinder(Callback, Settings):
             if leak.holder not in known:
                 self._leaks.append(leak)
                 warnings.warn(
-                    f"LeakFinder: {leak}. If it should not grow: keep numbers (loss.item()) or what is detached and on "
-                    "the host, or empty it",
+                    f"LeakFinder: {leak}. If it should not grow: keep numbers (loss.item()) or detached tensors on the "
+                    "host, or empty it",
                     stacklevel=2,
                 )

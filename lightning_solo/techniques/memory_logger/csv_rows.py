@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from lightning_solo.memory.events import CATEGORIES, PHASES
 from lightning_solo.memory.reading import Reading
 
-_OF_READING = {
-    field.name: field.name if field.name == "alloc_retries" else f"{field.name}_bytes" for field in fields(Reading)
-}
-COLUMNS = (
-    *("fit", "stage", "device", "epoch", "step"),
-    *_OF_READING.values(),
-    *(f"{phase}_bytes" for phase in PHASES),
-    *(f"{category}_bytes" for category in CATEGORIES),
-)
+
+def column(name: str) -> str:
+    """Return the column of a counter, a phase or a category."""
+    return name if name == "alloc_retries" else f"{name}_bytes"
 
 
-def cells_of(reading: Reading, parts: Mapping[str, int]) -> dict[str, int | None]:
-    """Return the cells of a reading and of the bytes of phases and categories, by column."""
-    counters = {_OF_READING[name]: count for name, count in asdict(reading).items()}
-    return counters | {f"{part}_bytes": count for part, count in parts.items()}
+COUNTS = (*(field.name for field in fields(Reading)), *PHASES, *CATEGORIES)
+COLUMNS = ("fit", "stage", "device", "epoch", "step", *map(column, COUNTS))
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Append rows of `COLUMNS` to a CSV; a new file gets a header.
+def append_row(path: Path, row: Mapping[str, object]) -> None:
+    """Append a row of `COLUMNS` to a CSV; a new file gets a header.
 
     Raises:
         OSError: the file can't be written, or has another header.
@@ -42,4 +35,4 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         writer = csv.DictWriter(file, COLUMNS)
         if not header:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow(row)

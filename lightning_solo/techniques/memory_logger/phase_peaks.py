@@ -18,7 +18,7 @@ class PhasePeaks:
 
     Args:
         device: a CUDA device, or any other for the memory of this process.
-        per_phase: keep peaks by phase; otherwise `enter` does nothing, and no counter is reset.
+        per_phase: keep peaks by phase. Otherwise `enter` does nothing, and no counter is reset.
     """
 
     def __init__(self, device: torch.device, per_phase: bool) -> None:
@@ -29,7 +29,7 @@ class PhasePeaks:
         self._hidden_allocated = self._hidden_reserved = 0
 
     def enter(self, phase: str | None) -> None:
-        """Keep the peak of the ending phase, and begin another one, or none."""
+        """End the phase and keep its peak; begin another one, unless it is None."""
         if not self.per_phase:
             return
         ended, self._phase = self._phase, phase
@@ -46,12 +46,12 @@ class PhasePeaks:
             self._peaks[ended] = max(self._peaks.get(ended, 0), peak)
 
     def take(self) -> dict[str, int]:
-        """Return the peak bytes of each phase since the last call, without those of 0 bytes."""
+        """Return the peak bytes of each phase since the last call, if they are above 0."""
         peaks, self._peaks = self._peaks, {}
         return {phase: peaks[phase] for phase in PHASES if peaks.get(phase)}
 
     def read(self) -> Reading:
-        """Return a reading of the device with the true peaks, in spite of this object's resets."""
+        """Return a reading of the device whose peaks include those before the resets."""
         reading = read(self.device)
         if reading.peak_allocated is None or reading.peak_reserved is None:
             return reading

@@ -6,13 +6,14 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
 
 from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.memory.category_peaks import CategoryPeaks, describe
@@ -20,10 +21,10 @@ from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below_logs
 from lightning_solo.memory.reading import Reading
 from lightning_solo.seams import patches
+from lightning_solo.tables import Cell, Table, size, terminal
 from lightning_solo.techniques.memory_logger.card import Settings
-from lightning_solo.techniques.memory_logger.csv_rows import append_rows, cells_of
+from lightning_solo.techniques.memory_logger.csv_rows import append_row, column
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
-from lightning_solo.techniques.memory_logger.summary_table import SummaryTable
 from lightning_solo.units import GiB
 
 _numbers = itertools.count(1)
@@ -37,20 +38,23 @@ def metrics_of(
     >>> metrics_of(Reading(resident=GiB, peak_resident=3 * GiB), {"forward": 2 * GiB})
     {'memory/resident_gib': 1.0, 'memory/peak_resident_gib': 3.0, 'memory/forward_resident_gib': 2.0}
     """
-    counts = {
-        "memory/allocated_gib": reading.allocated,
-        "memory/peak_allocated_gib": reading.peak_allocated,
-        "memory/reserved_gib": reading.reserved,
-        "memory/resident_gib": reading.resident,
-        "memory/peak_resident_gib": reading.peak_resident,
-    }
-    suffix = "peak_allocated_gib" if reading.resident is None else "resident_gib"
-    counts |= {f"memory/{category}_gib": count for category, count in (categories or {}).items()}
-    counts |= {f"memory/{phase}_{suffix}": peak for phase, peak in (phases or {}).items()}
-    metrics = {key: count / GiB for key, count in counts.items() if count is not None}
+    main = ("allocated", "peak_allocated", "reserved", "resident", "peak_resident")
+    suffix = "peak_allocated" if reading.resident is None else "resident"
+    counts: dict[str, int | None] = {name: getattr(reading, name) for name in main}
+    counts |= categories or {}
+    counts |= {f"{phase}_{suffix}": peak for phase, peak in (phases or {}).items()}
+    metrics = {f"memory/{name}_gib": count / GiB for name, count in counts.items() if count is not None}
     if reading.alloc_retries is not None:
         metrics["memory/alloc_retries"] = float(reading.alloc_retries)
     return metrics
+
+
+def summary_table(title: str, counts: Mapping[str, Sequence[int]]) -> Table:
+    """Return the mean, rounded down, and the largest of the bytes of each name."""
+    rows = [
+        (Cell(name.replace("_", " ")), size(sum(each) // len(each)), size(max(each))) for name, each in counts.items()
+    ]
+    return Table(title, ("", "mean", "largest"), rows)
 
 
 class MemoryLogger(Callback, Settings):
@@ -76,7 +80,7 @@ class MemoryLogger(Callback, Settings):
 
         On a GPU the allocator's peak counts since the last reset of its counters, possibly before this run.
         """
-        return self._table.largest("peak_allocated") or self._table.largest("resident")
+        return max(self._counts.get("peak_allocated") or self._counts.get("resident") or [0])
 
     @property
     def resets_peak_counters(self) -> bool:
@@ -102,7 +106,7 @@ class MemoryLogger(Callback, Settings):
         self._stage = stage
         self._phases = PhasePeaks(device, self.per_phase)
         self._categories = CategoryPeaks(self.category_steps)
-        self._table = SummaryTable()
+        self._counts: dict[str, list[int]] = {}  # bytes by name, for the table
         self._path: Path | None = None
         self._step = 0  # of the last row
         self._begun = False  # whether a batch has begun
@@ -121,13 +125,13 @@ class MemoryLogger(Callback, Settings):
         self._add_row(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forward begins."""
+        """Begin the forward phase."""
         self._begun = True
         self._phases.enter("forward")
         self._categories.enter(pl_module, trainer.optimizers, self._phases.device, trainer.global_step)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Backward begins."""
+        """Begin the backward phase."""
         self._phases.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,12 +156,10 @@ class MemoryLogger(Callback, Settings):
             self._log(trainer, counted)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop counting: a module may skip the rest of an epoch within a batch that never ends."""
+        """Stop counting, since a batch may have been skipped with the rest of its epoch, and then it has no end."""
         self._categories.leave()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop counting, as before a validation."""
-        self._categories.leave()
+    on_train_epoch_end = on_validation_start
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last steps, while the model is still on its device."""
@@ -168,23 +170,17 @@ class MemoryLogger(Callback, Settings):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Record that a batch has begun, also in a test or prediction."""
+        """Record that a batch has begun."""
         self._begun = True
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a separate validation run, not one inside a fit."""
-        if self._stage == "validate":
+        """Log a run that is not a fit."""
+        if self._stage != "fit":
             self._log(trainer)
 
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a test run."""
-        self._log(trainer)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a prediction run."""
-        self._log(trainer)
+    on_test_end = on_predict_end = on_validation_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table."""
@@ -214,28 +210,25 @@ class MemoryLogger(Callback, Settings):
         categories = categories or {}
         phases, reading = self._phases.take(), self._phases.read()
         self._step = trainer.global_step
-        for category, count in categories.items():
-            self._table.add(f"counted_{category}", count)
-        for name, counter in (*asdict(reading).items(), *phases.items()):
-            if counter is not None and name != "alloc_retries":
-                self._table.add(name, counter)
-        self._write(
-            {
-                "fit": self._fit,
-                "stage": self._stage,
-                "device": str(self._phases.device),
-                "epoch": trainer.current_epoch,
-                "step": self._step,
-                **cells_of(reading, {**phases, **categories}),
-            }
-        )
+        counts = asdict(reading) | phases
+        for name, count in ({f"counted_{category}": n for category, n in categories.items()} | counts).items():
+            if count is not None and name != "alloc_retries":
+                self._counts.setdefault(name, []).append(count)
+        row = {
+            "fit": self._fit,
+            "stage": self._stage,
+            "device": str(self._phases.device),
+            "epoch": trainer.current_epoch,
+            "step": self._step,
+        }
+        self._write(row | {column(name): count for name, count in (counts | dict(categories)).items()})
         return metrics_of(reading, phases, categories)
 
     def _write(self, row: Mapping[str, object]) -> None:
         if self._path is None:
             return
         try:
-            append_rows(self._path, [row])
+            append_row(self._path, row)
         except OSError as error:
             warnings.warn(
                 f"MemoryLogger: {self._path} cannot be written ({error}); this run continues without it", stacklevel=2
@@ -244,8 +237,9 @@ class MemoryLogger(Callback, Settings):
 
     def _finish(self) -> None:
         self._categories.discard()
-        if self._fit and self.table and self._table:
-            largest = self._categories.largest
-            below = "" if largest is None else describe(*largest)
-            self._table.print(f"Memory, {self._stage} on {self._phases.device}", below)
+        if self._fit and self.table and self._counts:
+            console = Console()
+            console.print(terminal(summary_table(f"Memory, {self._stage} on {self._phases.device}", self._counts)))
+            if self._categories.largest is not None:
+                console.print(describe(*self._categories.largest), soft_wrap=True, markup=False)
         self._fit = ""

@@ -1,4 +1,4 @@
-"""The CUDA allocator's history at the step with the highest peak, and at an OOM: as a file and as a short text."""
+"""The CUDA allocator's history at the step with the highest peak and at an OOM, as a file and as a short text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_solo.memory.snapshot import (
 from lightning_solo.techniques.memory_snapshot.card import Settings
 
 NOTABLE = 1.01
-"""Factor over the last written peak from which a peak is written again, so that slightly longer batches aren't."""
+"""Factor above the last written peak from which a peak is written again, so that slightly longer batches are not."""
 
 
 class MemorySnapshot(Callback, Settings):
@@ -34,7 +34,7 @@ class MemorySnapshot(Callback, Settings):
 
     ``step-<global_step>-peak.pickle`` is for https://docs.pytorch.org/memory_viz; the ``.txt`` next to it names the
     parts of the peak and the lines that allocated them. A higher peak replaces both. An OOM, even if it was handled,
-    gets its own files, ``step-<global_step>-oom``. The history covers one batch and starts anew with the next.
+    gets its own files, ``step-<global_step>-oom``. The history covers one batch.
 
     A peak counts only if it is the highest in the process so far: after a larger one (of a validation, or of an earlier
     fit) there is no new one until ``torch.cuda.reset_peak_memory_stats`` is called.
@@ -63,17 +63,17 @@ class MemorySnapshot(Callback, Settings):
     # --- when: Lightning's hooks ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start to record, before the weights are on the device."""
+        """Start the recording, before the weights are on the device."""
         if stage != "fit":
             return
-        self._undo()
+        self._history.stop()
         self._reset()
         device = trainer.strategy.root_device
         if device.type != "cuda":
             raise CapabilityError(
                 f"memory_snapshot needs a CUDA device, and this run is on {device}: it reads the CUDA allocator's "
-                "history; elsewhere memory_logger.category_steps=2 logs what a step's peak consists of, and which "
-                "operator and module make it"
+                "history; elsewhere memory_logger.category_steps=2 logs the categories of a step's peak, and the "
+                "operator and module that make it"
             )
         self._device = device
         instead = "the text about the peak is in the log"
@@ -81,11 +81,11 @@ class MemorySnapshot(Callback, Settings):
         self._history.start()
         if not self._history.on:
             rank_zero_info(
-                "MemorySnapshot: somebody else records the allocator's history; that recording is read, and not stopped"
+                "MemorySnapshot: the allocator's history is being recorded already; that recording is read, not stopped"
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the history of this batch."""
+        """Start a new history for this batch."""
         if self._device is not None:
             self._history.clear()
             self._before = read_counters(self._device)
@@ -110,7 +110,9 @@ class MemorySnapshot(Callback, Settings):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep the history of an OOM and stop recording, since Lightning calls no teardown."""
         try:
-            if self._device is not None and self._is_oom(exception):
+            device = self._device
+            # the allocator counts OOMs, also those that cuBLAS and cuDNN raise with other messages
+            if device is not None and (is_oom_error(exception) or read_counters(device).ooms > self._before.ooms):
                 self._keep(trainer, pl_module, "oom")
         except Exception as error:
             warnings.warn(f"MemorySnapshot: no snapshot of the failure: {error}", stacklevel=2)
@@ -118,12 +120,6 @@ class MemorySnapshot(Callback, Settings):
             self._finish()
 
     # --- what ---
-
-    def _is_oom(self, exception: BaseException) -> bool:
-        # errors of cuBLAS and cuDNN have other messages; the allocator counts OOMs
-        return is_oom_error(exception) or (
-            self._device is not None and read_counters(self._device).ooms > self._before.ooms
-        )
 
     def _keep(self, trainer: Trainer, pl_module: LightningModule, what: str) -> None:
         """Take a snapshot, describe it and write both; a peak replaces the previous one."""
@@ -153,8 +149,4 @@ class MemorySnapshot(Callback, Settings):
         if self._device is not None and self._words:
             rank_zero_info(self._words)
         self._device = None
-        self._undo()
-
-    def _undo(self) -> None:
-        """Stop recording; a second call does nothing."""
         self._history.stop()

@@ -21,7 +21,7 @@ class Settings(TechniqueSettings):
     """Arguments of Throughput."""
 
     every_n_steps: int = setting(50, "optimizer steps between two logged values", at_least=1)
-    window_size: int = setting(100, "batches over which rates are averaged; shorter runs use what there is", at_least=2)
+    window_size: int = setting(100, "batches over which rates are averaged; shorter runs use all of theirs", at_least=2)
     samples_per_batch: int | None = setting(
         None, "samples of a batch; null: the first dimension of its first tensor", at_least=1
     )

@@ -1,4 +1,4 @@
-"""Floating-point operations: the count of one call, and the rate of a device."""
+"""Floating-point operations: the count of one call, and the peak rate of a device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_solo.presets.devices import find
 def eager_flop_counter() -> Iterator[FlopCounterMode]:
     """Count FLOPs in this context.
 
-    Dynamo never compiles a function again that it first met under a dispatch mode, so compiled functions run
-    uncompiled here. Dynamo takes seconds to load and is loaded only if the program has done so already.
+    Compiled functions run uncompiled, since Dynamo would never compile a function that it first meets under a dispatch
+    mode. Dynamo takes seconds to load, so it is not loaded here.
     """
     with contextlib.ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -29,7 +29,7 @@ def eager_flop_counter() -> Iterator[FlopCounterMode]:
 
 
 class CountedOnce:
-    """Replaces an object's method until its next call, and counts the FLOPs of this call, even if it raises."""
+    """Replaces an object's method until its next call, and gives the FLOPs of that call to ``receive``."""
 
     def __init__(self, owner: Any, name: str, receive: Callable[[int], None]) -> None:
         self.receive: Callable[[int], None] | None = receive
@@ -37,7 +37,7 @@ class CountedOnce:
         self.method = self._patch.enter_context(replaced(owner, name, self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method under the counter, and remove this object; later calls are not counted."""
+        """Restore the method and call it under the counter; later calls are not counted."""
         self.remove()
         receive, self.receive = self.receive, None
         if receive is None:
@@ -56,8 +56,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return a device's dense operations per second, from our table or else Lightning's; None if unknown.
 
     Args:
-        device: of the products.
-        dtype: of the products; fp32 means TF32 if torch may use it.
+        device: the device of the matrix products.
+        dtype: the type of the matrix products; fp32 means TF32 if torch may use it.
     """
     known = find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}.get(dtype)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Batches, samples and other counts since the start of the fit; ``seconds`` without validation."""
+class Totals(NamedTuple):
+    """Seconds, samples, tokens and FLOPs since the start of the fit; validation excluded."""
 
     seconds: float
     samples: int
@@ -64,28 +62,20 @@ class Rates:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The rates over the batches in the window, by logged key; empty before the second batch."""
-        return figures_of(self.totals, self.available_flops)
+        """The rates over the batches in the window, by logged key; empty before the second batch.
 
-
-def figures_of(totals: Sequence[Totals], available_flops: float | None) -> dict[str, float]:
-    """Return the rates over a stretch of training, by logged key; empty for fewer than two totals.
-
-    The first total marks the start of the stretch, so a slow first batch does not count.
-
-    >>> figures_of([Totals(40.0, 4, 8, None), Totals(42.0, 12, 24, None)], None)
-    {'throughput/samples_per_s': 4.0, 'throughput/tokens_per_s': 8.0}
-    """
-    if len(totals) < 2 or totals[-1].seconds <= totals[0].seconds:
-        return {}
-    first, last = totals[0], totals[-1]
-    seconds = last.seconds - first.seconds
-    figures = {"throughput/samples_per_s": (last.samples - first.samples) / seconds}
-    if first.tokens is not None and last.tokens is not None:
-        figures["throughput/tokens_per_s"] = (last.tokens - first.tokens) / seconds
-    if first.flops is not None and last.flops is not None:
-        flops_per_s = (last.flops - first.flops) / seconds
-        figures["throughput/model_tflops_per_s"] = flops_per_s / 1e12
-        if available_flops:
-            figures["throughput/mfu"] = flops_per_s / available_flops
-    return figures
+        The first total marks the start of the window, so a slow first batch does not count.
+        """
+        if len(self.totals) < 2 or self.totals[-1].seconds <= self.totals[0].seconds:
+            return {}
+        first, last = self.totals[0], self.totals[-1]
+        seconds = last.seconds - first.seconds
+        figures = {"throughput/samples_per_s": (last.samples - first.samples) / seconds}
+        if first.tokens is not None and last.tokens is not None:
+            figures["throughput/tokens_per_s"] = (last.tokens - first.tokens) / seconds
+        if first.flops is not None and last.flops is not None:
+            flops_per_s = (last.flops - first.flops) / seconds
+            figures["throughput/model_tflops_per_s"] = flops_per_s / 1e12
+            if self.available_flops:
+                figures["throughput/mfu"] = flops_per_s / self.available_flops
+        return figures

@@ -1,4 +1,4 @@
-"""Samples and tokens per second, seconds per step, and the share of the device's arithmetic that training uses."""
+"""Samples and tokens per second, seconds per step, and the model FLOP utilisation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Throughput(Callback, Settings):
     ``throughput/step_s`` is the mean over the optimizer steps since the last log, without the first step of the fit.
 
     Model FLOPs are those of the first batch's forward, times 3 for forward and backward, scaled by tokens (else
-    samples) for other batches, without the recomputation of activation checkpointing. Under manual optimization
-    ``training_step`` includes backward, and is counted as it is, with recomputation. Validation, and the time until the
-    next batch after it, is not training time; waiting for data is.
+    samples) for other batches. The recomputation of activation checkpointing is not counted. Under manual optimization
+    ``training_step`` includes backward, so all of its FLOPs are counted once, with recomputation.
+
+    Time spent waiting for data is training time. Validation, and the time until the next batch, is not.
 
     Raises:
         PresetError: an argument is out of range.
@@ -103,7 +104,7 @@ class Throughput(Callback, Settings):
         if samples is None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Throughput: no tensor found in a batch of type {type(batch).__name__}, so there is step_s alone; "
+                f"Throughput: a batch of type {type(batch).__name__} has no tensor, so only step_s is logged; "
                 "write throughput.samples_per_batch=...",
                 stacklevel=2,
             )
