@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
+from lightning_solo.data.nested import leaves, parts_of
 from lightning_solo.errors import ConflictError
 
 REPORT_EVERY_S = 10.0
@@ -29,18 +30,10 @@ def length_of(item: object) -> int | None:
     shape = getattr(item, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else None
-    parts: Sequence[object] = ()
-    if isinstance(item, Mapping):
-        parts = list(item.values())
-    elif isinstance(item, tuple):
-        parts = item
-    elif isinstance(item, list):
-        if not item or length_of(item[0]) is None or isinstance(item[0], str | bytes):
-            return len(item)
-        parts = item
-    elif hasattr(item, "__dict__"):
-        parts = list(vars(item).values())
-    return next((length for part in parts if (length := length_of(part)) is not None), None)
+    if isinstance(item, list) and (not item or length_of(item[0]) is None or isinstance(item[0], str | bytes)):
+        return len(item)
+    parts = parts_of(item) or getattr(item, "__dict__", {})
+    return next((length for part in parts.values() if (length := length_of(part)) is not None), None)
 
 
 def collated_length(batch: object) -> int | None:
@@ -49,10 +42,8 @@ def collated_length(batch: object) -> int | None:
     >>> collated_length({"input_ids": torch.zeros(1, 12), "labels": torch.zeros(1)})
     12
     """
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[1] if batch.ndim > 1 else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((length for part in parts if (length := collated_length(part)) is not None), None)
+    tensors = (leaf for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    return next((tensor.shape[1] for tensor in tensors if tensor.ndim > 1), None)
 
 
 def item_lengths(

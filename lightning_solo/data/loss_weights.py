@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_solo.data.nested import item_of
 from lightning_solo.errors import ConflictError
 
 IGNORED = -100
@@ -16,7 +17,7 @@ BY = ("samples", "tokens", "shifted_tokens")
 
 def labels_of(batch: Any) -> torch.Tensor | None:
     """Return the item ``labels`` of a batch, or else the last item of a list or tuple if it holds integers."""
-    named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+    named = item_of(batch, "labels")
     if isinstance(named, torch.Tensor):
         return named
     if isinstance(batch, Sequence) and len(batch) > 1:
@@ -52,7 +53,7 @@ def weight_of(batch: Any, samples: int, by: str) -> float:
                 " write samples in their place, or weight_by=the name of what has the weights"
             )
         return float((labels[..., 1:] if by == "shifted_tokens" else labels).ne(IGNORED).sum())
-    values = batch.get(by) if isinstance(batch, Mapping) else getattr(batch, by, None)
+    values = item_of(batch, by)
     if not isinstance(values, torch.Tensor):
         names = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConflictError(

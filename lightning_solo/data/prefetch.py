@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_solo.data.batch_size import tensors_of
+from lightning_solo.data.nested import tensors_of
 
 
 class Upload:

@@ -2,80 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from lightning_solo.data.nested import leaves, map_leaves, map_tensors, tensors_of
 from lightning_solo.errors import ConflictError, nearest
 
 BatchDim = int | Mapping[str, int | None]
 """The batch dimension of all tensors, or by path, such as ``{"x": 1, "graph.mask": None}``; None: shared."""
 
 
-def mapped_leaves(thing: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Return the same nesting with each leaf replaced by ``function(path, leaf)``.
-
-    It descends into mappings (including a tokenizer's ``BatchEncoding``), lists, tuples, named tuples and dataclasses.
-    Leaves are tensors, lists without any tensor, such as file names, and all other values.
-    """
-
-    def at(name: object, value: Any) -> Any:
-        return mapped_leaves(value, function, f"{path}.{name}" if path else str(name))
-
-    if isinstance(thing, torch.Tensor):
-        return function(path, thing)
-    if isinstance(thing, Mapping):
-        return _mapping_like(thing, {key: at(key, value) for key, value in thing.items()})
-    if isinstance(thing, list | tuple):
-        if not _has_tensors(thing):
-            return function(path, thing)
-        parts = [at(index, value) for index, value in enumerate(thing)]
-        return type(thing)(*parts) if hasattr(thing, "_fields") else type(thing)(parts)
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        like = copy.copy(thing)
-        for field in dataclasses.fields(thing):
-            object.__setattr__(like, field.name, at(field.name, getattr(thing, field.name)))
-        return like
-    return function(path, thing)
-
-
-def _mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if isinstance(mapping, dict | UserDict):  # their shallow copies have their own items
-        like: Any = copy.copy(mapping)
-        for key, value in items.items():
-            like[key] = value
-        return like
-    try:
-        return type(mapping)(items)  # type: ignore[call-arg]
-    except TypeError:  # its constructor takes other arguments
-        return items
-
-
-def _has_tensors(thing: Any) -> bool:
-    """Return whether there are tensors in a value or in attributes of its objects; cycles are allowed."""
-    seen: set[int] = set()
-    ahead = [thing]
-    while ahead:
-        part = ahead.pop()
-        if isinstance(part, torch.Tensor):
-            return True
-        if id(part) in seen or isinstance(part, str | bytes | int | float | None):
-            continue
-        seen.add(id(part))
-        if isinstance(part, Mapping):
-            ahead += part.values()
-        elif isinstance(part, list | tuple):
-            ahead += part
-        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-            ahead += [getattr(part, field.name) for field in dataclasses.fields(part)]
-        elif hasattr(part, "__dict__") and not callable(part):
-            ahead += vars(part).values()
-    return False
+_SPLIT = "write callback.micro_batching.split=a function of (batch, size) that returns a list of (part, its samples)"
 
 
 def _dim_of(path: str, batch_dim: BatchDim) -> int | None:
@@ -94,48 +34,48 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
         ConflictError: no tensor has a batch dimension, their lengths differ, an object hides its tensors, or
             ``batch_dim`` names a missing path; names them, and what to write.
     """
+    found = list(leaves(batch))
+    paths = [path for path, _ in found]
+    for path in batch_dim if isinstance(batch_dim, Mapping) else ():
+        if path not in paths:
+            raise ConflictError(
+                f"callback.micro_batching.batch_dim: nothing in the batch has the path {path!r}"
+                f"{nearest(path, paths)}there are {', '.join(paths)}"
+            )
     lengths: dict[int, list[str]] = {}
-    seen: list[str] = []
-
-    def see(path: str, leaf: Any) -> Any:
-        seen.append(path)
+    for path, leaf in found:
         dim, shape = _dim_of(path, batch_dim), _shape(leaf)
         if dim is None or shape == ():
-            return leaf
+            continue
         if shape is None:
-            if not isinstance(leaf, list | tuple) and _has_tensors(leaf):
+            if next(tensors_of(leaf), None) is not None:
                 raise ConflictError(
-                    f"can't split a {type(leaf).__name__}{f' at {path}' if path else ''}: write"
-                    " split=a function of (batch, size) that returns a list of (part, its samples)"
+                    f"micro-batches: a {type(leaf).__name__}{f' at {path}' if path else ''} can't be split; {_SPLIT}"
                 )
-            return leaf
-        if not -len(shape) <= dim < len(shape):
-            raise ConflictError(f"batch_dim={dim}, and {path or 'the batch'} has the shape {shape}; {_remedy(path)}")
-        lengths.setdefault(shape[dim], []).append(f"{path or 'the batch'} {shape}")
-        return leaf
-
-    mapped_leaves(batch, see)
-    for path in batch_dim if isinstance(batch_dim, Mapping) else ():
-        if path not in seen:
+        elif -len(shape) <= dim < len(shape):
+            lengths.setdefault(shape[dim], []).append(f"{path or 'the batch'} {shape}")
+        else:
             raise ConflictError(
-                f"batch_dim: nothing in the batch has the path {path!r}{nearest(path, seen)}there are {', '.join(seen)}"
+                f"callback.micro_batching.batch_dim={dim}, but {path or 'the batch'} has the shape {shape};"
+                f" {_remedy(path)}"
             )
     if not lengths:
         raise ConflictError(
-            f"can't split a {type(batch).__name__}: it has no tensor with a batch dimension; write"
-            " split=a function of (batch, size) that returns a list of (part, its samples)"
+            f"micro-batches: a {type(batch).__name__} without a tensor that has a batch dimension can't be split;"
+            f" {_SPLIT}"
         )
     if len(lengths) > 1:
         named = "; ".join(f"{length}: {', '.join(paths)}" for length, paths in lengths.items())
         rarest = min(lengths.values(), key=len)[0].partition(" ")[0]
-        raise ConflictError(f"the batch dimension has several lengths, {named}; {_remedy(rarest)}")
+        raise ConflictError(f"micro-batches: the batch dimension has several lengths, {named}; {_remedy(rarest)}")
     return next(iter(lengths))
 
 
 def _remedy(path: str) -> str:
     return (
-        f"write batch_dim={{{path or 'x'}: 1}} for another dimension, batch_dim={{{path or 'x'}: null}} for what all"
-        " samples share, or split=a function of (batch, size)"
+        f"write callback.micro_batching.batch_dim={{{path or 'x'}: 1}} for another dimension,"
+        f" callback.micro_batching.batch_dim={{{path or 'x'}: null}} for a tensor that all samples share, or"
+        f" {_SPLIT.removeprefix('write ')}"
     )
 
 
@@ -162,7 +102,7 @@ def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim
         is_size = isinstance(leaf, tuple) and all(isinstance(each, int | float) for each in leaf)
         return leaf[first:last] if isinstance(leaf, list | tuple) and len(leaf) == samples and not is_size else leaf
 
-    return mapped_leaves(batch, cut)
+    return map_leaves(batch, cut)
 
 
 def even_ranges(samples: int, max_samples: int) -> list[tuple[int, int]]:
@@ -203,4 +143,4 @@ def is_plain(batch: Any) -> bool:
 
 def moved(batch: Any, device: torch.device | str) -> Any:
     """Return a batch with its tensors copied to a device."""
-    return mapped_leaves(batch, lambda _, leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf)
+    return map_tensors(batch, lambda tensor: tensor.to(device, copy=True))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_solo.data.splitting import mapped_leaves
+from lightning_solo.data.nested import item_of, leaves, map_leaves
 from lightning_solo.errors import ConflictError
 
 
@@ -27,14 +26,11 @@ def sequences_of(batch: Any) -> tuple[int, int]:
     numbers: dict[str, tuple[int, ...]] = {}
     others: dict[str, tuple[int, ...]] = {}
 
-    def see(path: str, leaf: Any) -> Any:
+    for path, leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             is_integer = not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype is not torch.bool
             kind = tokens if is_integer and leaf.ndim == 2 else others
             (numbers if leaf.is_floating_point() and leaf.ndim == 3 else kind)[path or "the batch"] = tuple(leaf.shape)
-        return leaf
-
-    mapped_leaves(batch, see)
     sequences = tokens or numbers
     if not sequences:
         raise ConflictError(
@@ -79,7 +75,7 @@ def truncated(batch: Any, length: int, kept: int) -> Any:
             leaf = leaf.narrow(dim, 0, kept)
         return leaf.contiguous() if dims else leaf
 
-    return mapped_leaves(batch, cut)
+    return map_leaves(batch, cut)
 
 
 def is_left_padded(batch: Any) -> bool:
@@ -88,7 +84,7 @@ def is_left_padded(batch: Any) -> bool:
     >>> is_left_padded({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])})
     True
     """
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else getattr(batch, "attention_mask", None)
+    mask = item_of(batch, "attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return False
     return bool((mask[:, 0].eq(0) & mask.ne(0).any(1)).any())

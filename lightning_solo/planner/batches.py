@@ -7,19 +7,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_solo.data.nested import leaves, map_tensors
 from lightning_solo.errors import PresetError
 from lightning_solo.planner.fake_modules import empty_parameters
-
-
-def mapped(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a batch with ``function`` applied to its tensors, found as Lightning finds them to move a batch.
-
-    It descends into sequences, mappings (including a tokenizer's `BatchEncoding`), named tuples and dataclasses.
-    """
-    return apply_to_collection(batch, Tensor, function)
 
 
 def first_batch(make: Callable[[], Any]) -> Any:
@@ -52,8 +44,7 @@ def examples(batch: Any) -> int:
     Raises:
         PresetError: it has no tensor.
     """
-    lengths: list[int] = []
-    mapped(batch, lambda tensor: lengths.append(int(tensor.shape[0])) if tensor.dim() else None)
+    lengths = [int(leaf.shape[0]) for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     if not lengths:
         raise PresetError(
             f"batch={type(batch).__name__}: no tensor with a first dimension in it; give one micro-batch as"
@@ -65,14 +56,11 @@ def examples(batch: Any) -> int:
 
 def storage_bytes(batch: Any, examples: int, size: int) -> list[int]:
     """Return the bytes of each tensor in a batch, scaled to ``size`` examples."""
-    sizes: list[int] = []
-
-    def note(tensor: Tensor) -> None:
-        scales = tensor.dim() and tensor.shape[0] == examples
-        sizes.append(tensor.nbytes // examples * size if scales else tensor.nbytes)
-
-    mapped(batch, note)
-    return sizes
+    tensors = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
+    return [
+        tensor.nbytes // examples * size if tensor.dim() and tensor.shape[0] == examples else tensor.nbytes
+        for tensor in tensors
+    ]
 
 
 def sized(batch: Any, examples: int, size: int) -> Any:
@@ -83,4 +71,4 @@ def sized(batch: Any, examples: int, size: int) -> Any:
             return tensor
         return tensor[torch.arange(size) % examples]
 
-    return mapped(batch, resize)
+    return map_tensors(batch, resize)

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_solo.cards.footprint import Sizes
+from lightning_solo.data.nested import map_tensors
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
 from lightning_solo.memory.sizes import sizes_of
-from lightning_solo.planner.batches import mapped
 from lightning_solo.planner.cuda_rules import CudaByHand, cpu_rules, cuda_rules
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
 from lightning_solo.planner.fake_modules import (
@@ -136,7 +136,7 @@ def capture(
 
 
 def _cloned(move: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: mapped(move(*args, **kwargs), torch.clone)
+    return lambda *args, **kwargs: map_tensors(move(*args, **kwargs), torch.clone)
 
 
 def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
@@ -156,7 +156,7 @@ class Loader:
     """Repeats one batch; not a list, which Lightning would take for several loaders."""
 
     def __init__(self, batch: Any, mode: FakeTensorMode | None) -> None:
-        self.batch = batch if mode is None else mapped(batch, partial(with_numbers, mode))
+        self.batch = batch if mode is None else map_tensors(batch, partial(with_numbers, mode))
 
     def __iter__(self) -> Iterator[Any]:
         while True:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,7 +18,6 @@ from lightning_solo.data.loss_weights import labels_of, weight_of
 from lightning_solo.data.splitting import even_ranges, samples_of, split_evenly
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions, nearest
-from tests.training import equal
 
 
 class Pair(NamedTuple):
@@ -33,16 +30,6 @@ class Graph:
     nodes: Any
     name: str = "train"
     scale: Any = field(default_factory=lambda: torch.tensor(2.0))
-
-
-@dataclass(frozen=True)
-class Frozen:
-    nodes: Any
-    pair: Any
-
-
-class Mine(list):  # type: ignore[type-arg]
-    """A list of someone's own."""
 
 
 def rows(samples: int = 5, width: int = 2) -> Tensor:
@@ -68,47 +55,6 @@ def test_parts_are_views_and_a_batch_that_fits_is_itself() -> None:
     assert split_evenly(batch, 5)[0][0] is batch
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        [rows(), rows()],
-        (rows(), rows()),
-        Pair(rows(), rows()),
-        {"x": rows(), "y": [rows(), {"z": rows()}]},
-        OrderedDict(x=rows(), y=rows()),
-        UserDict(x=rows(), y=rows()),
-        Graph(rows()),
-        Frozen(rows(), Pair(rows(), {"deep": Graph(rows())})),
-        [Mine([rows()]), None, 3, "train"],
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
-def test_every_nesting_is_kept(batch: Any) -> None:
-    def leaves(thing: Any) -> list[Any]:
-        if isinstance(thing, dict | UserDict):
-            thing = [*thing.values()]
-        elif hasattr(thing, "__dataclass_fields__"):
-            thing = [*vars(thing).values()]
-        return [leaf for each in thing for leaf in leaves(each)] if isinstance(thing, list | tuple) else [thing]
-
-    def shape(thing: Any) -> Any:
-        if isinstance(thing, dict | UserDict):
-            return type(thing), {key: shape(value) for key, value in thing.items()}
-        if hasattr(thing, "__dataclass_fields__"):
-            return type(thing), shape(vars(thing))
-        return (type(thing), [*map(shape, thing)]) if isinstance(thing, list | tuple) else type(thing)
-
-    before = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves(batch)]
-    parts = split_evenly(batch, 2)
-    assert [count for _, count in parts] == [2, 2, 1]
-    for part, _ in parts:
-        assert shape(part) == shape(batch)
-    for whole, *pieces in zip(before, *(leaves(part) for part, _ in parts), strict=True):
-        rejoined = torch.cat(pieces) if isinstance(whole, Tensor) and whole.dim() else pieces[0]
-        assert equal(rejoined, whole)
-    assert all(map(equal, leaves(batch), before))  # the batch itself is as it was
-
-
 def test_a_batch_of_a_tokenizer() -> None:
     transformers = pytest.importorskip("transformers")
     batch = transformers.BatchEncoding({"input_ids": rows(), "labels": rows()})
@@ -117,11 +63,6 @@ def test_a_batch_of_a_tokenizer() -> None:
     assert [part.input_ids.tolist() for part, _ in parts] == [rows()[:3].tolist(), rows()[3:].tolist()]
     assert [weight_of(part, count, "shifted_tokens") for part, count in parts] == [3, 2]
     assert len(batch["input_ids"]) == 5
-
-
-def test_a_mapping_that_cannot_be_written() -> None:
-    (part, _), _ = split_evenly(MappingProxyType({"x": rows()}), 3)
-    assert part["x"].tolist() == rows()[:3].tolist()
 
 
 def test_arrays_file_names_and_what_all_share() -> None:
@@ -256,39 +197,6 @@ def test_tokens_without_labels(by: str) -> None:
 def test_weights_of_a_name_that_no_tensor_has(batch: Any) -> None:
     with pytest.raises(ConflictError, match=mentions("weight_by='counts'", "shifted_tokens")):
         weight_of(batch, 5, "counts")
-
-
-# --- what is the user's own stays as it is ---
-
-
-class Shared(MutableMapping[str, Any]):
-    """Keeps its items in a dict, which a shallow copy shares."""
-
-    def __init__(self, items: Any) -> None:
-        self.items_of = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_of[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.items_of[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_of[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_of)
-
-    def __len__(self) -> int:
-        return len(self.items_of)
-
-
-def test_a_mapping_of_ones_own_is_not_written() -> None:
-    batch = Shared({"x": rows(4)})
-    parts = split_evenly(batch, 2)
-    assert [type(part) for part, _ in parts] == [Shared, Shared]
-    assert [part["x"].tolist() for part, _ in parts] == [rows(4)[:2].tolist(), rows(4)[2:].tolist()]
-    assert torch.equal(batch["x"], rows(4))
 
 
 def test_a_size_is_not_cut_and_names_are() -> None:

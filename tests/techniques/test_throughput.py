@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
-from lightning_solo.data.batch_size import first_tensor, size_of
+from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
 from lightning_solo.techniques.throughput import flops, rates
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype
@@ -224,7 +224,6 @@ def test_sizes_of_batches() -> None:
     assert size_of({"a": "text", "b": [torch.tensor(1.0), (torch.zeros(3, 2, 2), ids)]}) == (3, None)
     assert size_of(torch.zeros(4, 128, dtype=torch.bool)) == (4, None)
     assert size_of({"a": torch.tensor(1)}) == (None, None)
-    assert first_tensor([{"x": ids}]) is ids
 
 
 def test_the_type_of_a_precision() -> None:

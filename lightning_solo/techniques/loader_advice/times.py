@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_solo.data.batch_size import tensors_of
+from lightning_solo.data.nested import tensors_of
 
 
 class HostClock:
