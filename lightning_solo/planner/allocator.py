@@ -7,6 +7,7 @@ one stream.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.units import MiB
@@ -43,14 +44,17 @@ def segment_size(size: int) -> int:
     return MIDDLE_SEGMENT if size < MIDDLE else -(-size // LARGE_ROUND) * LARGE_ROUND
 
 
-class _Block:
-    __slots__ = ("after", "before", "free", "number", "segment", "size", "small")
+@dataclass(eq=False, slots=True)
+class Block:
+    """A part of a segment, between its neighbours."""
 
-    def __init__(self, number: int, segment: int, size: int, *, small: bool) -> None:
-        self.number, self.segment, self.size, self.small = number, segment, size, small
-        self.free = True
-        self.before: _Block | None = None
-        self.after: _Block | None = None
+    number: int
+    segment: int
+    size: int
+    small: bool
+    free: bool = True
+    before: Block | None = None
+    after: Block | None = None
 
 
 class CachingAllocator:
@@ -60,11 +64,10 @@ class CachingAllocator:
         self.capacity = capacity
         self.reserved = self.peak_reserved = 0
         self._count = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # small pool?, (size, block's number)
-        self._blocks: dict[int, _Block] = {}
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small?, (size, number, block)
 
-    def allocate(self, size: int) -> int:
-        """Return a handle for a block.
+    def allocate(self, size: int) -> Block:
+        """Return a block of at least ``size`` bytes.
 
         Raises:
             DoesNotFitError: no room, even after unused segments are released.
@@ -76,68 +79,65 @@ class CachingAllocator:
         if rest >= ROUND if small else rest > SMALL:
             self._split(block, size)
         block.free = False
-        return block.number
+        return block
 
-    def release(self, handle: int) -> None:
+    def release(self, block: Block) -> None:
         """Free a block, and merge it with free neighbours."""
-        block = self._blocks[handle]
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
                 self._drop(other)
                 block = self._join(*((other, block) if other is block.before else (block, other)))
-        insort(self._free[block.small], (block.size, block.number))
+        self._keep(block)
 
     def serve_another_stream(self) -> None:
         """Reserve free blocks for the stream that allocated them."""
         self._free = {True: [], False: []}
 
-    def _best_fit(self, size: int, *, small: bool) -> _Block | None:
+    def _best_fit(self, size: int, *, small: bool) -> Block | None:
         pool = self._free[small]
-        index = bisect_left(pool, (size, -1))
-        return self._blocks[pool.pop(index)[1]] if index < len(pool) else None
+        index = bisect_left(pool, (size,))
+        return pool.pop(index)[2] if index < len(pool) else None
 
-    def _new_segment(self, size: int, *, small: bool) -> _Block:
+    def _new_segment(self, size: int, *, small: bool) -> Block:
         segment = segment_size(size)
         if self.capacity is not None and self.reserved + segment > self.capacity:
-            self._release_segments()
+            self._release_unused_segments()
             if self.reserved + segment > self.capacity:
                 raise DoesNotFitError
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return self._block(segment, segment, small=small)
 
-    def _release_segments(self) -> None:
+    def _release_unused_segments(self) -> None:
         for pool in self._free.values():
-            whole = [(size, number) for size, number in pool if self._blocks[number].segment == size]
-            for size, number in whole:
-                pool.remove((size, number))
-                del self._blocks[number]
-                self.reserved -= size
+            self.reserved -= sum(size for size, _, block in pool if block.segment == size)
+            pool[:] = [(size, number, block) for size, number, block in pool if block.segment != size]
 
-    def _block(self, segment: int, size: int, *, small: bool) -> _Block:
+    def _block(self, segment: int, size: int, *, small: bool) -> Block:
         self._count += 1
-        block = self._blocks[self._count] = _Block(self._count, segment, size, small=small)
-        return block
+        return Block(self._count, segment, size, small)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: Block, size: int) -> None:
         rest = self._block(block.segment, block.size - size, small=block.small)
         rest.before, rest.after, block.size = block, block.after, size
         if rest.after is not None:
             rest.after.before = rest
         block.after = rest
-        insort(self._free[rest.small], (rest.size, rest.number))
+        self._keep(rest)
 
-    def _join(self, first: _Block, second: _Block) -> _Block:
+    def _join(self, first: Block, second: Block) -> Block:
         first.size += second.size
         first.after = second.after
         if first.after is not None:
             first.after.before = first
         first.free = True
-        del self._blocks[second.number]
         return first
 
-    def _drop(self, block: _Block) -> None:
+    def _keep(self, block: Block) -> None:
+        insort(self._free[block.small], (block.size, block.number, block))
+
+    def _drop(self, block: Block) -> None:
         pool = self._free[block.small]
         pool.pop(bisect_left(pool, (block.size, block.number)))
 
@@ -154,14 +154,14 @@ def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> Ca
         DoesNotFitError: the capacity does not suffice.
     """
     allocator = CachingAllocator(capacity)
-    handles: dict[int, int] = {}
+    blocks: dict[int, Block] = {}
     sizes: dict[int, int] = {}
 
     def resize(storage: int, size: int) -> None:
-        if storage in handles:
-            allocator.release(handles.pop(storage))
+        if storage in blocks:
+            allocator.release(blocks.pop(storage))
         if size:
-            handles[storage] = allocator.allocate(size)
+            blocks[storage] = allocator.allocate(size)
         sizes[storage] = size
 
     for storage in sorted(log.aside):

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -146,17 +145,11 @@ def speeds(device: Device, on: torch.device, width: int | None = None, copied: i
 
 def product_seconds(kind: str, width: int, on: torch.device) -> float:
     """Return the seconds of a product of two square matrices."""
-    with _matmul_precision("high" if kind == "tf32" else "highest"):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    try:
         a = torch.randn(width, width, device=on).to(DTYPES[kind])  # zeros need less power, and raise the clock
         return fastest(lambda: a @ a, on)
-
-
-@contextmanager
-def _matmul_precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
     finally:
         torch.set_float32_matmul_precision(before)
 

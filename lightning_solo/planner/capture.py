@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_solo.attributes import replaced
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.data.nested import map_tensors
 from lightning_solo.errors import PlanError
@@ -37,7 +38,21 @@ from lightning_solo.planner.fake_modules import (
 from lightning_solo.planner.kernels import planned_host_memory, planned_kernels, planned_offloading
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
+from lightning_solo.seams.homes import home_of
 from lightning_solo.seams.patches import batches_through
+
+OWN_ARGUMENTS = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": -1,
+    "max_steps": 1000,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of the Trainer of every trace."""
 
 
 @dataclass
@@ -106,8 +121,10 @@ def capture(
         stack.enter_context(inspected_masks())
         loader = Loader(batch, mode)
         watch = _Watch(tracer, steps)
-        home = _home(module)
-        trainer = home.Trainer(**_trainer_arguments(arguments, watch), logger=home.loggers.logger.DummyLogger())
+        home = importlib.import_module(home_of(module))  # its Trainer accepts the module
+        callbacks = [watch, *arguments.get("callbacks", ())]
+        logger = home.loggers.logger.DummyLogger()
+        trainer = home.Trainer(**{**arguments, **OWN_ARGUMENTS, "callbacks": callbacks, "logger": logger})
         stack.enter_context(planned_kernels(tracer, cuda=cuda))
         stack.enter_context(planned_offloading(tracer, cuda=cuda))
         if cuda:
@@ -211,29 +228,6 @@ class _Watch(Callback):
             trainer.should_stop = True
 
 
-def _home(module: Any) -> Any:
-    """Return the package of Lightning whose Trainer accepts a module."""
-    return importlib.import_module(
-        "lightning.pytorch" if isinstance(module, L.LightningModule) else "pytorch_lightning"
-    )
-
-
-def _trainer_arguments(arguments: Mapping[str, Any], watch: Callback) -> dict[str, Any]:
-    return {
-        **arguments,
-        "callbacks": [watch, *arguments.get("callbacks", ())],
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": -1,
-        "max_steps": 1000,
-        "num_sanity_val_steps": 0,
-        "limit_val_batches": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-
-
 @contextmanager
 def _collected_at_steps() -> Iterator[None]:
     """Collect cycles only at the end of each micro-batch: Python's own collections vary from run to run."""
@@ -251,14 +245,8 @@ def _collected_at_steps() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Silence Lightning's messages about a Trainer that the user didn't create."""
     names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-    loggers = [logging.getLogger(name) for name in (*names, *(f"{name}.utilities.rank_zero" for name in names))]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in (*names, *(f"{name}.utilities.rank_zero" for name in names)):
+            stack.enter_context(replaced(logging.getLogger(name), "disabled", True))
+        yield

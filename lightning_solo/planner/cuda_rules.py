@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import _scoped_library
 from torch.overrides import TorchFunctionMode
 
 from lightning_solo.planner.attention import fused_attention, math_attention
@@ -24,7 +25,7 @@ def cuda_rules(attention: str = "fused") -> Iterator[None]:
         attention: ``"fused"``, or ``"math"`` for the kernel that keeps all scores: the pessimistic choice.
     """
     kernel = fused_attention if attention == "fused" else math_attention
-    with _aten_kernels() as library:
+    with _scoped_library("aten", "IMPL") as library:
         register_autocast(library)
         library.impl("scaled_dot_product_attention", kernel, "AutogradCPU", allow_override=True)
         library.impl("dropout", dropout, "AutogradCPU", allow_override=True)
@@ -36,18 +37,9 @@ def cuda_rules(attention: str = "fused") -> Iterator[None]:
 @contextmanager
 def cpu_rules() -> Iterator[None]:
     """Run fake tensors by the CPU's rules, including those that torch lacks."""
-    with _aten_kernels() as library:
+    with _scoped_library("aten", "IMPL") as library:
         register_fused_steps(library)
         yield
-
-
-@contextmanager
-def _aten_kernels() -> Iterator[Any]:
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        yield library
-    finally:
-        library._destroy()
 
 
 def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:

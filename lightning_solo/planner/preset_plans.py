@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import lightning as L
-
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory as memory_here
@@ -127,18 +125,12 @@ def _configs(
 
 
 def _factory(module: Any) -> Callable[[], Any]:
-    if isinstance(module, L.LightningModule) or _is_from_pytorch_lightning(module):
+    # by name, which serves both packages of Lightning
+    if any(cls.__name__ == "LightningModule" for cls in type(module).__mro__):
         return functools.partial(copy.deepcopy, stripped(module))
     if callable(module):
         return module  # type: ignore[no-any-return]
     raise PresetError(
         f"module={type(module).__name__}: neither a LightningModule nor a function that returns one; write"
         " plan(lambda: MyModule(width=1024), batch)"
-    )
-
-
-def _is_from_pytorch_lightning(module: Any) -> bool:
-    return any(
-        cls.__module__.startswith("pytorch_lightning") and cls.__name__ == "LightningModule"
-        for cls in type(module).__mro__
     )

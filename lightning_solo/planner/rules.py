@@ -53,7 +53,11 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
     tracing = Tracing(precision, accumulation)
     attached: list[Chosen | Target] = []
     for chosen in config.techniques:
-        tracing = _planned(chosen.card.planned, chosen.settings, replace(tracing, attached=chosen.settings))
+        tracing, way = replace(tracing, attached=chosen.settings), chosen.card.planned
+        if way == "left out":
+            continue
+        if way != "attached":  # the name of a function
+            tracing = resolve_name(way)(chosen.settings, tracing)
         if tracing.attached is not None:
             attached.append(replace(chosen, settings=tracing.attached))
     attached += config.foreign
@@ -76,13 +80,3 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
         }
 
     return Arrangement(**{**vars(tracing), "precision": precision}, arguments=arguments)
-
-
-def _planned(way: str, settings: Any, tracing: Tracing) -> Tracing:
-    """Return the tracing with a technique added, by its card's ``planned``."""
-    if way == "attached":
-        return tracing
-    if way == "left out":
-        return replace(tracing, attached=None)
-    changed: Tracing = resolve_name(way)(settings, tracing)
-    return changed
