@@ -223,7 +223,7 @@ def code_of(module: nn.Module | None) -> Code:
     for cls, parts in names.items():
         shown = ", ".join(parts) if len(parts) <= 2 else f"{parts[0]} ... {parts[-1]}, {len(parts)} modules"
         for function in vars(cls).values():
-            if isinstance(function, FunctionType) and _is_users(function.__code__.co_filename):
+            if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
                 for _, _, line in function.__code__.co_lines():
                     method = f"{cls.__name__}.{function.__name__}"
                     code.setdefault((function.__code__.co_filename, line), (method, shown))
@@ -239,7 +239,7 @@ def place_of(frames: Sequence[Mapping[str, Any]] | None, code: Code | None = Non
     if frames is None:
         return BEFORE
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
-    users = next((frame for frame in python if _is_users(frame["filename"])), None)
+    users = next((frame for frame in python if is_users(frame["filename"])), None)
     operator = next((node[1] for frame in frames if (node := _NODE.search(str(frame["name"])))), "")
     if users is None:
         if operator:
@@ -257,7 +257,7 @@ def _words_of(frame: Mapping[str, Any]) -> str:
     return f"{frame['name']} at {os.path.basename(str(frame['filename']))}:{frame['line']}"
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
     """Return whether a file is the user's, and not Python's, torch's, Lightning's or this package's."""
     if filename.startswith("<"):
         return False

@@ -55,8 +55,7 @@ def inspected_masks() -> AbstractContextManager[None]:
 
 def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """Return a fake tensor that keeps its numbers if there are at most `KNOWN`."""
-    few = tensor.numel() <= KNOWN
-    fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, tensor.detach(), make_constant=few)
+    fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, tensor.detach())
     return fake
 
 

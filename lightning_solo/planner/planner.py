@@ -228,19 +228,10 @@ class Planner:
         if known is None or (known.alone and fits(known.trace)):  # this preset's states leave more room
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
-            def one(size: int, *, fake: bool, attention: str) -> Trace:
+            def one(size: int, **kind: Any) -> Trace:
                 batch = sized(self.batch, self._examples, size)
-                cuda = self._cuda
-                return capture(
-                    self.make,
-                    batch,
-                    arranged.arguments(),
-                    fake=fake,
-                    cuda=cuda,
-                    attention=attention,
-                    steps=arranged.steps,
-                    moves_batches=moves_batches,
-                )
+                how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves_batches, **kind}
+                return capture(self.make, batch, arranged.arguments(), **how)
 
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
             self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales, fits)

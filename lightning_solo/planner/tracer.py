@@ -195,7 +195,7 @@ def _range_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return result
     with no_dispatch():
         numbers = func(*args, **{**kwargs, "device": "cpu"})
-    return result.fake_mode.fake_tensor_converter.from_real_tensor(result.fake_mode, numbers, make_constant=True)
+    return result.fake_mode.fake_tensor_converter.from_real_tensor(result.fake_mode, numbers)
 
 
 _FREE = {

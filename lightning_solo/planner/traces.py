@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import BudgetError, PlanError, SoloError
 from lightning_solo.machine import host_memory
+from lightning_solo.memory.snapshot import is_users
 from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace
 from lightning_solo.planner.capture import Trace
 from lightning_solo.planner.fake_modules import empty_parameters
@@ -79,8 +77,8 @@ def scalable_trace(
     first: Exception | None = None
     for fake, attention in ((True, "fused"), (True, "math"), (False, "math")):
         try:
-            if not fake:
-                _check_host_memory(make)
+            if not fake and (needed := 2 * _state_bytes(make)) > host_memory()[1]:
+                raise PlanError(f"real steps on the CPU need {format_bytes(needed)} of host memory and more")
             one = partial(capture, fake=fake, attention=attention)
             if not scales:
                 scalable = ScalableTrace(size, one(size), None, FAKE if fake else REAL)
@@ -144,12 +142,6 @@ def _unlike(pair: tuple[int, int]) -> str:
     return f"batches of {low} and {high} don't allocate the same tensors in the same order, {ONE_SIZE}"
 
 
-def _check_host_memory(make: Callable[[], Any]) -> None:
-    needed = 2 * _state_bytes(make)
-    if needed > host_memory()[1]:
-        raise PlanError(f"real steps on the CPU need {format_bytes(needed)} of host memory and more")
-
-
 def _state_bytes(make: Callable[[], Any]) -> int:
     """Return the bytes of the model states with AdamW in fp32."""
     try:
@@ -173,13 +165,6 @@ def _reason(error: BaseException) -> str:
     """Return an error's first line, and the last line of the user's code in its traceback."""
     if isinstance(error, SoloError):
         return str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_libraries())]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     place = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}{place}"
-
-
-def _libraries() -> tuple[str, ...]:
-    """Return the paths of the libraries' folders; by path, since a folder of the user may have a library's name."""
-    names = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-    files = [sys.modules[name].__file__ for name in (*names, "lightning_solo.memory") if name in sys.modules]
-    return tuple(f"{Path(file).parent}{os.sep}" for file in (*files, __file__) if file is not None)
