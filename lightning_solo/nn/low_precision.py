@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +53,10 @@ def product(kind: str, device: torch.device) -> Product:
     if kind == "fp16_accumulate":
         return Product(rounded.RoundedProduct, (rounded.fp16_product,) * 3)
     if kind == "mxfp8":
-        mxfp8 = rounded.mxfp8_product if emulate else rounded.mxfp8_product_on_device
+        mxfp8 = partial(rounded.mxfp8_product, on_device=not emulate)
         return Product(rounded.RoundedProduct, (mxfp8,) * 3, multiple=rounded.MX_BLOCK)
     if kind == "nvfp4":
-        nvfp4 = rounded.NVFP4 if emulate else rounded.NVFP4_ON_DEVICE
+        nvfp4 = rounded.nvfp4_products(on_device=not emulate)
         return Product(rounded.RoundedProduct, nvfp4, multiple=2 * rounded.NVFP4_BLOCK)  # rows of 16 bytes
     from torchao.float8 import float8_linear
     from torchao.float8._inductor_patch import _patch_inductor_min_max_codegen

@@ -1,8 +1,7 @@
-"""Undo what forward and backward change besides gradients: random numbers, buffers, states of metrics."""
+"""Restore random numbers, buffers and the states of metrics to those before a forward and backward."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -20,12 +19,12 @@ from lightning_solo.errors import ConflictError
 class Rollback:
     """Restores a module and the random numbers to their state at the last `save`.
 
-    Saved are random numbers (torch on the CPU and on ``device``, Python, NumPy where it is imported, and generators of
-    these three that are attributes of modules), buffers, and the states of metrics of torchmetrics. Buffers and
-    submodules that were registered since are taken away.
+    It saves buffers, the states of torchmetrics' metrics, and the states of random generators: torch's on the CPU and
+    on ``device``, Python's, NumPy's if it is imported, and generators that are attributes of modules. `restore` removes
+    buffers and submodules that were registered since `save`.
 
-    All tensors are copied once; from then on those that differ in the second `save`, or of which torch counts a change
-    later. Masks and tables of positions are large, and never change.
+    The first `save` copies all tensors. Later ones copy only tensors that had changed in the second `save`, or whose
+    version torch has counted up since: large masks and tables of positions never change.
 
     >>> module = nn.BatchNorm1d(2)
     >>> rollback = Rollback(module, torch.device("cpu")); rollback.save()
@@ -63,11 +62,10 @@ class Rollback:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved state; it may be restored several times.
+        """Restore the saved state; a second call restores it again.
 
         Raises:
-            ConflictError: a buffer changed for the first time since it was last copied, or is of a module that has
-                taken the place of another.
+            ConflictError: a buffer that wasn't copied has changed, or belongs to a module that replaced another one.
         """
         for register, names in zip(self._registers, self._registered, strict=True):
             for name in register.keys() - names:
@@ -86,7 +84,7 @@ class Rollback:
 
 
 class _Place(NamedTuple):
-    """Where a value is stored: in a module's buffers or attributes, under a name."""
+    """A value's owner, a module's buffers or attributes, and its name there."""
 
     owner: Any
     name: str
@@ -97,7 +95,7 @@ class _Place(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether kernels of batch norm write it without counting a version of the tensor."""
+        """Whether batch norm's kernels change it without counting up its version."""
         return self.name in ("running_mean", "running_var")
 
 
@@ -110,9 +108,9 @@ def _at(places: Iterable[_Place]) -> list[Any]:
 
 
 def _kind(value: Any) -> Any:
-    """Return the key under which tensors are copied together; None for a value that can't change in place.
+    """Return a key of tensors that are copied together; None for values that can't change in place.
 
-    Those are values other than tensors, tensors of inference mode, and expanded ones.
+    Those are expanded tensors, tensors of inference mode and values that aren't tensors.
     """
     if not isinstance(value, Tensor) or value.is_inference():
         return None
@@ -130,7 +128,7 @@ def _is_expanded(size: int, stride: int) -> bool:
 class _Values:
     """Values at places, with copies of the tensors among them that change.
 
-    It runs in each step, though steps rarely fail, so it uses only built-in functions over lists there.
+    `save` runs in every step, so its loops are built-in functions over lists.
     """
 
     def __init__(self, places: list[_Place]) -> None:
@@ -162,7 +160,7 @@ class _Values:
         self._lists = [(value, [*value]) for value in values if isinstance(value, list)]
 
     def _group(self) -> None:
-        """Allocate one tensor for all copies of a kind, so that one kernel copies them."""
+        """Allocate one tensor for all copies of a kind, which one kernel then fills."""
         groups: dict[Any, list[Tensor]] = {}
         for value in self._values:
             if (kind := _kind(value)) is not None:
@@ -180,7 +178,7 @@ class _Values:
             self._groups[kind] = tensors, copies
 
     def _settle(self) -> None:
-        """Find the constant values after the first step, by content, since kernels may not count changes."""
+        """Find the values that the first step left constant, by content: kernels may not count changes."""
         copies = {id(tensor): copy for pair in self._groups.values() for tensor, copy in zip(*pair, strict=True)}
         rows = [*zip(self._changing, self._values, _at(self._changing), strict=True)]
         stays = [now is value and _is_equal(place, value, copies.get(id(value))) for place, value, now in rows]
@@ -199,7 +197,7 @@ class _Values:
         return same and [*map(_version, self._tensors)] == self._versions
 
     def _changed_constants(self) -> Iterator[tuple[_Place, bool]]:
-        """Yield places whose value was replaced or changed, and whether it changed in place."""
+        """Yield places whose value was replaced or changed in place, and which of both."""
         versions = iter(self._versions)
         for place, value in zip(self._constant, self._constants, strict=True):
             in_place = _kind(value) is not None and value._version != next(versions)
@@ -213,7 +211,7 @@ class _Values:
 
     def restore(self) -> None:
         if self._saves == 1:
-            self._saves = 0  # what is put back shows in the next save no more that it changes
+            self._saves = 0  # a restored value hides from the next save that it changes
         lost = [place for place, in_place in self._changed_constants() if in_place]
         if lost:
             raise ConflictError(
@@ -250,7 +248,7 @@ def _names_in_metric(module: nn.Module) -> tuple[str, ...]:
 
 
 _Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""What returns the state of a generator of random numbers, and what sets it."""
+"""Functions that return and set the state of a random generator."""
 
 
 def _common_generators(device: torch.device) -> Iterator[_Generator]:
@@ -263,32 +261,7 @@ def _common_generators(device: torch.device) -> Iterator[_Generator]:
     elif device.type == "mps":
         yield torch.mps.get_rng_state, torch.mps.set_rng_state
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield _NumpyState(numpy.random).get, numpy.random.set_state
-
-
-class _NumpyState:
-    """The state of NumPy's random numbers, which takes 30 µs to get: got again where its bytes in memory are others.
-
-    That these are the state is seen by comparing them. A normal number that waits for its turn is not among them.
-    """
-
-    KEY, POSITION = 624 * 4, 4  # of the Mersenne Twister, in bytes
-
-    def __init__(self, numpy_random: Any) -> None:
-        self._random = numpy_random
-        self._state: Any = None
-        self._bytes: bytes | None = None
-
-    def get(self) -> Any:
-        bits = self._random.get_bit_generator() if hasattr(self._random, "get_bit_generator") else None
-        if not isinstance(bits, self._random.MT19937):
-            return self._random.get_state(legacy=False)
-        present = ctypes.string_at(bits.ctypes.state_address, self.KEY + self.POSITION)
-        if present != self._bytes:
-            self._state = _, key, position, has_normal, _ = self._random.get_state()
-            as_read = key.tobytes() + position.to_bytes(self.POSITION, sys.byteorder)
-            self._bytes = None if has_normal or present != as_read else present
-        return self._state
+        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
 
 
 def _generators_in(modules: Iterable[nn.Module]) -> Iterator[_Generator]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ _SMALLEST = 1e-30  # stands for the largest number of a factor of zeros
 
 
 class RoundedProduct(torch.autograd.Function):
-    """(rows, in) x (out, in) -> (rows, out), with a separate product for the output and for each gradient.
+    """(rows, in) x (out, in) -> (rows, out), with three products: ``output``, ``of_rows`` and ``of_weight``.
 
-    Args:
-        output, of_rows, of_weight: multiply for the output, the rows' gradient and the weight's.
+    They compute the output, the rows' gradient and the weight's gradient.
     """
 
     @staticmethod
@@ -48,7 +48,10 @@ class RoundedProduct(torch.autograd.Function):
 
 
 def int8_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n), each row rounded to 127 steps of its largest."""
+    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n).
+
+    Each row of a factor is rounded to multiples of 1/127 of its largest number.
+    """
     (a, a_scale), (b, b_scale) = _int8_rows(left), _int8_rows(right)
     return torch._int_mm(a, b.t()) * a_scale * b_scale.t()
 
@@ -61,21 +64,17 @@ def _int8_rows(factor: Tensor) -> tuple[Tensor, Tensor]:
 # --- MXFP8 ---
 
 
-def mxfp8_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), both factors rounded by `to_mxfp8`.
+def mxfp8_product(left: Tensor, right: Tensor, *, on_device: bool = False) -> Tensor:
+    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), with both factors rounded by `to_mxfp8`.
 
-    Emulated, the rounded factors, which are exact in bf16, are multiplied in the type of the left one.
+    ``on_device`` multiplies by the device's arithmetic, in bf16. The emulation multiplies the rounded factors, which
+    are exact in bf16, in the type of the left one.
     """
     a, a_scale = to_mxfp8(left)
     b, b_scale = to_mxfp8(right)
-    kind = _emulated_type(left)
-    return _unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()
-
-
-def mxfp8_product_on_device(left: Tensor, right: Tensor) -> Tensor:
-    """Return `mxfp8_product` in bf16, by a device's arithmetic."""
-    a, a_scale = to_mxfp8(left)
-    b, b_scale = to_mxfp8(right)
+    if not on_device:
+        kind = _emulated_type(left)
+        return _unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()
     recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     factors = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
     scales = [in_tiles(_e8m0(scale)) for scale in (a_scale, b_scale)]
@@ -85,9 +84,9 @@ def mxfp8_product_on_device(left: Tensor, right: Tensor) -> Tensor:
 def to_mxfp8(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return float8_e4m3fn numbers, (m, k), and fp32 scales, (m, k / 32), whose product approximates the factor.
 
-    Each block of 32 in a row is divided by the least power of two that leaves its largest number within 448: rounding
-    the power down, as section 6.3 of the OCP specification of MX formats has it, cuts the largest numbers off
-    (Mishra et al. 2025, arXiv 2506.08027, section 3). A block that holds an inf or a nan is nan.
+    Each block of 32 in a row is divided by the least power of two that leaves its largest number within 448 (Mishra et
+    al. 2025, arXiv 2506.08027, section 3). Section 6.3 of the OCP specification of MX formats rounds that power down,
+    which cuts off the largest numbers. A block with an inf or a nan becomes nan.
     """
     blocks = _blocks(factor, MX_BLOCK)
     scale = _power_of_two_from(blocks.abs().amax(2) / E4M3_MAX)
@@ -96,7 +95,7 @@ def to_mxfp8(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two_from(bound: Tensor) -> Tensor:
-    """Return the least power of two in fp32 that isn't below a number of at least 0; inf for inf and nan."""
+    """Return the least power of two in fp32 that is at least ``bound``, which isn't negative; inf for inf and nan."""
     bits = bound.contiguous().view(torch.int32).long()
     exponent = (bits + 0x7FFFFF) >> 23  # one more, unless the 23 bits of the mantissa are 0
     return (exponent.clamp(1, 255) << 23).int().view(torch.float32)
@@ -110,41 +109,20 @@ def _e8m0(scale: Tensor) -> Tensor:
 # --- NVFP4 ---
 
 
-def nvfp4_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), both factors rounded to the nearest by `to_nvfp4`."""
-    return _nvfp4(left, right, stochastic=False, on_device=False)
+def nvfp4_product(
+    left: Tensor, right: Tensor, *, stochastic: bool = False, transform: bool = False, on_device: bool = False
+) -> Tensor:
+    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), with both factors rounded by `to_nvfp4`.
 
-
-def nvfp4_gradient(gradient: Tensor, right: Tensor) -> Tensor:
-    """Return `nvfp4_product` with the gradient rounded stochastically."""
-    return _nvfp4(gradient, right, stochastic=True, on_device=False)
-
-
-def nvfp4_weight_gradient(gradient: Tensor, right: Tensor) -> Tensor:
-    """Return `nvfp4_gradient` of both factors after one Hadamard transform, which leaves their product alone."""
-    return nvfp4_gradient(*hadamard(gradient, right))
-
-
-def nvfp4_product_on_device(left: Tensor, right: Tensor) -> Tensor:
-    """Return `nvfp4_product` in bf16, by a device's arithmetic."""
-    return _nvfp4(left, right, stochastic=False, on_device=True)
-
-
-def nvfp4_gradient_on_device(gradient: Tensor, right: Tensor) -> Tensor:
-    """Return `nvfp4_gradient` in bf16, by a device's arithmetic."""
-    return _nvfp4(gradient, right, stochastic=True, on_device=True)
-
-
-def nvfp4_weight_gradient_on_device(gradient: Tensor, right: Tensor) -> Tensor:
-    """Return `nvfp4_weight_gradient` in bf16, by a device's arithmetic."""
-    return nvfp4_gradient_on_device(*hadamard(gradient, right))
-
-
-NVFP4 = nvfp4_product, nvfp4_gradient, nvfp4_weight_gradient
-NVFP4_ON_DEVICE = nvfp4_product_on_device, nvfp4_gradient_on_device, nvfp4_weight_gradient_on_device
-
-
-def _nvfp4(left: Tensor, right: Tensor, *, stochastic: bool, on_device: bool) -> Tensor:
+    Args:
+        left: (m, k).
+        right: (n, k), rounded to the nearest.
+        stochastic: round the left factor stochastically.
+        transform: first apply `hadamard`, which leaves the product unchanged.
+        on_device: multiply by the device's arithmetic, in bf16, instead of emulating it.
+    """
+    if transform:
+        left, right = hadamard(left, right)
     a, a_scale, a_global = to_nvfp4(left, stochastic)
     b, b_scale, b_global = to_nvfp4(right)
     if not on_device:
@@ -158,15 +136,22 @@ def _nvfp4(left: Tensor, right: Tensor, *, stochastic: bool, on_device: bool) ->
     return F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
 
 
+def nvfp4_products(on_device: bool) -> tuple[Multiply, Multiply, Multiply]:
+    """Return the products for the output, the rows' gradient and the weight's, as `RoundedProduct` takes them."""
+    output = partial(nvfp4_product, on_device=on_device)
+    gradient = partial(output, stochastic=True)
+    return output, gradient, partial(gradient, transform=True)
+
+
 def to_nvfp4(factor: Tensor, stochastic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return e2m1 numbers, block scales and the tensor's scale, in fp32; their product approximates the factor.
 
-    Each block of 16 in a row has a scale in float8_e4m3fn, and all of them one in fp32 (NVIDIA et al. 2025, arXiv
-    2509.25149, appendix B). A factor that holds an inf or a nan has it in its scales.
+    Each block of 16 in a row has a scale in float8_e4m3fn; the tensor has one in fp32 (NVIDIA et al. 2025, arXiv
+    2509.25149, appendix B). An inf or a nan in the factor appears in its scales.
 
     Args:
         factor: (m, k).
-        stochastic: round to one of both neighbours, so that the mean is the number itself; else to the nearest.
+        stochastic: round to either neighbour, with the number itself as the mean; else to the nearest.
     """
     blocks = _blocks(factor, NVFP4_BLOCK)
     largest = blocks.abs().amax(2)
@@ -187,7 +172,7 @@ def _to_e2m1(numbers: Tensor, stochastic: bool) -> Tensor:
 
 
 def packed_e2m1(numbers: Tensor) -> Tensor:
-    """Return numbers of e2m1, (m, k), two in a byte, the first in its low half: (m, k / 2)."""
+    """Pack e2m1 numbers, (m, k), two to a byte with the first in its low half: (m, k / 2)."""
     size = numbers.abs()
     code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4)).to(torch.uint8)
     code = code | (torch.signbit(numbers).to(torch.uint8) << 3)
@@ -203,8 +188,8 @@ _HADAMARD = [[_SIGNS[i] * (-1) ** (i & j).bit_count() / 4 for j in range(NVFP4_B
 def hadamard(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply each block of 16 of both factors, (m, k) and (n, k), by one orthogonal matrix.
 
-    An outlier is spread over its block: signs, times the Hadamard matrix of 16 over 4. ``left @ right.T`` stays as it
-    is.
+    The matrix is the Hadamard matrix of 16 over 4, with random signs. It spreads an outlier over its block and leaves
+    ``left @ right.T`` unchanged.
     """
     turn = torch.tensor(_HADAMARD, device=left.device)
     a, b = ((_blocks(factor, NVFP4_BLOCK) @ turn).flatten(1) for factor in (left, right))
@@ -217,7 +202,8 @@ def hadamard(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def in_tiles(scales: Tensor) -> Tensor:
     """Return scales of blocks, (m, blocks), in the order in which tensor cores read them: tiles of 128 x 4.
 
-    Filled up with zeros; in a tile, row ``r`` is in line ``r % 32`` (cuBLAS, "1D block scaling factors layout").
+    Tiles are filled with zeros. Row ``r`` of a tile is in its line ``r % 32`` (cuBLAS, "1D block scaling factors
+    layout").
     """
     rows, columns = scales.shape
     data = F.pad(scales.contiguous().view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
@@ -244,8 +230,8 @@ def _emulated_type(left: Tensor) -> torch.dtype:
 def fp16_product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n), with factors and sums in fp16.
 
-    Each row is divided by a power of two, so that no sum of k products can leave fp16's range. Sums of many numbers of
-    one sign lose what is below 1/2048 of the sum so far.
+    Each row is divided by a power of two, so that no sum of k products leaves fp16's range. A sum loses numbers below
+    1/2048 of it.
     """
     bound = (_SUM_OF_FP16 / left.shape[1]) ** 0.5  # k products of at most bound ** 2
     (a, a_scale), (b, b_scale) = _fp16_rows(left, bound), _fp16_rows(right, bound)

@@ -32,32 +32,6 @@ def test_random_numbers_are_drawn_again() -> None:
         assert drawn() == first
 
 
-@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["Python", "NumPy"])
-def test_a_generator_of_which_some_steps_draw_nothing_and_others_all_its_numbers(draw: Any) -> None:
-    """NumPy's state is got again only where its words in memory are others; 312 draws are a round of the generator."""
-    rollback = Rollback(nn.Module(), CPU)
-    for draws in (0, 0, 1, 312, 0, 624):
-        rollback.save()
-        first = [draw() for _ in range(draws)], draw()
-        rollback.restore()
-        assert ([draw() for _ in range(draws)], draw()) == first
-        rollback.restore()
-        for _ in range(draws):
-            draw()
-
-
-def test_a_generator_that_is_seeded_or_set_between_steps() -> None:
-    rollback = Rollback(nn.Module(), CPU)
-    states = random.getstate(), numpy.random.get_state()
-    for seed in range(3):
-        rollback.save()
-        first = random.random(), numpy.random.rand()
-        random.seed(seed), numpy.random.seed(seed)
-        rollback.restore()
-        assert (random.random(), numpy.random.rand()) == first
-        random.setstate(states[0]), numpy.random.set_state(states[1])
-
-
 @pytest.mark.parametrize("draw", [lambda: random.gauss(0, 1), numpy.random.randn], ids=["Python", "NumPy"])
 def test_a_normal_number_that_waits(draw: Any) -> None:
     """They are drawn in pairs: the second one of a pair changes no bit of the generator."""
@@ -69,17 +43,6 @@ def test_a_normal_number_that_waits(draw: Any) -> None:
             first = draw()
             rollback.restore()
             assert draw() == first
-
-
-def test_a_normal_number_that_is_set_without_a_draw() -> None:
-    rollback, (version, words, _) = Rollback(nn.Module(), CPU), random.getstate()
-    for normal in (None, 0.5):
-        random.setstate((version, words, normal))
-        rollback.save()
-        first = random.gauss(0, 1)
-        rollback.restore()
-        assert random.gauss(0, 1) == first
-        random.setstate((version, words, None))
 
 
 def test_a_generator_that_takes_the_place_of_numpys() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -153,8 +154,9 @@ def test_infs_and_nans_are_not_lost(kind: str, bad: float) -> None:
 
 def test_a_nvfp4_weight_gradient_is_right_on_average() -> None:
     torch.manual_seed(0)
+    *_, weight_gradient = rounded.nvfp4_products(on_device=False)
     gradient, rows = normal(32, 64), normal(48, 64, seed=1)
-    results = torch.stack([rounded.nvfp4_weight_gradient(gradient, rows) for _ in range(200)])
+    results = torch.stack([weight_gradient(gradient, rows) for _ in range(200)])
     turned, rows_turned = rounded.hadamard(gradient, rows)
     numbers, scale, scale_of_all = rounded.to_nvfp4(rows_turned)
     expected = turned @ rounded._unscaled(numbers, scale * scale_of_all).t()  # only the gradient is rounded by chance
@@ -208,8 +210,8 @@ def test_the_switch_is_on_for_the_product_alone(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     "multiply",
-    [rounded.mxfp8_product_on_device, *rounded.NVFP4_ON_DEVICE],
-    ids=lambda multiply: multiply.__name__,
+    [partial(rounded.mxfp8_product, on_device=True), *rounded.nvfp4_products(on_device=True)],
+    ids=["mxfp8", "nvfp4 output", "nvfp4 gradient", "nvfp4 weight gradient"],
 )
 def test_torch_takes_the_factors_and_scales_of_a_device(multiply: rounded.Multiply) -> None:
     with FakeTensorMode():

@@ -218,9 +218,6 @@ def test_what_all_costs_is_said(home: ModuleType, make_trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "nvme"}, "mode='nvme'.*'block_inputs', 'all', 'disk'"),
-        ({"min_offload_bytes": 0}, "min_offload_bytes=0"),
-        ({"allow_cpu": 1}, "allow_cpu=1"),
         ({"keep_on_device": 4096}, "keep_on_device=4096.*1.00 MiB.*from 0 to 1"),
         ({"keep_on_device": "2GB"}, "keep_on_device='2GB'.*GiB"),
     ],

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
-from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.nn.attention_kernels import KERNELS, AttentionCalls, enabled_kernel
+from lightning_solo.nn.attention_kernels import AttentionCalls, enabled_kernel
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.attention.technique import Attention
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
@@ -254,8 +254,3 @@ def test_modules_that_compute_a_softmax_are_named(make_trainer):
 def test_a_module_that_chooses_kernels_itself_is_refused(make_trainer):
     with pytest.raises(ConflictError, match=mentions("kernel=flash", "math", "torch.nn.attention.sdpa_kernel")):
         fitted(make_trainer, Attention("flash"), module=module_of(Choosing))
-
-
-def test_settings_are_checked():
-    with pytest.raises(PresetError, match=mentions("attention.kernel='flsh'", *KERNELS)):
-        Attention("flsh")

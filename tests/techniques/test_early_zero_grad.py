@@ -106,22 +106,6 @@ def test_the_peak_of_forward_falls_by_the_gradients_bytes(make_trainer: Make) ->
     assert peaks[0] - peaks[1] == 4 * sum(p.numel() for p in module.parameters())
 
 
-# --- no trace ---
-
-
-def test_the_loop_is_as_before_after_a_failure(make_trainer: Make) -> None:
-    module, _ = watched(L)
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError("failed")
-
-    module.training_step = fails
-    trainer = make_trainer(L, callbacks=[EarlyZeroGrad()])
-    with pytest.raises(RuntimeError, match="failed"):
-        trainer.fit(module, loader(2))
-    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
-
-
 # --- what is refused ---
 
 

@@ -254,9 +254,6 @@ def test_what_is_kept_for_backward_is_what_the_kernels_keep() -> None:
     assert kept(fused(nn.Sequential(Mlp()))) == rows * INNER * 2 * 3
 
 
-# --- no trace ---
-
-
 def test_a_second_backward_is_refused_where_the_first_has_overwritten() -> None:
     loss = fused(net())(torch.randn(3, WIDTH)).sum()
     loss.backward(retain_graph=True)

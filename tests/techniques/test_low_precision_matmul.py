@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import CapabilityError, NothingToDoError, PresetError
+from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks
 from lightning_solo.nn.low_precision import linear_layers, multiply_in_low_precision, product
@@ -255,8 +255,6 @@ def test_layers_in_eval_mode_are_refused(make_trainer: Make) -> None:
 def test_a_cpu_is_refused_unless_it_is_allowed(make_trainer: Make) -> None:
     with pytest.raises(CapabilityError, match=mentions("float8_rowwise", "allow_cpu=true")):
         fit(make_trainer, LowPrecisionMatmul("float8_rowwise"))
-    with pytest.raises(PresetError, match=mentions("low_precision_matmul.format='fp8'", "float8_tensorwise")):
-        LowPrecisionMatmul("fp8")
 
 
 def on_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], label: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks
@@ -262,16 +262,3 @@ def test_other_sizes_are_compiled_once_for_all(make_trainer):
     data = torch.utils.data.DataLoader(batches, batch_size=None)
     fitted(make_trainer, callback, data=data, max_steps=6)
     assert callback.graphs <= 4  # two for size 4, two for all others; 12 if each size had its own
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"mode": "reduce-overhead"}, ("regional_compilation.mode='reduce-overhead'", "max-autotune-no-cudagraphs")),
-        ({"backend": "eagr"}, ("regional_compilation.backend='eagr'", "aot_eager")),
-        ({"blocks": []}, ("regional_compilation.blocks=[]", "[GPT2Block]")),
-    ],
-)
-def test_settings_are_checked(arguments, words):
-    with pytest.raises(PresetError, match=mentions(*words)):
-        RegionalCompilation(**arguments)

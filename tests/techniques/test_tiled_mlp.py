@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
 from lightning_solo.nn.blocks import feed_forward_parts
 from lightning_solo.nn.forwards import restore_forwards
@@ -213,25 +213,6 @@ def test_operators_of_forward_and_backward_are_counted_in_tiles_too():
     assert flops(4) == 12 * product + 3 * product * 5 // 16
 
 
-# --- no trace ---
-
-
-def test_the_module_is_as_before_after_a_fit_and_an_exception(make_trainer):
-    class Fails(L.Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            assert "forward" in vars(pl_module.net[0].mlp)
-            raise ArithmeticError
-
-    callback = TiledMlp(tile_tokens=2)
-    module = fitted(make_trainer, callback)
-    assert callback.tiled == ()
-    before = vars(Gated()).keys()
-    assert all(vars(block.mlp).keys() == before for block in module.net[:3])
-    with pytest.raises(ArithmeticError):
-        fitted(make_trainer, callback, Fails(), module=module)
-    assert all(vars(block.mlp).keys() == before for block in module.net[:3])
-
-
 # --- what is refused, and what is said ---
 
 
@@ -336,15 +317,3 @@ def test_recomputed_parts_that_would_keep_a_block_from_being_compiled_are_refuse
 def test_a_batch_of_one_tile_is_warned_of(make_trainer):
     with pytest.warns(UserWarning, match=mentions("tile_tokens=4096", "4 tokens", "callback.tiled_mlp")):
         fitted(make_trainer, TiledMlp())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"tile_tokens": 0}, ("tiled_mlp.tile_tokens=0",)),
-        ({"parts": []}, ("tiled_mlp.parts=[]", "[LlamaMLP]")),
-    ],
-)
-def test_settings_are_checked(arguments, words):
-    with pytest.raises(PresetError, match=mentions(*words)):
-        TiledMlp(**arguments)
