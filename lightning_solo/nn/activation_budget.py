@@ -1,8 +1,8 @@
 """Choose the calls of blocks that keep their activations under a budget of bytes.
 
-One batch is counted with every block recomputed. The bytes that a recomputation leaves allocated are those that its
-call would have kept since forward. So any other choice takes the bytes of that batch, plus those that each kept call
-holds between its forward and its backward.
+One batch is counted with every block recomputed. The bytes that a recomputation leaves allocated are the bytes that the
+call would have kept since forward. So any other choice takes the bytes of that batch, plus the bytes that each kept
+call holds between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Call = tuple[str, int]
 """The name of a block, and the number of its call in a batch."""
 
 CUDA_BLOCK = 512  # bytes that the allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
-_STEPS = 1024  # sums of bytes that the solver tells apart
+_STEPS = 1024  # the solver distinguishes as many sums of bytes
 
 
 class WorkLedger(Ledger):  # type: ignore[no-untyped-call]
     """A ledger that also counts work, and records converted copies, such as autocast's of the weights.
 
-    On a CUDA device it counts the bytes of the allocator's blocks, of which each storage has one.
+    On a CUDA device the size of a storage is that of its block in the allocator.
 
     Attributes:
-        work: FLOPs of products, and one for each element of any other result.
-        copies: number of a storage in the log -> that of which it is a converted copy.
-        sums: numbers of what backward has summed, such as gradients of biases.
+        work: FLOPs of products, plus one for each element of any other result.
+        copies: number of a converted copy's storage in the log -> number of the original storage.
+        sums: numbers of storages that backward has summed into, such as gradients of biases.
     """
 
     def __init__(self, module: nn.Module | None, optimizers: Iterable[object] = (), device: str | None = None) -> None:
@@ -78,7 +78,7 @@ def _allocated(storage: UntypedStorage) -> int:
 
 
 def saved_bytes(run: Callable[[], Any], *known: Any) -> int:
-    """Return the bytes that ``run()`` saves for backward, without the storages of its result and of ``known``."""
+    """Return the bytes that ``run()`` saves for backward, except storages of its result and of ``known``."""
     saved: list[UntypedStorage] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ def saved_bytes(run: Callable[[], Any], *known: Any) -> int:
 
 @dataclass
 class Pass:
-    """One run of a block's forward, the first or a recomputation.
+    """A run of a block's forward: the first run, or a recomputation.
 
     Attributes:
-        first, last: numbers of events in the log before it and after it.
+        first, last: events in the log before the run, and after it.
         work: as `WorkLedger` counts it.
-        inputs, outputs: numbers in the log of the storages that came in and went out.
+        inputs, outputs: numbers in the log of the storages of arguments and results.
     """
 
     first: int
@@ -109,12 +109,12 @@ class Pass:
 
 
 class Calls:
-    """Numbers the calls of blocks in a batch, records which keep their activations, and counts the others.
+    """Numbers the calls of blocks in a batch, and records which keep their activations.
 
     Attributes:
         kept: calls that aren't recomputed.
-        passes: call -> its runs while a ledger counted.
-        compiled: call -> bytes that it saves for backward, of a block that is compiled, where a ledger counted.
+        passes: call -> its runs, while a ledger counts.
+        compiled: call of a compiled block -> bytes that it saves for backward, while a ledger counts.
     """
 
     def __init__(self) -> None:
@@ -136,12 +136,12 @@ class Calls:
         return self._ledger is not None
 
     def number(self, name: str) -> Call:
-        """Return the number of a block's next call."""
+        """Return a block's next call."""
         self._numbers[name] += 1
         return name, self._numbers[name] - 1
 
     def counted(self, call: Call, run: Callable[[], Any], inputs: Any = ()) -> Any:
-        """Return ``run()``, a block's forward, and count it if this batch is counted."""
+        """Return ``run()``, a block's forward, and record it if a ledger counts."""
         ledger = self._ledger
         if ledger is None:
             return run()
@@ -165,11 +165,11 @@ class Options:
     """Bytes that each choice of calls takes at the peak of every segment of a batch.
 
     Attributes:
-        base: int64 (segments,): bytes when every call is recomputed.
-        extra: call -> int64 (segments,): extra bytes when it is not recomputed, in the order of forward.
+        base: int64 (segments,): bytes if every call is recomputed.
+        extra: call -> int64 (segments,): extra bytes if the call isn't recomputed, in the order of forward.
         saved: call -> bytes that it keeps for backward.
-        margin: extra bytes of any non-empty choice: one input that is still being copied to the host.
         work: call -> cost of its recomputation.
+        margin: extra bytes of any non-empty choice: one input that is still being copied to the host.
     """
 
     base: Tensor
@@ -194,15 +194,15 @@ class Options:
 
 
 def options(ledger: WorkLedger, calls: Calls) -> Options:
-    """Return the options of a counted batch; calls that backward didn't recompute are left out.
+    """Return the options of a counted batch, without calls that backward didn't recompute.
 
-    The bytes are an upper bound. A choice takes less where a block that keeps its activations doesn't need its input,
-    which recomputation always keeps. Of a compiled block, the bytes that it saves are those of its compiled
-    forward; temporary memory is counted as for the uncompiled block, though fused operators take less.
+    The bytes are an upper bound. A choice takes less if a kept call doesn't need its input, which recomputation always
+    keeps. For a compiled block, saved bytes are those of its compiled forward, and temporary memory that of the
+    uncompiled block, though fused operators take less.
     """
     history = _History(ledger.log)
     both = {call: (runs[0], runs[1:]) for call, runs in calls.passes.items() if len(runs) > 1}
-    # autocast's weights are there once until forward ends, whichever block was the first to use them
+    # autocast keeps one copy of a weight until forward ends, whichever block uses it first
     cached = {
         ledger.copies[storage]: storage
         for forward, _ in both.values()
@@ -232,7 +232,7 @@ def options(ledger: WorkLedger, calls: Calls) -> Options:
         for index in range(bisect_left(bounds, forward.last), bisect_left(bounds, again[-1].first)):
             late = sum(size for size, end in kept[call].shared if bounds[index + 1] > end)
             row[index] = kept[call].bytes + late
-        # without recomputation, what a node of the graph has saved is freed after its results are summed
+        # without recomputation, a node's saved tensors are freed only after its results are summed
         after = history.settled(again[-1])
         until = next((start for start in starts if start >= after), bounds[-1])
         largest = history.largest(ledger.sums, after, until)
@@ -255,8 +255,8 @@ class _Kept:
     """The storages that a call keeps if it isn't recomputed.
 
     Attributes:
-        bytes: of storages that no other call keeps.
-        shared: (bytes, number of the event at which they are freed otherwise) of those that live longer for it.
+        bytes: bytes of storages that no other call keeps.
+        shared: storages that then live longer: (bytes, number of the event that frees them otherwise).
     """
 
     bytes: int
@@ -264,16 +264,12 @@ class _Kept:
 
 
 class _History:
-    """Live bytes after each event of a log, and the event that frees each storage.
-
-    Attributes:
-        live: bytes after so many events.
-    """
+    """Live bytes after each event of a log, ``live``, and the event that frees each storage."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.live = list(accumulate((change for _, change in log.events), initial=sum(log.held.values())))
-        self._size: Counter[int] = Counter(log.held)  # the most that a storage had
+        self._size: Counter[int] = Counter(log.held)  # the largest size of each storage
         self._end: dict[int, int] = {}
         now = Counter(log.held)
         for index, (storage, change) in enumerate(log.events, 1):
@@ -285,22 +281,22 @@ class _History:
                 self._end[storage] = index
 
     def end(self, storage: int) -> int:
-        """Return the number of events until a storage is freed, or of all events if it is not."""
+        """Return the number of events until a storage is freed; of all events if it never is."""
         return self._end.get(storage, len(self.log.events))
 
     def largest(self, storages: Container[int | None], first: int, last: int) -> int:
-        """Return the bytes of the largest of some storages among those of ``events[first:last]``."""
+        """Return the bytes of the largest of some storages in ``events[first:last]``."""
         return max((self._size[number] for number, _ in self.log.events[first:last] if number in storages), default=0)
 
     def settled(self, run: Pass) -> int:
-        """Return the number of events until a run's result is dropped."""
+        """Return the number of events until a run's results are dropped."""
         last = run.last
         while last < len(self.log.events) and self.log.events[last][1] < 0:
             last += 1
         return last
 
     def left(self, run: Pass) -> list[int]:
-        """Return the storages that a run allocated and that outlive the run."""
+        """Return the storages that a run allocated and left allocated."""
         settled = self.settled(run)
         born = dict.fromkeys(storage for storage, change in self.log.events[run.first : run.last] if change > 0)
         return [storage for storage in born if self.end(storage) > settled]
@@ -311,27 +307,27 @@ class _History:
         return max((self._size[storage] for storage in inputs if self.end(storage) <= again.first), default=0)
 
     def kept(self, forward: Pass, again: Pass, originals: Mapping[int, int], compiled: int | None = None) -> _Kept:
-        """Return the storages that a call keeps, derived from its forward and its recomputation.
+        """Return the storages that a call would keep.
 
         Args:
             forward: its first run.
             again: its recomputation.
-            originals: storage -> one that holds the same since forward.
-            compiled: bytes that its compiled forward saves, beside inputs and outputs; None where it isn't compiled.
+            originals: storage -> a storage of the same contents since forward.
+            compiled: bytes that its compiled forward saves besides inputs and outputs; None if it isn't compiled.
         """
         if compiled is not None:
             ends = [number for number in (*forward.inputs, *forward.outputs) if number is not None]
             return _Kept(compiled, [(self._size[number], self.end(number)) for number in ends])
         left = self.left(again)
         same = dict(originals)
-        # a result that the block saves is its output, too
+        # an output that the block saves is the same in both runs
         same |= {
             copy: output
             for output, copy in zip(forward.outputs, again.outputs, strict=False)
             if output is not None and copy is not None
         }
         shared = [(self._size[copy], self.end(same[copy])) for copy in left if copy in same]
-        # an input that is offloaded stays, if this call keeps it
+        # an input that would be offloaded stays on the device if this call keeps it
         shared += [(self._size[number], self.end(number)) for number in forward.inputs if number is not None]
         return _Kept(sum(self._size[copy] for copy in left if copy not in same), shared)
 
@@ -339,10 +335,10 @@ class _History:
 def least_work(base: Tensor, extra: Mapping[Call, Tensor], work: Mapping[Call, int], budget: int) -> frozenset[Call]:
     """Return the calls to keep so that recomputing the others is the least work, with no segment above the budget.
 
-    A knapsack, by dynamic programming over calls in the order of forward: of choices with the same sum of bytes the one
-    of most work is continued. As backward comes to calls in the opposite order, segments that are still ahead hold
-    all calls chosen so far, and only the sum counts. Sums are told apart to a thousandth of the total; whether a choice
-    fits is decided on exact bytes. Of equal choices the later calls are kept, which hold their bytes for the shortest.
+    This is a knapsack, solved by dynamic programming over calls in the order of forward: among choices of equal bytes
+    the one that saves most work is continued. Backward meets calls in the opposite order, so segments ahead hold all
+    calls chosen so far, and only their sum counts. Sums are distinguished to a thousandth of the total; exact bytes
+    decide whether a choice fits. Among equal choices the later calls are kept, which hold their bytes for less time.
 
     Args:
         base: int64 (segments,): bytes of each segment where all calls are recomputed.

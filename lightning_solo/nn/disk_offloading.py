@@ -16,23 +16,23 @@ from lightning_solo.nn.saved_tensors import Moved
 from lightning_solo.nn.scratch_file import ScratchFile, whole_pages
 
 STAGING_BUFFERS = 4
-"""Of the largest storage. In forward one is filled while another is written; in backward three are read ahead."""
+"""Buffers as large as the largest storage. Forward fills one while another is written; backward reads three ahead."""
 
 
 class DiskOffloader(Offloader):
     """An `Offloader` that copies saved tensors to a file on a local disk, so that host memory doesn't grow.
 
     A storage goes through one of ``STAGING_BUFFERS`` buffers of host memory. A thread writes it while forward
-    continues, and reads it ahead of backward; forward waits where the disk falls behind by as many buffers.
+    continues, and reads it ahead of backward. Forward waits if all buffers wait for the disk.
 
     Args:
         device, min_bytes, in_flight, keep_on_device: as `Offloader`.
-        folder: in which the file is made; it has no name there, and is gone when the process ends.
+        folder: folder of the file, which has no name and is gone when the process ends.
         worker: as `ScratchFile`.
 
     Raises:
-        BudgetError: in forward or backward: the disk, or the host, has too little room.
-        CapabilityError: likewise: the disk couldn't be written or read.
+        BudgetError: in forward or backward, if the disk or the host has too little room.
+        CapabilityError: in forward or backward, if the disk can't be written or read.
 
     >>> import tempfile
     >>> offloader = DiskOffloader(torch.device("cpu"), tempfile.gettempdir(), min_bytes=4096)
@@ -57,8 +57,8 @@ class DiskOffloader(Offloader):
         super().__init__(device, min_bytes, in_flight, keep_on_device)
         self._file = ScratchFile(folder, worker)
         self._buffers = 0
-        self._idle: deque[_Buffer] = deque()  # that which was used first is the first
-        self._reading: dict[int, _Buffer] = {}  # number of a storage -> where it is read to, ahead of its use
+        self._idle: deque[_Buffer] = deque()  # the least recently used one first
+        self._reading: dict[int, _Buffer] = {}  # number of a storage -> buffer that it is read to ahead of its use
 
     @property
     def disk_bytes(self) -> int:
@@ -66,7 +66,7 @@ class DiskOffloader(Offloader):
         return self._file.bytes
 
     def free_buffers(self) -> None:
-        """Remove the file and free the buffers; saved tensors that are still on the disk are lost."""
+        """Remove the file and free the buffers; saved tensors on the disk are lost."""
         self._file.close()
         self._idle.clear()
         self._reading.clear()
@@ -100,7 +100,7 @@ class DiskOffloader(Offloader):
             self._idle.append(buffer)
 
     def _read_ahead(self, number: int) -> None:
-        """Read the storages that were saved before ``number``, as far as there are buffers."""
+        """Read the storages that were saved before ``number``, while there are idle buffers."""
         for index in reversed(range(bisect_left(self._far, number))):
             if not self._idle:
                 return
@@ -114,18 +114,18 @@ class DiskOffloader(Offloader):
         return self._idle.popleft()
 
     def _staging(self, size: int) -> _Buffer:
-        """Return the first idle buffer of at least ``size`` bytes, after its last transfer is done."""
+        """Return the first idle buffer when its last transfer is done, enlarged to ``size`` bytes."""
         if self._buffers < min(STAGING_BUFFERS, len(self._file.taken)):
             self._buffers += 1
             self._idle.appendleft(_Buffer())
-        elif not self._idle:  # all are read ahead: the one that is needed last
+        elif not self._idle:  # all are reading ahead: take the one that is needed last
             self._idle.append(self._reading.popitem()[1])
         buffer = self._idle[0]
         if buffer.transfer is not None:
             self._file.wait(buffer.transfer)
         if buffer.memory.nbytes < size:
             self.host_bytes -= buffer.memory.nbytes
-            buffer.memory = _Buffer().memory  # freed before there is another one
+            buffer.memory = _Buffer().memory  # frees it before the next allocation
             buffer.memory = self._new_buffer(whole_pages(size))
             self.host_bytes += buffer.memory.nbytes
         return buffer
@@ -138,7 +138,7 @@ class DiskOffloader(Offloader):
 
 
 class _Place(NamedTuple):
-    """A region of the file, and the transfer that writes it."""
+    """The offset of a region in the file, and the transfer that writes it."""
 
     offset: int
     written: Future[None]
@@ -148,9 +148,9 @@ class _Buffer:
     """A buffer of host memory between device and disk.
 
     Attributes:
-        memory: empty until it is first used.
-        transfer: the last one between it and the disk.
-        copied: the event after the last copy between it and the device.
+        memory: empty before its first use.
+        transfer: its last transfer from or to the disk.
+        copied: the event after its last copy from or to the device.
     """
 
     def __init__(self) -> None:
@@ -159,5 +159,5 @@ class _Buffer:
         self.copied: Any = None
 
     def pages(self, size: int) -> Tensor:
-        """Return the buffer's first pages that hold so many bytes."""
+        """Return the buffer's first pages, as many as ``size`` bytes need."""
         return self.memory[: whole_pages(size)]

@@ -1,7 +1,7 @@
 """Replace a model's normalisations and gated feed-forward parts by fused kernels that compute the same.
 
-A layer is recognised by its structure, then tried: on random inputs its outputs and gradients, in fp32 and in bf16,
-must be those of a kernel. So classes of any package are found, and one that only looks like another is left out.
+A layer of any class is recognised by its structure, then tried: its outputs and gradients on random inputs, in fp32 and
+in bf16, must agree with the kernel's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,29 +25,18 @@ from lightning_solo.nn import forwards, fused_operators, liger
 
 KERNELS = ("rms_norm", "layer_norm", "swiglu", "geglu")
 BACK_ENDS: Mapping[str, ModuleType] = {"liger": liger, "operators": fused_operators}
-"""Liger's kernels; torch's operators, which keep for backward what those keep."""
+"""Liger's kernels, and torch's operators, which save the same tensors for backward."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-"""Largest distance of a row from that of the layer, relative to it: of sums in another order, and of some roundings."""
+"""Largest relative distance of a row from the layer's: sums have another order, and some numbers are rounded."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_MODULES = frozenset(vars(nn.Module())) | forwards.ATTRIBUTES
-
-
-class Computation(Protocol):
-    """A computation that one fused kernel replaces."""
-
-    @property
-    def kernel(self) -> str:
-        """One of `KERNELS`."""
-
-    def __call__(self, layer: nn.Module, x: Tensor, kernels: ModuleType) -> Tensor | None:
-        """Return the layer's output; None where the kernel doesn't compute the layer's result."""
 
 
 @dataclass(frozen=True)
 class RmsNorm:
     """``x / rms(x) * (offset + weight)``, rounded to the input's type before the product (llama) or after it (gemma).
 
-    ``eps`` None stands for the smallest step of the input's type, as in torch's own.
+    ``eps`` None stands for the machine epsilon of the input's type, as in ``nn.RMSNorm``.
     """
 
     weight: str
@@ -83,7 +72,7 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class Gated:
-    """``down(activation(gate(x)) * up(x))``; the three are names of children."""
+    """``down(activation(gate(x)) * up(x))``; ``gate``, ``up`` and ``down`` name children of the layer."""
 
     gate: str
     up: str
@@ -92,7 +81,7 @@ class Gated:
 
     @property
     def kernel(self) -> str:
-        """One of `KERNELS`."""
+        """The kernel's name, one of `KERNELS`."""
         return "swiglu" if self.activation == "silu" else "geglu"
 
     def __call__(self, layer: nn.Module, x: Tensor, kernels: ModuleType) -> Tensor | None:
@@ -107,16 +96,24 @@ class Gated:
         return output
 
 
+Computation = RmsNorm | LayerNorm | Gated
+"""A computation that one fused kernel replaces.
+
+Called with a layer, its input and a back end's module, it returns the layer's output, or None where the kernel would
+compute something else.
+"""
+
+
 @dataclass(frozen=True)
 class Fused:
-    """A layer's computation, and the back end (a name of `BACK_ENDS`) whose kernel runs it."""
+    """A layer's computation, and the name in `BACK_ENDS` of the back end that runs it."""
 
     computation: Computation
     back_end: str
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a norm computes in the input's dtype: no 16-bit autocast, and weights of the same dtype."""
+    """Return whether a norm computes in the input's type: without 16-bit autocast, and with weights of that type."""
     exact = x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type)
     return exact and x.dtype is weight.dtype and x.dtype in _TYPES and x.shape[-1:] == weight.shape and x.numel() > 0
 
@@ -129,7 +126,7 @@ def _keeps_no_output(layer: nn.Module) -> bool:
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():  # by create_graph=True alone; torch would take the gradient for a constant
         raise GradientError(
-            "fused kernels: a derivative of their gradients is computed by no rule; drop create_graph=True, or leave"
+            "fused kernels: their gradients can't be differentiated again; drop create_graph=True, or leave"
             " callback.fused_kernels out"
         )
 
@@ -187,8 +184,8 @@ class _Gated(torch.autograd.Function):
         _refuse_second_derivative()
         if ctx.walked:
             raise GradientError(
-                "fused kernels: a second backward of one graph, whose tensors the first has overwritten; drop"
-                " retain_graph=True, or leave callback.fused_kernels out"
+                "fused kernels: the first backward of this graph has overwritten its tensors, so a second can't run;"
+                " drop retain_graph=True, or leave callback.fused_kernels out"
             )
         ctx.walked = ctx.options[1]
         return *ctx.kernels.gated_backward(gradient, *ctx.saved_tensors, *ctx.options), None, None, None
@@ -199,7 +196,7 @@ def fuse_layers(layers: Mapping[str, nn.Module], computations: Mapping[str, Comp
 
     Args:
         layers: name -> layer.
-        computations: name -> what it computes, as `fusable_layers` returns it.
+        computations: name -> computation, as `fusable_layers` returns it.
         back_end: a name of `BACK_ENDS`.
     """
     for name, layer in layers.items():
@@ -220,13 +217,13 @@ def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def fusable_layers(
     module: nn.Module, kernels: Sequence[str], back_end: str, device: torch.device
 ) -> tuple[dict[str, Computation], dict[str, str]]:
-    """Return name -> computation of layers that a kernel can run, and name -> reason for those that failed the trial.
+    """Return name -> computation of the layers that a kernel can run, and name -> reason of those that failed.
 
     Args:
-        module: whose layers are tried, on copies: nothing of it is changed.
+        module: the model; its layers are tried on copies.
         kernels: names of `KERNELS`.
         back_end: a name of `BACK_ENDS`.
-        device: on which layers and kernels are compared.
+        device: the device of the trials.
     """
     computations: dict[str, Computation] = {}
     reasons: dict[str, str] = {}
@@ -288,7 +285,7 @@ def _gated_candidates(layer: nn.Module) -> list[Computation]:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Return a key that is equal for layers that compute the same: class, attributes, and those of children."""
+    """Return a key that is equal for layers of equal classes, attributes and shapes, children included."""
 
     def one(part: nn.Module) -> Any:
         values = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
@@ -321,7 +318,7 @@ def _tried(
     best = min(gaps, key=lambda candidate: gaps[candidate])
     if gaps[best] < math.inf:
         return best
-    return f"it computes something else than {' or '.join(dict.fromkeys(c.kernel for c in candidates))}"
+    return f"it doesn't compute {' or '.join(dict.fromkeys(c.kernel for c in candidates))}"
 
 
 @contextmanager
@@ -341,7 +338,7 @@ def _random_state(device: torch.device) -> Tensor:
 def _probe(
     layer: nn.Module, candidate: Computation, dtype: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, list[Tensor]]:
-    """Return a copy of a layer with random weights, small ones for linear layers, and inputs for it."""
+    """Return a copy of a layer with random weights, with small linear layers, and inputs for it."""
     probe: nn.Module = object.__new__(type(layer))
     vars(probe).update({**vars(layer), **vars(nn.Module())})
     shapes: list[tuple[int, ...]]
@@ -361,7 +358,7 @@ def _probe(
             weight = None if p is None else nn.Parameter(torch.randn(width, device=device, dtype=dtype))
             probe.register_parameter(name, weight)
         shapes = [(2, 6, width), (2, 3, 5, width)]
-        eps = candidate.eps or torch.finfo(dtype).eps  # type: ignore[attr-defined]
+        eps = candidate.eps or torch.finfo(dtype).eps
         scales = [1.0, 30.0, eps**0.5]  # rows so small that eps counts
     inputs = []
     for shape in shapes:
@@ -372,7 +369,7 @@ def _probe(
 
 
 def _results(probe: nn.Module, run: Any, x: Tensor) -> list[Tensor]:
-    """Return the output of a run, and the gradients of its input and of the weights."""
+    """Return the output of ``run(x)``, and the gradients of its input and of the probe's weights."""
     output = run(x)
     factors = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     return [output.detach(), *torch.autograd.grad(output, [x, *probe.parameters()], factors)]

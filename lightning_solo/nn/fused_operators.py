@@ -1,4 +1,4 @@
-"""The fused kernels' computations by torch's operators, with the same results and saved tensors."""
+"""The computations of the fused kernels by torch's operators, with the same results and saved tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
-    """Return (..., width) normalised, and the reciprocal of each row's root mean square: (rows,)."""
+    """Return the normalised input, (..., width), and the reciprocal of each row's root mean square, (rows,)."""
     exact = x.float()
     rstd = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     if casting == "llama":
@@ -37,7 +37,7 @@ def rms_norm_backward(
 
 
 def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (..., width) normalised, and each row's mean and reciprocal standard deviation."""
+    """Return the normalised input, (..., width), and each row's mean and reciprocal standard deviation."""
     output, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
     return output, mean, rstd
 
@@ -61,7 +61,7 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor, activation: str, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up; nothing is overwritten."""
+    """Return the gradients of gate and up; ``overwrite`` is ignored."""
     above = gradient * up
     of_up = gradient * activated(gate, activation)
     if activation == "silu":
@@ -70,5 +70,5 @@ def gated_backward(
 
 
 def activated(gate: Tensor, activation: str) -> Tensor:
-    """Return an activation's result: ``silu``, or ``gelu_tanh``."""
+    """Apply an activation, ``silu`` or ``gelu_tanh``."""
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -1,7 +1,7 @@
 """Liger's Triton kernels, with the interface of `fused_operators`; the first call imports the package.
 
-The functions below Liger's autograd functions are called, since those are silently wrong where a gradient is
-differentiated, or a graph is walked twice: backward of a gated product overwrites what forward kept.
+The functions below Liger's autograd functions are called. Those are silently wrong if a gradient is differentiated or
+backward runs twice: backward of a gated product overwrites the tensors that forward saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def rms_norm_backward(
     from liger_kernel.ops.rms_norm import _str_to_casting_mode
 
     rows = x.view(-1, x.shape[-1])
-    in_place = False  # the gradient that comes in also goes along the residual connection
+    in_place = False  # the residual connection takes the same gradient
     of_x, of_weight = _ops().rms_norm_backward(
         gradient.contiguous(), rows, weight, rstd, offset, _str_to_casting_mode[casting], *_launch(x.shape[-1]),
         in_place, None, needs_dw=for_weight,
@@ -76,7 +76,7 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def gated_backward(
     gradient: Tensor, gate: Tensor, up: Tensor, activation: str, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `fused_operators.gated_backward`; where ``overwrite``, gate and up are replaced by their gradients."""
+    """As `fused_operators.gated_backward`; with ``overwrite`` the gradients replace gate and up."""
     if not overwrite:
         gate, up = gate.clone(), up.clone()
     backward = _ops().swiglu_backward if activation == "silu" else _ops().geglu_backward
@@ -87,9 +87,9 @@ def gated_backward(
 def token_losses(
     logits: Tensor, labels: Tensor, *, label_smoothing: float, softcap: float | None, z_loss: float, gradients: bool
 ) -> Tensor:
-    """Return the losses, (tokens,) of (tokens, vocabulary); optionally overwrite the logits by their gradients."""
-    logits = logits.detach().requires_grad_(gradients)  # by which Liger knows whether they are wanted
-    never = -1  # labels that don't count have no row here
+    """Return the losses of tokens, (tokens, vocabulary) -> (tokens,); ``gradients`` replace the logits."""
+    logits = logits.detach().requires_grad_(gradients)  # Liger computes gradients if it is set
+    never = -1  # ignored labels have no row here
     losses: Tensor = _ops().cross_entropy_forward(
         logits, labels, None, never, z_loss, label_smoothing, "none", softcap, False
     )[0]

@@ -23,30 +23,29 @@ class Offloader:
     """Copies the tensors that autograd saves to the host, frees them on the device, and copies them back for backward.
 
     A storage is moved once, however many tensors of it are saved. Weights, buffers, their views and small storages stay
-    where they are. The storages that were saved last, which backward needs first, form a window that stays on the
-    device. By default these are the ones on their way to the host, ``in_flight`` times the bytes of the largest. Where
-    the window exceeds its limit, its oldest storage leaves. In backward, as many bytes come back ahead of the tensor
-    that backward is at. On a GPU all copies are on one stream, in both directions, so that a copy from a host buffer is
-    done when the next one into it begins. On a CPU the same copies go into a second buffer, without streams.
+    on the device. So does a window of the storages that were saved last, which backward needs first: if the window
+    exceeds its limit, its oldest storage leaves. In backward, as many bytes come back ahead of their use. On a GPU one
+    stream runs the copies of both directions, so that a copy from a host buffer is done before the next one into it
+    begins. On a CPU the copies go into a second buffer.
 
-    With ``keep_on_device`` only what doesn't fit into the window is copied. What had to leave in one micro-batch is
-    copied as soon as it is saved in the next. The first micro-batch, and one that is larger than the one before, wait
-    for copies; they stay within the window, too.
+    By default all storages are copied, and the window holds those on their way to the host. With ``keep_on_device``
+    only storages that don't fit into the window are copied: those that left it in one micro-batch are copied as soon as
+    they are saved in the next. The first micro-batch, and one that is larger than the last, wait for their copies.
 
-    What is saved belongs to the graph: it is freed with it, whether backward runs, runs twice, or fails.
+    Copies belong to the graph: they are freed with it, whether backward runs, runs twice, or fails.
 
     Args:
-        device: on which the tensors are.
-        min_bytes: of the smallest storage that is moved.
-        in_flight: as above.
-        keep_on_device: limit of the window: bytes, an int; or a share of what the micro-batch has saved, a float. The
-            storage that was saved last stays even if it is larger.
+        device: the tensors' device.
+        min_bytes: size of the smallest storage that is moved.
+        in_flight: limit of the default window, as a multiple of the largest storage's bytes.
+        keep_on_device: limit of the window: bytes, an int; or a share of the bytes that the micro-batch has saved, a
+            float. The storage that was saved last stays even if it is larger.
 
     Attributes:
-        moved_bytes: all that was copied to the host.
-        saved_bytes: of the storages of this micro-batch that are moved, or may be.
-        host_bytes: of the buffers on the host, which are used again in every micro-batch.
-        largest_left_bytes: of the largest storage that stayed for being small.
+        moved_bytes: all bytes copied to the host.
+        saved_bytes: bytes of this micro-batch's storages that were or may be moved.
+        host_bytes: bytes of the buffers on the host, which every micro-batch uses again.
+        largest_left_bytes: bytes of the largest storage that stayed because it is small.
 
     >>> offloader = Offloader(torch.device("cpu"), min_bytes=16)
     >>> x = torch.ones(8, requires_grad=True)
@@ -82,11 +81,11 @@ class Offloader:
         self._count = self._largest = 0
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context for forward; tensors saved in it are offloaded."""
+        """Return a context for forward, in which saved tensors are offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def leave(self, module: nn.Module) -> None:
-        """Begin a micro-batch; the module's weights and buffers stay where they are now."""
+        """Begin a micro-batch, in which the module's present weights and buffers stay on the device."""
         self._begin()
         self._weights = {
             tensor.untyped_storage()._cdata
@@ -95,7 +94,7 @@ class Offloader:
         }
 
     def free_buffers(self) -> None:
-        """Free the buffers on the host that hold nothing."""
+        """Free the unused buffers on the host."""
         self.host_bytes -= sum(buffer.nbytes for buffer in self._free)
         self._free.clear()
 
@@ -103,11 +102,11 @@ class Offloader:
 
     def _pack(self, tensor: Tensor) -> Left | View:
         if not self._is_moved(tensor):
-            # a result that is its own saved tensor would keep its graph alive
+            # detached: a result that is saved itself would keep its graph alive
             return Left(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         moved = self._of_storage.get(storage._cdata)
-        # an address is used again: compare the storage too
+        # the storage is compared, too, since another one may have the same address
         if moved is None or moved.source() is not storage or moved.version != tensor._version:
             moved = self._of_storage[storage._cdata] = self._move(tensor, storage)
         return View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -147,14 +146,14 @@ class Offloader:
         return moved
 
     def _begin(self) -> None:
-        """Predict the new micro-batch's saved tensors from the last one's."""
+        """Expect as many saved bytes as in the last micro-batch."""
         if self.saved_bytes:
             self._expected, self.saved_bytes = self.saved_bytes, 0
         if not self._moved:
             self._window, self._window_bytes, self._near, self._far = {}, 0, [], []
 
     def _limit(self, saved_bytes: int) -> int:
-        """Return the limit of the window's bytes after so many bytes are saved."""
+        """Return the window's limit when ``saved_bytes`` are saved."""
         if self.keep_on_device is None:
             return self.in_flight * self._largest
         return self.keep_on_device if isinstance(self.keep_on_device, int) else int(self.keep_on_device * saved_bytes)
@@ -166,10 +165,10 @@ class Offloader:
 
     def _leave_window(self, number: int) -> None:
         size = self._window.pop(number, 0)
-        self._window_bytes -= size  # a statement of its own: garbage collection may come here in between
+        self._window_bytes -= size  # apart from the line above: garbage collection may call this method in between
 
     def _make_room(self) -> None:
-        """Free the window's oldest storages on the device, after their copies, while it exceeds its limit."""
+        """Free the window's oldest storages after their copies, until it is within its limit."""
         while len(self._window) > 1 and self._window_bytes > self._limit(self.saved_bytes):
             number = self._near[0]
             moved = self._moved.get(number)
@@ -188,11 +187,11 @@ class Offloader:
         self._copy(moved, moved.stored, to_host=True)
 
     def _buffer(self, size: int) -> Tensor:
-        """Return a host buffer of at least ``size`` bytes: the smallest that is free, or a new one."""
+        """Return the smallest unused host buffer of at least ``size`` bytes, or a new one."""
         for number, buffer in enumerate(self._free):
             if buffer.nbytes >= size:
                 return self._free.pop(number)
-        if self._free:  # all are too small: one makes room for a larger one
+        if self._free:  # all are too small: a larger one replaces one of them
             self.host_bytes -= self._free.pop().nbytes
         buffer = self._new_buffer(size)
         self.host_bytes += buffer.nbytes
@@ -235,7 +234,7 @@ class Offloader:
         self._copy(moved, memory, to_host=False)
 
     def _prefetch(self, number: int) -> None:
-        """Copy back the storages saved before ``number``, which backward needs next."""
+        """Copy back the storages saved before ``number``, which backward needs next, up to the limit."""
         last = bisect_left(self._far, number)
         while last:
             before = self._moved.get(self._far[last - 1])
@@ -256,7 +255,7 @@ class Offloader:
         if self._stream is None:
             target.copy_(source)
             return
-        # behind what fills the source, and what has used the target's memory until now
+        # after the operators that fill the source or have used the target's memory
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -268,7 +267,7 @@ class Offloader:
             torch.cuda.current_stream(self.device).wait_event(moved.copied)
 
     def _release(self, moved: Moved) -> None:
-        self._await_copy(moved)  # its memory on the device is used again
+        self._await_copy(moved)  # before its memory on the device is used again
         self._leave_window(moved.number)
         if moved.stored is not None:
             self._give_back(moved)

@@ -1,4 +1,4 @@
-"""Run a block's forward again in backward instead of keeping its activations: the same numbers, or a refusal."""
+"""Recompute a block's activations in backward instead of keeping them: with the same numbers, or a refusal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -29,10 +30,9 @@ from lightning_solo.nn.activation_budget import Call, Calls, saved_bytes
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward
 from lightning_solo.nn.rollback import Rollback
 
-_SAMPLE = 1024  # elements of each output that the first recomputation is compared by
+_SAMPLE = 1024  # elements of each output that the first recomputation is compared with
 _GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
 _keeping: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which wrapped blocks save their inputs
-
 
 PRODUCTS = (
     "aten.mm",
@@ -49,21 +49,21 @@ PRODUCTS = (
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
 )
-"""Operators that compute most: products of matrices, convolutions and attention."""
+"""Operators that take most of the time: products of matrices, convolutions and attention."""
 
 
 class Kept:
     """Operators whose results recomputed blocks keep.
 
     Args:
-        names: as ``aten.mm``; all overloads of each.
+        names: such as ``aten.mm``, for all its overloads.
 
     Attributes:
         matched: whether one of them has run in a block.
         seen: names of the operators that ran in blocks.
 
     Raises:
-        PresetError: torch has no operator of a name.
+        PresetError: torch has no operator with one of the names.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -94,12 +94,12 @@ class Wrap:
     """The settings and state of a block whose activations are recomputed."""
 
     name: str
-    verify: bool  # whether the next recomputation is to be compared with its forward
-    keep: Kept | None = None  # operators whose results are kept; None: of no operator
-    calls: Calls | None = None  # which of its calls keep all their results; None: no call
-    number: Call | None = None  # of a call that has come through `run_compiled`
+    verify: bool  # whether the next recomputation is compared with its forward
+    keep: Kept | None = None  # operators whose results are kept
+    calls: Calls | None = None  # records which calls keep all their results; None: no call
+    number: Call | None = None  # of a call that came through `run_compiled`
     keeps: bool = False  # whether that call keeps all its results
-    host_state: bool = True  # whether its forward may change what torch doesn't replay: see _HostState
+    host_state: bool = True  # whether its forward may change a _HostState
     recomputed: bool = False
 
 
@@ -111,12 +111,12 @@ def checkpoint_blocks(
     A forward without gradients stays the same. ``restore_forwards(blocks, Wrap)`` undoes it.
 
     Args:
-        blocks: Name to block; the names are for messages.
-        verify: Compare each block's first recomputation with its forward and raise ``ConflictError`` in backward
-            where they differ. Torch compares shapes, dtypes and devices only: a block that takes another branch of
-            the same shapes, or updates what it reads, silently gets wrong gradients.
-        keep: Operators whose results are kept, and not computed again.
-        calls: Of the blocks; those that it names keep everything, and run as without this.
+        blocks: name -> block; the names are for messages.
+        verify: compare each block's first recomputation with its forward, and raise ``ConflictError`` in backward if
+            they differ. Torch compares only shapes, dtypes and devices, so a block that takes another branch, or
+            updates a tensor that it reads, would silently get wrong gradients.
+        keep: operators whose results are kept instead of recomputed.
+        calls: names the calls that keep all their activations.
     """
     fresh = {name: block for name, block in blocks.items() if record_of(block, Wrap) is None}
     for name, block in fresh.items():
@@ -128,8 +128,8 @@ def checkpoint_blocks(
 def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
     """Return a context that marks a module's weights as present only while a part that uses them runs.
 
-    Its blocks recompute as ever, and are not verified: the end of a whole second forward would release weights that
-    backward is about to use.
+    Its blocks are recomputed, but not verified: a second forward to its end would release weights that backward uses
+    next.
     """
     parts = list(module.modules())
     _GATHERED_ON_USE.update(parts)
@@ -141,7 +141,7 @@ def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Make wrapped blocks save the inputs of their recomputation, and nothing else, in ``context``."""
+    """Make wrapped blocks save the inputs of their recomputation in ``context()``, and nothing else."""
     global _keeping
     before, _keeping = _keeping, context
     try:
@@ -153,8 +153,8 @@ def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterat
 def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return ``compiled(block, *args, **kwargs)``, which compiles `forward` of a wrapped block.
 
-    Whether the call keeps its results is decided here, outside the graph: either has a graph, whatever the number of
-    blocks. So is where inputs are saved, which is all that such a block saves.
+    Outside the graph it decides whether the call keeps its results, so that each of both cases has one graph for all
+    blocks, and enters the context in which inputs are saved.
     """
     wrap = record_of(block, Wrap)
     run = partial(compiled, block, *args, **kwargs)
@@ -176,8 +176,7 @@ def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwar
 
 def _saved_when_compiled(block: nn.Module, run: Callable[[], Any], inputs: Any) -> int:
     """Return the bytes that a block's compiled forward saves for backward, without side effects."""
-    device = next((p.device for p in block.parameters()), torch.device("cpu"))
-    rollback, host = Rollback(block, device), _HostState(block)
+    rollback, host = Rollback(block, _device_of(block)), _HostState(block)
     rollback.save()
     try:
         with uncounted():
@@ -187,8 +186,12 @@ def _saved_when_compiled(block: nn.Module, run: Callable[[], Any], inputs: Any) 
         host.restore()
 
 
+def _device_of(block: nn.Module) -> torch.device:
+    return next((p.device for p in block.parameters()), torch.device("cpu"))
+
+
 def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
-    """Return whether any of the blocks was recomputed since it was wrapped."""
+    """Return whether any wrapped block was recomputed."""
     return any(wrap.recomputed for block in blocks if (wrap := record_of(block, Wrap)) is not None)
 
 
@@ -206,7 +209,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         if wrap.keeps:
             return original(*args, **kwargs)
-        wrap.recomputed = True  # from here on it is the compiler's
+        wrap.recomputed = True  # by the compiler's code
         if wrap.keep is not None:  # partial, since torch.compile takes no method there
             kwargs["context_fn"] = partial(Kept.contexts, wrap.keep)
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
@@ -214,16 +217,16 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if wrap.calls is not None and number in wrap.calls.kept:
         return original(*args, **kwargs)
     call = _Call(block, wrap, original, args, kwargs, number)
-    with _keeping():  # what is inside the block is saved by a context of torch's own
+    with _keeping():  # inside the block torch saves tensors by its own context
         return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.is_whole)
 
 
 class _Call:
-    """One forward of a block, called a second time for its recomputation.
+    """A forward of a block; the second call is its recomputation.
 
-    Tensors are handed to ``checkpoint`` by position, however deeply nested in the arguments: only those it guards
-    against in-place changes, and only their devices' random number generators it replays. The first call gets the
-    caller's own containers, so that a list that a block appends to is the caller's; the recomputation gets copies.
+    ``checkpoint`` gets all tensors by position, also those nested in the arguments: it guards only positional tensors
+    against in-place changes, and replays only their devices' random numbers. The first call gets the caller's
+    containers, so that a block can append to the caller's list; the recomputation gets copies.
     """
 
     def __init__(
@@ -237,24 +240,23 @@ class _Call:
     ) -> None:
         self.block, self.wrap, self.original, self.number = block, wrap, original, number
         self.verify, wrap.verify = wrap.verify and block not in _GATHERED_ON_USE, False
-        # recomputed to its end: what a comparison needs, and a count
+        # a comparison or a count needs the recomputation to run to its end
         counting = wrap.calls is not None and wrap.calls.counting
         self.is_whole = self.verify or (counting and block not in _GATHERED_ON_USE)
         self.inputs: tuple[Any, Any] | None = (args, kwargs)
         leaves, self.spec = tree_flatten(self.inputs)
-        # The empty tensor names the block's device where the arguments hold no tensor that torch could see.
-        device = next((p.device for p in block.parameters()), torch.device("cpu"))
-        self.tensors = [torch.empty(0, device=device), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        # the empty tensor tells torch the block's device even if no argument is a tensor
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        self.tensors = [torch.empty(0, device=_device_of(block)), *compress(leaves, self.is_tensor)]
         self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.dtype = torch.get_default_dtype()
-        # around the block's own operators alone: a recomputation has others, which compare
+        # around the block's own operators only, not around those that compare its recomputation
         contexts: Any = (nullcontext(), nullcontext()) if wrap.keep is None else wrap.keep.contexts()
         self.keeping, self.using = contexts
-        self.host: _HostState | None = None  # as it was before the forward, where the forward changed it
+        self.host: _HostState | None = None  # from before the forward, if the forward changed it
 
     def take_tensors(self) -> list[Tensor]:
-        """Return the tensors for ``checkpoint`` and drop our references, so that it decides how long they live."""
+        """Return the tensors, and drop the references to them, so that ``checkpoint`` decides how long they live."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
@@ -282,7 +284,7 @@ class _Call:
         return self.wrap.calls.counted(self.number, partial(self.original, *args, **kwargs), (args, kwargs))
 
     def recompute(self, tensors: Iterable[Tensor]) -> Any:
-        """Run the block again under the same state, and optionally compare the results."""
+        """Run the block again under the state of its forward, and compare the results if `verify` is set."""
         self.wrap.recomputed = True
         tensor, other = iter(tensors), iter(self.others)
         args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
@@ -320,29 +322,29 @@ class _Call:
 
 
 def without_cache(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, bool]:
-    """Return the arguments without Hugging Face key-value caches, and whether one has keys of this block already.
+    """Return the arguments without Hugging Face key-value caches, and whether a cache has keys of this block already.
 
-    A second forward would append to them again. Hugging Face's own gradient checkpointing leaves them out too; a
-    training forward starts with an empty cache, which isn't read.
+    A second forward would append to the caches again. Hugging Face's own gradient checkpointing leaves them out, too:
+    a training forward starts with an empty cache, which it doesn't read.
     """
     cache_utils = sys.modules.get("transformers.cache_utils")
     if cache_utils is None or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs, False
-    found = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
-    layers = {getattr(m, "layer_idx", None) for m in block.modules()} - {None} if found else set()
-    has_keys = any(int(cache.get_seq_length(layer)) for cache in found for layer in layers)
-    keep = [None if any(value is cache for cache in found) else value for value in args]
-    kept = {key: None if any(value is cache for cache in found) else value for key, value in kwargs.items()}
-    if kept.get("use_cache") is True and hasattr(block, "gradient_checkpointing"):  # a Hugging Face layer
-        kept["use_cache"] = False
-    return keep, kept, has_keys
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
+    layers = {getattr(m, "layer_idx", None) for m in block.modules()} - {None} if caches else set()
+    has_keys = any(int(cache.get_seq_length(layer)) for cache in caches for layer in layers)
+    args = [None if isinstance(value, cache_utils.Cache) else value for value in args]
+    kwargs = {key: None if isinstance(value, cache_utils.Cache) else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache") is True and hasattr(block, "gradient_checkpointing"):  # a Hugging Face layer
+        kwargs["use_cache"] = False
+    return args, kwargs, has_keys
 
 
 class _HostState:
-    """Host state that torch doesn't replay and a forward may change: random generators and plain attributes.
+    """State on the host that a forward may change and torch doesn't replay.
 
-    Python's and NumPy's global generators (layer drop draws from them), and numbers and flags that the block's
-    modules keep, such as a count of calls.
+    It consists of Python's and NumPy's global random generators, and of numbers and flags that are attributes of the
+    block's modules, such as a count of calls.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -363,12 +365,12 @@ class _HostState:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Restore the state of when this object was made."""
+        """Restore this state."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
         for module, values in self.attributes:
-            for name in _numbers(module).keys() - values.keys():  # set since then, over a default of the class
+            for name in _numbers(module).keys() - values.keys():  # set since, over a default of the class
                 del vars(module)[name]
             vars(module).update(values)
 
@@ -383,7 +385,7 @@ def _numpy_key(state: Any) -> Any:
 
 @contextmanager
 def _settings(dtype: torch.dtype, block: nn.Module, host: _HostState | None) -> Iterator[None]:
-    """Set the default dtype (``bf16-true`` sets it for the step, not for backward) and the state on the host."""
+    """Set the default dtype, which ``bf16-true`` sets for forward only, and the state on the host."""
     dtype_now, host_now = torch.get_default_dtype(), _HostState(block) if host is not None else None
     torch.set_default_dtype(dtype)
     if host is not None:
@@ -398,7 +400,7 @@ def _settings(dtype: torch.dtype, block: nn.Module, host: _HostState | None) -> 
 
 @contextmanager
 def statistics_kept(block: nn.Module) -> Iterator[set[nn.Module]]:
-    """Make BatchNorm and similar layers update copies of their statistics, already updated by the first forward."""
+    """Make BatchNorm and similar layers update copies of their statistics, and yield these layers."""
     norms = [m for m in block.modules() if isinstance(m, _NormBase) and m.training and m.track_running_stats]
     originals = [dict(norm._buffers) for norm in norms]
     try:
@@ -419,13 +421,13 @@ def _version(tensor: Tensor) -> int:
 
 
 def _samples(output: Any) -> list[Tensor]:
-    """Return up to 1024 evenly spaced elements of each tensor in ``output``."""
+    """Return up to 1024 evenly spaced elements of each tensor in an output."""
     tensors = [t.detach() for t in tree_leaves(output) if isinstance(t, Tensor) and t.layout is torch.strided]
     return [t.reshape(-1)[:: max(1, -(-t.numel() // _SAMPLE))].clone() for t in tensors if not t.is_nested]
 
 
 def _same(first: Tensor, second: Tensor | None, tolerance: float = 0.0) -> bool:
-    """Return whether two tensors agree up to ``tolerance`` times the largest element (kernels may add in any order)."""
+    """Return whether two tensors agree up to ``tolerance`` times the largest element."""
     if second is None or first.shape != second.shape or first.dtype != second.dtype:
         return False
     if torch.equal(first, second) or not first.numel():

@@ -1,10 +1,9 @@
-"""Objects that autograd holds instead of the tensors that it saved."""
+"""Objects that autograd holds instead of saved tensors."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -13,26 +12,21 @@ from lightning_solo.errors import ConflictError
 
 
 class Moved:
-    """A saved storage that may be offloaded; the saved tensors that are views of it keep it alive.
+    """A saved storage that may be offloaded; saved tensors that are views of it keep it alive.
 
     Attributes:
-        number: in the order of saving.
-        whole: all of it on the device, in one dimension; None while it is on the host alone.
-        stored: memory of its copy: a buffer on the host, or a place on a disk; None before the first copy.
-        bytes, count: of it, elements.
-        source: the storage that was saved.
-        probe: shows later changes of the saved tensor by its version, and holds no bytes.
-        version: of the tensor when it was saved.
+        number: counts storages in the order of saving.
+        whole: the storage on the device as a tensor of one dimension; None while it is only on the host.
+        stored: its copy, a buffer on the host or a region of a file; None before the first copy.
+        bytes, count: its size, and its number of elements.
+        source: a reference to the original storage.
+        probe: a tensor without bytes whose version shows later changes of the saved tensor.
+        version: the tensor's version when it was saved.
         copied: the event after its last copy.
     """
 
     def __init__(
-        self,
-        offloader: Any,
-        number: int,
-        whole: Tensor,
-        source: weakref.ref[UntypedStorage],
-        tensor: Tensor,
+        self, offloader: Any, number: int, whole: Tensor, source: weakref.ref[UntypedStorage], tensor: Tensor
     ) -> None:
         self.offloader, self.number, self.source = offloader, number, source
         self.stored: Any = None
@@ -47,9 +41,8 @@ class Moved:
         self.offloader._release(self)
 
 
-@dataclass
-class View:
-    """A saved tensor whose storage is or may be offloaded."""
+class View(NamedTuple):
+    """A saved tensor whose storage may be offloaded."""
 
     moved: Moved
     dtype: torch.dtype
@@ -58,19 +51,18 @@ class View:
     offset: int
 
 
-@dataclass
-class Left:
-    """A saved tensor that stays where it is."""
+class Left(NamedTuple):
+    """A saved tensor that stays on the device."""
 
     tensor: Tensor
     version: int
 
 
 def require_unchanged(tensor: Tensor, version: int) -> None:
-    """Check that a saved tensor is unchanged, which torch doesn't check for saved-tensor hooks.
+    """Check a saved tensor for changes in place, which torch doesn't do under saved-tensor hooks.
 
     Raises:
-        ConflictError: a saved tensor was changed in place since.
+        ConflictError: the tensor was changed in place after it was saved.
     """
     if tensor._version != version:
         raise ConflictError(

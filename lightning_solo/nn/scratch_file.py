@@ -19,29 +19,29 @@ from lightning_solo.memory import host_slabs
 from lightning_solo.units import format_bytes
 
 PAGE = 4096
-"""Bytes to which places in the file are aligned: past the page cache, disks and memory take no less."""
+"""Bytes to which regions are aligned, as transfers that bypass the page cache need."""
 _REMEDY = "write folder=<a folder on a local SSD with more room>, or take smaller micro-batches or shorter sequences"
 
 
 def whole_pages(size: int) -> int:
-    """Return a number of bytes rounded up to pages."""
+    """Round bytes up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 class ScratchFile:
-    """An unnamed file in a folder; it is removed when it is closed or the process ends, however it ends.
+    """An unnamed file in a folder; closing it, or any end of the process, removes it.
 
-    It is made when the first place in it is taken. Places are taken at the lowest offset that has room; the disk's
-    space is reserved with them. Transfers run one after the other, in the order of the calls, on one thread. Where the
-    file system allows it, they bypass the page cache, which would take the host's memory.
+    The first `take` creates it. A region is at the lowest offset that has room; its disk space is reserved. One thread
+    runs the transfers in the order of the calls. If the file system allows it, they bypass the page cache, which would
+    use up the host's memory.
 
     Args:
-        folder: on a local disk.
-        worker: runs transfers, one at a time and in order; by default a thread.
+        folder: a folder on a local disk.
+        worker: runs transfers one at a time, in order; by default a thread.
 
     Attributes:
-        bytes: of the file, which grows to the most that was taken at a time.
-        taken: offset -> bytes.
+        bytes: size of the file.
+        taken: offset -> bytes of each region in use.
     """
 
     def __init__(self, folder: str | Path, worker: Executor | None = None) -> None:
@@ -53,14 +53,14 @@ class ScratchFile:
         self._is_closed = False
 
     def take(self, size: int) -> int:
-        """Reserve a region of so many bytes, rounded up to pages; return its offset.
+        """Reserve a region of ``size`` bytes, rounded up to pages; return its offset.
 
         Raises:
-            BudgetError: the disk has no room for them.
-            CapabilityError: no file can be made in the folder.
+            BudgetError: the disk is full.
+            CapabilityError: no file can be created in the folder.
         """
         size, offset = whole_pages(size), 0
-        for start, length in sorted(self.taken.copy().items()):  # garbage collection may give back in between
+        for start, length in sorted(self.taken.copy().items()):  # copied: garbage collection may free regions
             if start - offset >= size:
                 break
             offset = start + length
@@ -84,8 +84,8 @@ class ScratchFile:
         """Wait until a transfer is done.
 
         Raises:
-            BudgetError: the disk was full.
-            CapabilityError: it couldn't be read or written.
+            BudgetError: the disk is full.
+            CapabilityError: the disk couldn't be read or written.
         """
         try:
             transfer.result()
@@ -93,15 +93,11 @@ class ScratchFile:
             raise self._explained(error) from error
 
     def require_open(self) -> None:
-        """Check that the file wasn't closed.
-
-        Raises:
-            ConflictError: it was.
-        """
+        """Raise ConflictError if the file is closed."""
         if self._is_closed:
             raise ConflictError(
-                "what this graph has saved was on a disk, and is removed since its fit has ended; run backward within"
-                " the fit, or keep its tensors in memory"
+                "the tensors that this graph saved were in a file that was removed when its fit has ended; run backward"
+                " within the fit, or keep the tensors in memory"
             )
 
     def close(self) -> None:
@@ -112,7 +108,7 @@ class ScratchFile:
             worker.shutdown(wait=True, cancel_futures=True)
         if self._file is not None:
             with suppress(OSError):
-                self._file.truncate(0)  # a process that was forked off has the file open, too
+                self._file.truncate(0)  # a forked process may have it open, too
             self._file.close()
             self._file = None
         self.bytes = 0

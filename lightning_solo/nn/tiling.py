@@ -1,7 +1,7 @@
 """Run a part of a model in tiles of tokens, forward and backward, with one tile's activations at a time.
 
-Backward computes each tile again, as TiledMLP of Arctic's long-sequence training does (arXiv 2506.13996): the part's
-input is all that it keeps.
+A part saves only its input, and backward computes each tile again, as TiledMLP in Arctic's long-sequence training does
+(arXiv 2506.13996).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lightning_solo.nn.forwards import original_forward, record_of, replace_forw
 
 @dataclass
 class Tiling:
-    """The settings of a tiled part, and what was observed while it ran.
+    """The settings and state of a tiled part.
 
     Attributes:
         name: of the part, for messages.
         tile_tokens: tokens per tile.
-        checked: whether it is known to act on each token alone.
-        most_tokens: of a forward with gradients.
+        checked: whether the part was seen to act on each token alone.
+        most_tokens: largest number of tokens of a forward with gradients.
     """
 
     name: str
@@ -53,11 +53,12 @@ def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Ti
     gradients compares the last rows of a tile with the same rows alone.
 
     Args:
-        parts: name -> part; none within another.
-        tile_tokens: tokens whose intermediate results exist at a time; those of all sequences of a batch are counted.
+        parts: name -> part; none is inside another.
+        tile_tokens: tokens of all sequences of a batch whose intermediate results exist at a time.
 
     Raises:
-        ConflictError: when a part runs: it mixes tokens, uses parameters of others, or takes or returns other things.
+        ConflictError: when a part runs that mixes tokens, uses other modules' parameters, or takes or returns anything
+            else.
     """
     tilings = {name: Tiling(name, tile_tokens) for name in parts}
     for name, part in parts.items():
@@ -70,7 +71,7 @@ def forward(part: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
     tiling, original = record_of(part, Tiling), original_forward(part, Tiling)
     if tiling is None:
         return original(*tensors, **kwargs)
-    # a compiler can't take the recomputation, and would unroll the loop over tiles
+    # a compiler would fail at the recomputation, and unroll the loop over tiles
     run: Callable[..., Any] = _run
     if torch.compiler.is_compiling():
         run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
@@ -83,7 +84,7 @@ def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors:
         or kwargs
         or not all(isinstance(t, Tensor) and t.shape[:-1] == tensors[0].shape[:-1] for t in tensors)
     ):
-        raise tiling.conflict(part, "takes other things than tensors (..., tokens, width) by position")
+        raise tiling.conflict(part, "takes other arguments than tensors (..., tokens, width) by position")
     shape = tensors[0].shape[:-1]
     tokens, differentiable = shape.numel(), torch.is_grad_enabled()
     if differentiable:
@@ -106,7 +107,7 @@ def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors:
 
 
 def _first_run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Run an unchecked part and check it; a part that requires a certain shape fails on a tile."""
+    """Run an unchecked part, and refuse it if it fails: it may require a certain shape."""
     try:
         return original(*tensors)
     except (SoloError, torch.OutOfMemoryError):
@@ -131,7 +132,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         rows = tensors[: len(tensors) - len(call.parameters)]
         ctx.call, ctx.state = call, _State(rows)
-        ctx.save_for_backward(*rows)  # not the weights: what recomputed blocks save comes back as another tensor
+        ctx.save_for_backward(*rows)  # not the weights: in recomputed blocks they would come back as other tensors
         return _in_tiles(call.original, rows, call.tiling.tile_tokens)
 
     @staticmethod
@@ -175,16 +176,16 @@ def _tiles(rows: Tensor, tile_tokens: int) -> Iterator[slice]:
 
 
 def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Return a sum in fp32 at least: in 16 bits it would be rounded with each tile."""
+    """Return a sum in at least fp32: in 16 bits each tile would round it."""
     if part is None:
         return total
-    if total is None:  # a copy: two parameters may have been handed one tensor
+    if total is None:  # a copy: two parameters may have got the same tensor
         return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
     return total.add_(part)
 
 
 class _State:
-    """The random numbers and autocast of a first forward, for its repetition."""
+    """The random numbers and autocast of a forward, for its repetition in backward."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -198,7 +199,7 @@ class _State:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore this state within a context."""
+        """Set this state for a context."""
         kind = self.device if self.device != "cpu" else "cuda"
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
@@ -210,10 +211,10 @@ class _State:
 
 
 def _check_rows(part: nn.Module, tiling: Tiling, original: Callable[..., Any], rows: list[Tensor]) -> None:
-    """Raise ConflictError where the last rows of a tile differ from the same rows computed alone."""
+    """Raise ConflictError if the last rows of a tile differ from the same rows computed alone."""
     rows = [tensor.detach() for tensor in rows]  # else counters of operators look for their graph
     count = min(tiling.tile_tokens, rows[0].shape[-2])
-    last = max(1, count // 16)  # few among many: an average over tokens would be another
+    last = max(1, count // 16)  # few, so that an average over tokens would change
     kept = [(m, m.training) for m in part.modules() if not isinstance(m, _NormBase)]
     buffers = [(buffer, buffer.clone()) for buffer in part.buffers()]
     try:
@@ -234,11 +235,11 @@ def _check_rows(part: nn.Module, tiling: Tiling, original: Callable[..., Any], r
     low = torch.is_autocast_enabled(whole.device.type) or min(whole.itemsize, rows[0].itemsize) < 4
     tolerance = 2e-2 if low else 1e-3
     if not torch.allclose(alone.float(), same, rtol=0.0, atol=tolerance * float(same.abs().max()), equal_nan=True):
-        raise tiling.conflict(part, "mixes tokens: the same rows gave another output beside others")
+        raise tiling.conflict(part, "mixes tokens: the same rows alone gave another output")
 
 
 def _check_leaves(call: _Call, output: Tensor, known: list[Tensor]) -> None:
-    """Raise ConflictError if the part uses tensors of other modules, whose gradients would be lost."""
+    """Raise ConflictError if the part uses parameters of other modules, whose gradients would be lost."""
     ids = {id(tensor) for tensor in known}
     nodes, seen = [output.grad_fn], set()
     while nodes:

@@ -1,4 +1,4 @@
-"""The batches of a fit under a memory budget: which are counted, and which block calls each of them keeps."""
+"""Choose the block calls that each batch keeps under a memory budget, and count the batches needed for it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Choice:
     Attributes:
         shapes: of the counted batch.
         options: all possible choices.
-        kept: calls of blocks that aren't recomputed.
-        is_compiled: whether blocks are compiled; the ledger doesn't see their memory.
-        is_checked: whether a batch was counted under this choice.
+        kept: block calls that aren't recomputed.
+        is_compiled: whether blocks are compiled, so that the ledger doesn't see their memory.
+        is_checked: whether a batch under this choice was counted.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -47,12 +47,12 @@ class Choice:
 class BudgetedBatches:
     """Counts batches with every block recomputed, chooses the calls that fit, and checks each choice's first batch.
 
-    A batch larger than all counted ones, in any dimension, is counted first. So is each kind of batch: the first, the
-    last and the others of an accumulation window find different gradients in memory.
+    A batch is counted if it is larger than all counted ones, in any dimension. The first and last batch of an
+    accumulation window and those between are counted apart: they find different gradients in memory.
 
     Args:
-        budget: bytes of a step on the device, an int; or a share of what the blocks would keep, a float.
-        calls: of the blocks.
+        budget: bytes of a step on the device, an int; or a share of the bytes that all blocks would keep, a float.
+        calls: numbers the blocks' calls and records which are kept.
     """
 
     def __init__(self, budget: int | float, calls: Calls) -> None:
@@ -64,14 +64,14 @@ class BudgetedBatches:
         self._ledger: WorkLedger | None = None
         self._outside = 0  # bytes on the device that the ledger doesn't see
         self._on = ExitStack()
-        self._before: int | None = None  # the allocator's peak before a batch that is checked by it
+        self._before: int | None = None  # the allocator's peak before a batch that the allocator checks
         self._last_count = -1
         self._refuses = True
 
     def begin(
         self, batch: Any, kind: Any, module: nn.Module, optimizers: Iterable[object], device: torch.device, steady: bool
     ) -> None:
-        """Begin a batch of a kind; ``steady`` says that all gradients and optimizer states exist."""
+        """Begin a batch; ``kind`` is its place in its window, ``steady`` says that all optimizer states exist."""
         self.stop()
         is_share = isinstance(self.budget, float)
         self._place = (None if is_share else kind, shapes_of(batch))
@@ -92,20 +92,20 @@ class BudgetedBatches:
             self._outside = allocated - self._ledger.live_bytes
 
     def stop(self) -> None:
-        """Stop counting, and discard this batch's counts."""
+        """Stop counting, and discard the counts of this batch."""
         self._on.close()
         self._ledger = self._before = None
         self.calls.start()
 
     def end(self, ends_window: bool) -> tuple[str, str]:
-        """End a batch; return the text to log and the text to warn of, empty for nothing.
+        """End a batch; return a text to log and a warning, each empty if there is none.
 
         Args:
-            ends_window: whether it was the last of as many micro-batches as are accumulated.
+            ends_window: whether the batch was the last of its accumulation window.
 
         Raises:
-            BudgetError: the budget is too small for a step with every block recomputed, in a batch up to the end of
-                the first whole window; later ones only warn.
+            BudgetError: the budget is too small for a step with every block recomputed. After the first whole window
+                this is a warning.
         """
         ledger, before, calls = self._ledger, self._before, copy(self.calls)
         self.stop()
@@ -117,7 +117,7 @@ class BudgetedBatches:
             messages = "", self._check(self._choice, ledger.peak_bytes + self._outside)
         elif before is not None and self._choice is not None:
             peak = torch.cuda.max_memory_allocated()
-            # the same number says nothing of this batch, if it is above the budget; a smaller one was reset within it
+            # an unchanged peak may be that of an earlier batch; a smaller one was reset within this batch
             if peak != before or peak <= self.budget:
                 messages = "", self._check(self._choice, peak)
         if ends_window and self._choices:
@@ -125,7 +125,7 @@ class BudgetedBatches:
         return messages
 
     def _check(self, choice: Choice, peak: int) -> str:
-        """Return a warning if a batch exceeded the budget; the next one then keeps fewer calls, if any are kept."""
+        """Return a warning if a batch exceeded the budget, and let the next batch keep fewer calls."""
         choice.is_checked = True
         if peak <= self.budget:
             return ""
@@ -135,7 +135,7 @@ class BudgetedBatches:
             choice.is_checked, choice.kept = fewer == choice.kept, fewer
         return (
             f"activation checkpointing: a step took {format_bytes(peak)}, above budget={self._named}, since it did more"
-            f" than the counted step; {len(choice.kept)} blocks are kept in the next. Write a smaller"
+            f" than the counted step; the next keeps {len(choice.kept)} blocks. Write a smaller"
             " callback.activation_checkpointing.budget"
         )
 
@@ -167,10 +167,8 @@ class BudgetedBatches:
                 f" {format_bytes(least)}; write callback.activation_checkpointing.budget={least} or more, or take a"
                 " smaller batch"
             )
-            if not counts.margin:  # nothing is moved yet
-                message += (
-                    ", or, on a GPU, add callback=activation_offloading, which moves inputs of blocks to the host"
-                )
+            if not counts.margin:  # block inputs aren't offloaded
+                message += ", or, on a GPU, add callback=activation_offloading, which moves block inputs to the host"
             if self._refuses:
                 raise BudgetError(message, needed=least, available=int(self.budget))
             return "", message

@@ -33,13 +33,13 @@ class Settings(TechniqueSettings):
     )
     keep: str | Sequence[str] = setting(
         NOTHING,
-        "results inside the blocks that are kept and not computed again: nothing; products of matrices, "
-        "convolutions and attention, which take nearly all of the time; or operators, as [aten.mm]",
+        "results inside the blocks that are kept instead of recomputed: nothing; products (of matrices, "
+        "convolutions and attention, which take nearly all of the time); or operators, as [aten.mm]",
         check=_not_operators,
     )
     budget: int | float | str | None = budget_setting(
-        "recompute only as much as needed, chosen by bytes and FLOPs of each block. Bytes, as 6GiB, of the peak of "
-        "a training step on the device, model states included; or a share from 0 to 1 of what the blocks keep "
+        "recompute only as much as needed, chosen by bytes and FLOPs of each block. Bytes, as 6GiB: the peak of a "
+        "training step on the device, model states included; or a share from 0 to 1 of the bytes that the blocks keep "
         "without recomputation"
     )
     verify_recomputation: bool = setting(
@@ -51,13 +51,13 @@ class Settings(TechniqueSettings):
     def _check_together(self) -> None:
         if self.budget is not None and self.keep != NOTHING:
             raise ConflictError(
-                f"activation_checkpointing: budget={self.budget} decides for whole blocks, keep={self.keep!r} inside"
-                " each; write keep=nothing, or budget=null"
+                f"activation_checkpointing: budget={self.budget} chooses whole blocks, and keep={self.keep!r} results"
+                " inside each; write keep=nothing, or budget=null"
             )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it without the comparison of numbers, which is in the first step only; under a budget to the third step."""
+    """Plan without the comparison of numbers, which only the first step makes; under a budget, plan three steps."""
     tracing = replace(tracing, attached=replace(settings, verify_recomputation=False))
     if settings.budget is None:
         return tracing

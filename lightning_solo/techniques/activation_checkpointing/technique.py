@@ -1,4 +1,4 @@
-"""Activation checkpointing: keep a block's inputs instead of its activations, and recompute those in backward."""
+"""Activation checkpointing: save a block's inputs instead of its activations, and recompute those in backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_solo.techniques.activation_checkpointing.card import ALL_PRODUCTS
 
 
 def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k: int = 1) -> dict[str, nn.Module]:
-    """Return name -> every ``every_k``-th block of ``module``: the repeated ones, or those of the named classes.
+    """Return name -> every ``every_k``-th block: of the repeated blocks, or of those of the named classes.
 
     Raises:
         NothingToDoError: there is no such block; the message lists the candidates.
@@ -67,8 +67,25 @@ class ActivationCheckpointing(Technique, Settings):
         return tuple(self._wrapped)
 
     def transform(self, ctx: Run) -> None:
-        self.wrap(ctx.module)
-        ctx.undo.callback(self.undo)
+        names = PRODUCTS if self.keep == ALL_PRODUCTS else self.keep
+        self._kept = None if self.keep == NOTHING else Kept(names)
+        blocks = choose_blocks(ctx.module, self.blocks, self.every_k)
+        calls = None if self.budget is None else Calls()
+        self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept, calls)
+        if not self._wrapped:
+            raise ConflictError(
+                "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
+            )
+        ctx.undo.callback(self._wrapped.clear)
+        ctx.undo.callback(restore_forwards, self._wrapped.values(), Wrap)
+        self._batches = None
+        if self.budget is not None and calls is not None:
+            self._batches = BudgetedBatches(bytes_or_share(self.budget), calls)
+            ctx.undo.callback(self._batches.stop)
+        kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
+        but = "" if self._kept is None else f", but for {kept}"
+        but += "" if self.budget is None else f", or fewer under budget={self.budget}"
+        rank_zero_info(f"activation checkpointing: backward recomputes {counted(self._wrapped.values())}{but}")
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -85,8 +102,8 @@ class ActivationCheckpointing(Technique, Settings):
                 continue
             if any(block in part.modules() or part in block.modules() for block in blocks):
                 raise ConflictError(
-                    f"activation checkpointing: budget={self.budget} decides for single blocks, and"
-                    f" {name or 'the whole module'} is compiled; write budget=None, or compile just these blocks, as"
+                    f"activation checkpointing: budget={self.budget} chooses single blocks, and"
+                    f" {name or 'the whole module'} is compiled; write budget=None, or compile only these blocks, as"
                     " the preset compile does"
                 )
 
@@ -105,14 +122,14 @@ class ActivationCheckpointing(Technique, Settings):
         self._batches.begin(batch, kind, pl_module, trainer.optimizers, self.ctx.device, steady)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._batches is not None:  # a module may have skipped the rest of an epoch, within a batch
+        if self._batches is not None:  # on_train_batch_start may have ended the epoch in the middle of a batch
             self._batches.stop()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._wrapped and self._kept is not None and self._kept.seen and not self._kept.matched:
             raise NothingToDoError(
-                f"activation checkpointing: keep={self.keep!r} keeps nothing, as none of these ran in a block; those"
-                f" that ran are {', '.join(sorted(self._kept.seen))}"
+                f"activation checkpointing: keep={self.keep!r} keeps nothing, as none of these operators ran in a"
+                f" block; these ran: {', '.join(sorted(self._kept.seen))}"
             )
         if (
             trainer.fit_loop.epoch_loop.total_batch_idx == 0
@@ -129,29 +146,3 @@ class ActivationCheckpointing(Technique, Settings):
                 self.ctx.info(line)
             if warning:
                 rank_zero_warn(warning)
-
-    def undo(self) -> None:
-        """Restore the module; a second call does nothing."""
-        if self._batches is not None:
-            self._batches.stop()
-            self._batches = None
-        restore_forwards(self._wrapped.values(), Wrap)
-        self._wrapped.clear()
-
-    def wrap(self, module: nn.Module) -> None:
-        """Wrap the blocks of ``module`` until ``undo``."""
-        names = PRODUCTS if self.keep == ALL_PRODUCTS else self.keep
-        self._kept = None if self.keep == NOTHING else Kept(names)
-        blocks = choose_blocks(module, self.blocks, self.every_k)
-        calls = None if self.budget is None else Calls()
-        self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept, calls)
-        if not self._wrapped:
-            raise ConflictError(
-                "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
-            )
-        if self.budget is not None and calls is not None:
-            self._batches = BudgetedBatches(bytes_or_share(self.budget), calls)
-        kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
-        but = "" if self._kept is None else f", but for {kept}"
-        but += "" if self.budget is None else f", or fewer under budget={self.budget}"
-        rank_zero_info(f"activation checkpointing: backward recomputes {counted(self._wrapped.values())}{but}")

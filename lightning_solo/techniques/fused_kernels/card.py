@@ -27,19 +27,18 @@ class Settings(TechniqueSettings):
     """Arguments of FusedKernels."""
 
     kernels: str | Sequence[str] = setting(
-        AUTO, f"auto: all that the model has a use for; or names of {', '.join(KERNELS)}", check=_complaint
+        AUTO, f"auto: all that the model can use; or names of {', '.join(KERNELS)}", check=_complaint
     )
     allow_cpu: bool = setting(
         False,
-        "run torch's operators in their place on a CPU, which keep for backward what the kernels keep; for tests "
-        "and for trying",
+        "on a CPU, run torch's operators instead, which save the same tensors for backward; for tests and for trying",
     )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it with operators that save for backward the same tensors as the kernels."""
     assumption = (
-        "fused_kernels: planned with torch's operators, which keep for backward what the kernels keep; the kernels"
+        "fused_kernels: planned with torch's operators, which save the same tensors for backward; the kernels"
         " take less time, and no memory for results between operators"
     )
     attached = replace(settings, allow_cpu=True)
@@ -50,8 +49,8 @@ def _fused_by_a_compiler(settings: Settings, configuration: Configuration) -> st
     for chosen in configuration.techniques:
         if chosen.card.phase is Phase.COMPILE:
             return (
-                f"callback.fused_kernels does nothing in what {chosen.choice} compiles: the compiler fuses these"
-                f" operators itself, with their neighbours too; write ~callback.fused_kernels, or {chosen.removal}"
+                f"callback.fused_kernels does nothing in blocks that {chosen.choice} compiles: the compiler fuses these"
+                f" operators itself, also with others; write ~callback.fused_kernels, or {chosen.removal}"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Fused kernels: Liger's in place of a model's normalisations and gated feed-forward parts."""
+"""Fused kernels: Liger's kernels run a model's normalisations and gated feed-forward parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_solo.techniques.fused_kernels.card import AUTO, CARD, KERNELS, Se
 
 
 class FusedKernels(Technique, Settings):
-    """Runs normalisations and gated feed-forward parts by Liger's kernels, for the length of a fit, validation too.
+    """Runs normalisations and gated feed-forward parts by Liger's kernels during a fit, its validation included.
 
     Layers of any package are recognised by their computation (`lightning_solo.nn.fused_kernels`). Types, weights and
     checkpoints are unchanged.
@@ -43,7 +43,7 @@ class FusedKernels(Technique, Settings):
         """Replace the layers' forward.
 
         Raises:
-            CapabilityError: there is no CUDA device, or no Liger.
+            CapabilityError: the device isn't CUDA, or Liger isn't installed.
             NothingToDoError: the model has no layer for a requested kernel.
         """
         back_end = self._back_end(ctx.device)
@@ -76,15 +76,15 @@ class FusedKernels(Technique, Settings):
 
 
 def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, str], wanted: Sequence[str]) -> None:
-    """Refuse kernels that no layer can use.
+    """Check that some layer can use each kernel that was asked for.
 
     Raises:
-        NothingToDoError: names them, and the layers that are similar.
+        NothingToDoError: no layer can; the message names the kernels, and layers that look similar.
     """
     found = {computation.kernel for computation in computations.values()}
     missing = [name for name in wanted if name not in found]
     if missing or not computations:
-        near = f"these only look so: {_listed(left_out)}" if left_out else "no layer looks so"
+        near = f"these look similar: {_listed(left_out)}" if left_out else "none looks similar"
         raise NothingToDoError(
             f"fused_kernels: no layer computes {' or '.join(missing or KERNELS)}; {near}; write kernels: auto, or"
             " leave callback.fused_kernels out"
