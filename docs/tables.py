@@ -267,8 +267,8 @@ def lightning_suite_table(result: dict[str, Any]) -> str:
         ]
         for part, row in result["parts"].items()
     ]
-    headers = ["tests of Lightning", "passed", "skipped", "failed", "errors", "fail with `Seams` alone"]
-    explained = "Each with `SingleDeviceStrategy`, then with `Seams` in its place, and nothing attached."
+    headers = ["tests of Lightning", "passed", "skipped", "failed", "errors", "fail with seams alone"]
+    explained = "Each without seams, then with seams and no technique."
     return table(headers, rows) + note(result, "python examples/measure_lightning_suite.py <checkout>", explained)
 
 

@@ -1,9 +1,9 @@
-"""Run Lightning's own tests with `Seams` in place of `SingleDeviceStrategy`, and with Lightning as it is.
+"""Run Lightning's own tests without and with seams around the strategy's methods.
 
     python examples/measure_lightning_suite.py <checkout of Lightning, at the tag of the installed version>
 
-Nothing is attached: what differs is what the strategy's seams do to a run without techniques. The script exits with 1
-where a test fails with ours and not with Lightning's. Needs pytest-timeout, pytest-xdist, and what Lightning's tests
+No technique is attached, so every difference is one of the seams. The script exits with 1 if a test fails with seams
+alone. Needs pytest-timeout, pytest-xdist, and what Lightning's tests
 import (``fastapi httpx matplotlib pillow scikit-learn``). Left out: tests of several processes or other accelerators.
 """
 
@@ -26,18 +26,19 @@ RESULTS = Path(__file__).with_name("results") / "lightning_suite.json"
 
 
 def pytest_configure() -> None:
-    """Put `Seams` where Lightning looks for its strategy for one device: this file is the run's plugin."""
-    from lightning_solo.seams.homes import for_home, part
-    from lightning_solo.seams.strategy import Seams
+    """Begin a run with seams, and without techniques, under each strategy: this file is the suite's plugin."""
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
-    home = "lightning.pytorch"
-    seamed = for_home(Seams, home)
-    strategies, connector = part(home, "strategies"), part(home, "trainer.connectors.accelerator_connector")
-    for module in (strategies, connector):
-        assert issubclass(seamed, module.SingleDeviceStrategy)
-        module.SingleDeviceStrategy = seamed
-    strategies.StrategyRegistry.remove("single_device")
-    seamed.register_strategies(strategies.StrategyRegistry)
+    from lightning_solo.seams.strategy import begin
+
+    stock = SingleDeviceStrategy.setup_environment
+
+    def setup_environment(strategy: SingleDeviceStrategy) -> None:
+        stock(strategy)
+        if strategy.lightning_module is not None:
+            begin(strategy, strategy.lightning_module.trainer)
+
+    SingleDeviceStrategy.setup_environment = setup_environment
 
 
 def outcomes(tests: Path, part: str, ours: bool, results: Path) -> dict[str, str]:
@@ -52,8 +53,7 @@ def outcomes(tests: Path, part: str, ours: bool, results: Path) -> dict[str, str
     if run.returncode not in (0, 1):
         raise SystemExit(f"{part} was not run:\n{run.stdout[-2000:]}\n{run.stderr[-2000:]}")
     cases = ElementTree.parse(results).getroot().iter("testcase")
-    names = {case: str(case.get("name")).replace("Seams", "SingleDeviceStrategy") for case in cases}
-    return {f"{case.get('classname')}::{name}": ending(case) for case, name in names.items()}
+    return {f"{case.get('classname')}::{case.get('name')}": ending(case) for case in cases}
 
 
 def ending(case: ElementTree.Element) -> str:
@@ -62,12 +62,12 @@ def ending(case: ElementTree.Element) -> str:
 
 
 def main() -> None:
-    """Compare part by part, and write the counts and what differs."""
+    """Compare part by part, and write the counts and the differences."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("checkout", type=Path)
     arguments.add_argument("--parts", nargs="*", default=list(PARTS), help="folders below tests/tests_pytorch")
     line = arguments.parse_args()
-    rows, worse = [], []
+    rows: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for part in line.parts:
             stock, ours = (
@@ -75,18 +75,17 @@ def main() -> None:
             )
             if stock.keys() != ours.keys():
                 raise SystemExit(f"{part}: not the same tests: {sorted(stock.keys() ^ ours.keys())}")
-            worse += [name for name, how in ours.items() if how in ("failure", "error") and stock[name] != how]
             row: dict[str, object] = {"part": part}
             for word in ("passed", "skipped", "failure", "error"):
                 row[word] = [sum(how == word for how in each.values()) for each in (stock, ours)]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    print("fails with ours alone:", *(worse or ["none"]), sep="\n  ")
+            failed = [name for name, how in ours.items() if how in ("failure", "error") and stock[name] != how]
+            rows[part] = row | {"fails_with_ours_alone": failed}
+            print(json.dumps(rows[part]), flush=True)
+    worse = any(row["fails_with_ours_alone"] for row in rows.values())
     if line.parts == list(PARTS):
         report = {"machine": machine(), "versions": versions(), "columns": ["stock", "ours"], "parts": rows}
-        report["fails_with_ours_alone"] = worse
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    sys.exit(bool(worse))
+    sys.exit(worse)
 
 
 if __name__ == "__main__":
