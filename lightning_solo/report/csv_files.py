@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_solo.errors import CheckpointError
@@ -15,26 +14,13 @@ from lightning_solo.report.series import Series
 NO_SERIES = ("", "epoch", "step", "fit", "stage", "device")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The complete rows of a table: as many cells as columns."""
-
-    names: Sequence[str]
-    cells: Sequence[Sequence[str]]
-
-    def text(self, row: Sequence[str], name: str, otherwise: str) -> str:
-        """Return a cell, or ``otherwise`` where there is no such column."""
-        return row[self.names.index(name)] if name in self.names else otherwise
-
-
 def read_metrics(path: Path) -> dict[str, Series]:
     """Return each logged metric by name.
 
     Raises:
         CheckpointError: the file can't be read, or is no table with a column ``step``.
     """
-    rows = read_rows(path)
-    return _series(rows, rows.cells, part=0)
+    return _series(read_rows(path), part=0)
 
 
 def read_memory(path: Path) -> list[Series]:
@@ -44,16 +30,14 @@ def read_memory(path: Path) -> list[Series]:
         CheckpointError: the file can't be read, or is no table with a column ``step``.
     """
     rows = read_rows(path)
-    fitted = [row for row in rows.cells if rows.text(row, "stage", "fit") == "fit"]
-    by_fit: dict[str, list[Sequence[str]]] = {}
-    for row in fitted or rows.cells:
-        by_fit.setdefault(rows.text(row, "fit", ""), []).append(row)
-    parts = (_series(rows, part, number) for number, part in enumerate(by_fit.values()))
-    return [series for part in parts for series in part.values()]
+    by_fit: dict[str, list[Mapping[str, str]]] = {}
+    for row in [row for row in rows if row.get("stage", "fit") == "fit"] or rows:
+        by_fit.setdefault(row.get("fit", ""), []).append(row)
+    return [series for part, fit in enumerate(by_fit.values()) for series in _series(fit, part).values()]
 
 
-def read_rows(path: Path) -> Rows:
-    """Return the rows, without an unfinished last line.
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the complete rows of a table by column, without an unfinished last line.
 
     Raises:
         CheckpointError: the file can't be read, or is no table with a column ``step``.
@@ -63,8 +47,11 @@ def read_rows(path: Path) -> Rows:
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
     whole = text[: text.rfind("\n") + 1]
+    if not whole.strip():
+        return []
+    reader = csv.DictReader(io.StringIO(whole, newline=""))
     try:
-        names, *cells = csv.reader(io.StringIO(whole, newline="")) if whole.strip() else [["step"]]
+        names, rows = reader.fieldnames or (), list(reader)
     except csv.Error as error:
         raise CheckpointError(f"{path}: no CSV table ({error}); if it is damaged, move it away") from error
     if "step" not in names:
@@ -72,25 +59,18 @@ def read_rows(path: Path) -> Rows:
             f"{path}: its columns are {', '.join(names)[:200]!r}, without 'step'; a table of Lightning's CSVLogger "
             f"or of memory_logger has one"
         )
-    return Rows(names, [row for row in cells if len(row) == len(names)])
+    return [row for row in rows if None not in row and None not in row.values()]
 
 
-def _series(rows: Rows, cells: Sequence[Sequence[str]], part: int) -> dict[str, Series]:
-    at = rows.names.index("step")
-    steps = [_number(row[at]) for row in cells]
+def _series(rows: Sequence[Mapping[str, str]], part: int) -> dict[str, Series]:
+    rows = [row for row in rows if math.isfinite(_number(row["step"]))]
     series = {}
-    for column, name in enumerate(rows.names):
-        if name in NO_SERIES:
-            continue
-        logged = [
-            (int(step), _number(row[column]))
-            for step, row in zip(steps, cells, strict=True)
-            if row[column] and math.isfinite(step)
-        ]
+    for name in rows[0] if rows else ():
+        logged = [(int(float(row["step"])), _number(row[name])) for row in rows if row[name]]
         finite = [(step, value) for step, value in logged if math.isfinite(value)]
-        if logged:
-            left_out = len(logged) - len(finite)
-            series[name] = Series(name, [step for step, _ in finite], [v for _, v in finite], part, left_out)
+        if logged and name not in NO_SERIES:
+            steps, values = [step for step, _ in finite], [value for _, value in finite]
+            series[name] = Series(name, steps, values, part, left_out=len(logged) - len(finite))
     return series
 
 

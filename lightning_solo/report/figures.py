@@ -11,22 +11,24 @@ from lightning_solo.report.series import Series, thin, thin_together
 from lightning_solo.tables import Cell, Table, number
 
 ROWS = 60
-"""Approximate number of points per series in the table below a chart."""
+"""Points per series in the table below a chart, about."""
 MOST_ROWS = 600
 
 
 def line_figure(name: str, title: str, unit: str, series: Sequence[Series], caption: str) -> Figure | None:
-    """Return a chart of series over steps, or None where there are none."""
+    """Return a chart of series over steps, or None if all are empty."""
     series = [one for one in series if one.values]
     if not series:
         return None
     drawn = thin(series)
-    words = f"{caption}{_thinned(series, drawn)}{_left_out(series)}"
+    left_out = sum(one.left_out for one in series)
+    note = f" {left_out:,} values are not finite (nan or inf) and are not drawn." if left_out else ""
+    words = f"{caption}{_thinned(series, drawn)}{note}"
     return _figure(name, title, unit, series, words, partial(lines, drawn, "optimizer step", unit))
 
 
 def stacked_figure(name: str, title: str, unit: str, series: Sequence[Series], caption: str) -> Figure | None:
-    """Return a chart of series stacked on one another, or None where they share no step."""
+    """Return a chart of stacked series, or None if they share no step."""
     drawn = thin_together([one for one in series if one.values])
     if not drawn or not drawn[0].values:
         return None
@@ -54,7 +56,7 @@ def points_table(title: str, unit: str, series: Sequence[Series]) -> Table:
     """Return the points as a table, thinned further than the chart but with the peaks."""
     each = max(2, min(ROWS, MOST_ROWS // max(1, len(series))) // 2)
     rows = [
-        (Cell(plain(one.name), one.name), number(step), number(value, 6))
+        (Cell(plain(one.name)), number(step), number(value, 6))
         for one in (series_.thinned(each) for series_ in series)
         for step, value in zip(one.steps, one.values, strict=True)
     ]
@@ -63,22 +65,12 @@ def points_table(title: str, unit: str, series: Sequence[Series]) -> Table:
 
 def summary(caption: str, series: Iterable[Series]) -> Table:
     """Return one row per series: its number of points, first, last, least and greatest value."""
-    rows = [
-        (
-            Cell(plain(one.name), one.name),
-            number(len(one.values)),
-            *(number(v) for v in _ends(one)),
-            number(one.left_out),
-        )
-        for one in series
-    ]
+    rows = []
+    for one in series:
+        values = one.values
+        ends = (values[0], values[-1], min(values), max(values)) if values else (None,) * 4
+        rows.append((Cell(plain(one.name), one.name), number(len(values)), *map(number, ends), number(one.left_out)))
     return Table(caption, ("name", "points", "first", "last", "least", "greatest", "not finite"), rows, sortable=True)
-
-
-def _ends(one: Series) -> tuple[float | None, ...]:
-    if not one.values:
-        return (None, None, None, None)
-    return one.values[0], one.values[-1], min(one.values), max(one.values)
 
 
 def _thinned(series: Sequence[Series], drawn: Sequence[Series]) -> str:
@@ -86,8 +78,3 @@ def _thinned(series: Sequence[Series], drawn: Sequence[Series]) -> str:
     if after == before:
         return ""
     return f" Thinned from {before:,} points to {after:,}: the least and the greatest of each stretch are kept."
-
-
-def _left_out(series: Sequence[Series]) -> str:
-    count = sum(one.left_out for one in series)
-    return f" {count:,} values are not finite (nan or inf) and are not drawn." if count else ""

@@ -1,4 +1,4 @@
-"""The report on `ladder.json`: each rung's peak memory and step time beside the baseline's."""
+"""The report on `ladder.json`: peak memory and step time of each rung, compared with the baseline."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_solo.units import GiB, format_bytes, format_seconds
 
 FILE = "ladder.json"
 NUMBERS = ("counted_bytes", "peak_bytes", "step_s", "loss", "loss_difference")
-NOISE = " ~: within the noise, the middle halves of the step times overlap the baseline's, or are not known."
+NOISE = " ~: within the noise; the middle halves of the step times overlap the baseline's, or are unknown."
 
 
 def read_ladder(folder: Path) -> Report:
-    """Return the report on a ladder's file; with a note if it can't be read."""
+    """Return the report on a ladder's file, or one with a note if the file can't be read."""
     report = Report(title=plain(folder.resolve().name))
     try:
         ladder = load(folder / FILE)
@@ -34,10 +34,11 @@ def read_ladder(folder: Path) -> Report:
         return report
     baseline = str(ladder.get("baseline", ""))
     rows = figures_of(ladder["rows"], baseline)
+    versions = ladder["versions"] if isinstance(ladder.get("versions"), dict) else {}
     facts = {
         "Ladder": ladder.get("command"),
         "Ladder's hardware": ladder.get("hardware"),
-        "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions_of(ladder).items()),
+        "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     report.facts.update({name: plain(value) for name, value in facts.items() if value})
     counted = any(row.counted_bytes is not None for row in rows)  # not before 0.2.0, nor of a single step
@@ -52,10 +53,10 @@ def read_ladder(folder: Path) -> Report:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the ladder, its rows checked; a number that is not finite is None.
+    """Return the ladder with checked rows; a number that is not finite becomes None.
 
     Raises:
-        CheckpointError: the file can't be read or is no ladder.
+        CheckpointError: the file can't be read, or is no ladder.
     """
     allowed = f"a ladder is written by lightning-solo ladder, as {{'rows': [{{'name', {', '.join(NUMBERS)}}}, ...]}}"
     try:
@@ -96,7 +97,7 @@ def figures_of(rows: list[dict[str, Any]], baseline: str) -> list[Figures]:
 
 
 def quartiles_of(row: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the first and third quartile of the step times, or None where they are not known.
+    """Return the first and third quartile of the step times, or None if they are unknown.
 
     >>> quartiles_of({"step_quartiles_s": [0.1, 0.3]}), quartiles_of({"step_quartiles_s": [0.1, "?"]}), quartiles_of({})
     ((0.1, 0.3), None, None)
@@ -105,12 +106,6 @@ def quartiles_of(row: dict[str, Any]) -> tuple[float, float] | None:
         case [int() | float() as first, int() | float() as third] if math.isfinite(first) and math.isfinite(third):
             return first, third
     return None
-
-
-def versions_of(ladder: dict[str, Any]) -> dict[str, Any]:
-    """Return the versions, none where there is no mapping."""
-    versions = ladder.get("versions")
-    return versions if isinstance(versions, dict) else {}
 
 
 def bar_figure(
@@ -122,11 +117,12 @@ def bar_figure(
     unit: str,
     shown: Callable[[Any], str],
 ) -> Figure | None:
-    """Return bars of one figure, or None where no row has it."""
+    """Return bars of one figure, or None if no row has it."""
     if all(getattr(row, key) is None for row in rows):
         return None
     scale = GiB if unit == "GiB" else 1
-    drawn, cells, noisy = [], [], key == "step_s" and any(row.step_within_noise for row in rows)
+    drawn: list[dict[str, Any]] = []
+    noisy = key == "step_s" and any(row.step_within_noise for row in rows)
     for row, distinct in zip(rows, distinct_names([row.name for row in rows]), strict=True):
         figure, differs = getattr(row, key), getattr(row, CHANGES[key])
         mark = "~ " if key == "step_s" and row.step_within_noise else ""
@@ -134,7 +130,7 @@ def bar_figure(
         text = row.status or "no figure" if figure is None else f"{shown(figure)}{share}"
         value = None if figure is None else figure / scale
         drawn.append({"name": distinct, "value": value, "label": text, "first": row.name == baseline})
-        cells.append((Cell(distinct, distinct), Cell(text, value)))
+    cells = [(Cell(row["name"], row["name"]), Cell(row["label"], row["value"])) for row in drawn]
     values = "; ".join(f"{row['name']}: {row['label']}" for row in drawn)
     return Figure(
         name=name,
@@ -147,14 +143,10 @@ def bar_figure(
 
 
 def distinct_names(names: list[str]) -> list[str]:
-    """Return names, each with a number where it occurs again.
+    """Return names, with a number after a name that occurs again.
 
     >>> distinct_names(["a", "b", "a"])
     ['a', 'b', 'a (2)']
     """
-    counted = dict.fromkeys(names, 0)
-    distinct = []
-    for name in names:
-        counted[name] += 1
-        distinct.append(name if counted[name] == 1 else f"{name} ({counted[name]})")
-    return distinct
+    counts = [names[: n + 1].count(name) for n, name in enumerate(names)]
+    return [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts, strict=True)]

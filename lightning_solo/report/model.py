@@ -64,5 +64,5 @@ class Report:
 
 
 def plain(text: object) -> str:
-    """Return text that can be encoded: lone surrogates, as in damaged file names, become question marks."""
+    """Return text that can be encoded, with question marks for lone surrogates, as in damaged file names."""
     return str(text).encode("utf-8", errors="replace").decode()

@@ -14,11 +14,11 @@ from lightning_solo.report.palette import DARK, LIGHT, SCREEN, Palette
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data:"
-"""Nothing from anywhere. Vega compiles the expressions of a chart, which 'unsafe-eval' allows to our own code."""
+"""Allows no request. Vega compiles the expressions of a chart, which needs 'unsafe-eval'."""
 
 
 def page(report: Report) -> str:
-    """Return the page. All text is escaped by the template, in HTML and in the charts' JSON alike.
+    """Return the page; the template escapes all text, in HTML and in the charts' JSON.
 
     Raises:
         CapabilityError: Altair or vl-convert is not installed.
@@ -27,7 +27,7 @@ def page(report: Report) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    # What is marked as markup is our own: style, script, Vega's bundle.
+    # only our own style and script, and Vega's bundle, are marked as markup
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )

@@ -33,7 +33,7 @@ DARK = Palette(
     link="#7cb8ff",
     marks=("#6cb6ff", "#ffa869", "#4fd1ae", "#cfa6ff", "#ff8fbf", "#ddcf55", "#a9b8c8"),
 )
-SCREEN = Palette(  # the page's variables: it turns dark with the system, and the charts with it
+SCREEN = Palette(  # the page's variables, so that charts turn dark with the system
     ink="var(--ink)",
     muted="var(--muted)",
     ground="var(--ground)",
@@ -42,4 +42,4 @@ SCREEN = Palette(  # the page's variables: it turns dark with the system, and th
     marks=tuple(f"var(--mark-{i})" for i in range(len(LIGHT.marks))),
 )
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 4, 2, 4], [12, 4])
-"""5 of these and 7 colours make 35 pairs before one comes again."""
+"""5 dashes and 7 colours make 35 pairs before one repeats."""

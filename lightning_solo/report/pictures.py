@@ -31,17 +31,16 @@ def png(figure: Figure, palette: Palette = LIGHT) -> bytes:
     """
     spec = {**figure.draw(palette), "width": WIDTH, "background": palette.ground}
     spec["title"] = {"text": figure.title, "color": palette.ink, "anchor": "start", "fontSize": 15}
-    # as text: vl-convert encodes a dict by itself, and names from files may be of any characters
+    # as text, since names from files may have characters that vl-convert's own encoder refuses
     text = json.dumps(spec, allow_nan=False)
     drawn: bytes = vl_convert().vegalite_to_png(text, vl_version=vega_lite(), scale=SCALE, allowed_base_urls=[])
     return drawn
 
 
 def to_tensorboard(pngs: dict[str, bytes], folder: Path) -> bool:
-    """Write images as ``report/<name>`` into a folder of our own, in place of those of an earlier report.
+    """Write images as ``report/<name>`` into their own folder, in place of those of an earlier report.
 
-    The bytes of the PNG files are written as they are: ``SummaryWriter.add_image`` would decode and encode them, and
-    needs torch.
+    The bytes are written unchanged; ``SummaryWriter.add_image`` would decode and encode them, and needs torch.
 
     Returns:
         Whether TensorBoard is installed.

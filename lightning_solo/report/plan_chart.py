@@ -1,4 +1,4 @@
-"""Pictures of plans: the peak of each preset by category, and the times of computing and copying in a step."""
+"""Charts of plans: the peak of each preset by category, and the times of computing and copying in a step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CATEGORIES = {
     "other": "X",
     "overhead": "-",
 }
-"""Uses of a device's memory, in the order in which they are stacked -> a sign that needs no colour."""
+"""Use of a device's memory, in stacking order -> a sign that needs no colour."""
 FAR = 3
-"""Times of the greatest need from which a budget is not drawn."""
+"""A budget above this multiple of the greatest need is not drawn."""
 OVERHEAD = "overhead: the CUDA context, cuBLAS' workspace, the allocator's rounding and gaps"
 
 
@@ -43,7 +43,7 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def length(plans: Sequence[Plan]) -> int:
-    """Return the bytes of the whole width: the budget, unless it is so large that no bar could be read."""
+    """Return the bytes of the whole width: the greatest need, or the budget unless it is `FAR` above."""
     most = max(plan.needed_bytes for plan in plans)
     budget = plans[0].budget_bytes
     return max(most, budget) if budget <= FAR * most else most
@@ -54,17 +54,15 @@ def picture(plans: Sequence[Plan]) -> Figure:
     unit, size = ("GiB", GiB) if max(plan.needed_bytes for plan in plans) >= GiB else ("MiB", MiB)
     first = plans[0]
     title = f"Memory at the peak: {first.device}, {format_bytes(first.budget_bytes)}, micro-batch {first.micro_batch}"
-    rows: list[dict[str, Any]] = [
-        {
-            "name": plan.preset,
-            "parts": {name: count / size for name, count in parts(plan).items()},
-            "label": f"{format_bytes(plan.needed_bytes)}, {plan.verdict}",
-        }
-        for plan in plans
+    shares = [{name: count / size for name, count in parts(plan).items()} for plan in plans]
+    labels = [f"{format_bytes(plan.needed_bytes)}, {plan.verdict}" for plan in plans]
+    rows = [
+        {"name": plan.preset, "parts": share, "label": label}
+        for plan, share, label in zip(plans, shares, labels, strict=True)
     ]
     budget = f"budget {format_bytes(first.budget_bytes)}"
     mark = (first.budget_bytes / size, budget) if first.budget_bytes <= length(plans) else None
-    values = [f"{row['name']} {row['label']}" for row in rows]
+    values = [f"{plan.preset} {label}" for plan, label in zip(plans, labels, strict=True)]
     return Figure(
         name="plan",
         title=title,
@@ -74,7 +72,7 @@ def picture(plans: Sequence[Plan]) -> Figure:
         table=Table(
             f"{title}: data",
             ("preset", *CATEGORIES),
-            [(Cell(row["name"], row["name"]), *(number(value) for value in row["parts"].values())) for row in rows],
+            [(Cell(plan.preset), *map(number, share.values())) for plan, share in zip(plans, shares, strict=True)],
         ),
     )
 
@@ -96,32 +94,22 @@ def timelines(plans: Sequence[Plan]) -> Figure | None:
         for span in sorted(plan.timeline, key=lambda span: STREAMS.index(span.stream))
     ]
     title = f"One optimizer step on its streams: {plans[0].device}, micro-batch {plans[0].micro_batch}"
-    shares = [_hidden(plan) for plan in streamed]
+    times = [
+        f"{plan.preset}: " + ", ".join(f"{stream} {1e3 * busy(plan.timeline, stream):.3g} ms" for stream in STREAMS)
+        for plan in streamed
+    ]
+    cells = [
+        (Cell(row["lane"]), Cell(row["part"]), *(number(row[name]) for name in ("begin", "end", "share")))
+        for row in rows
+    ]
     return Figure(
         name="plan-timeline",
         title=title,
         caption="Planned, not measured: at most two micro-batches of a step. The paler, the more a stream waits.",
-        alternative=f"Bars over time: {title}, in milliseconds. {'; '.join(shares)}.",
+        alternative=f"Bars over time: {title}, in milliseconds. {'; '.join(times)}.",
         draw=partial(spans, rows, "milliseconds"),
-        table=Table(
-            f"{title}: data",
-            ("lane", "what", "from ms", "to ms", "busy"),
-            [
-                (
-                    Cell(row["lane"], row["lane"]),
-                    Cell(row["part"]),
-                    *(number(row[name]) for name in ("begin", "end", "share")),
-                )
-                for row in rows
-            ],
-        ),
+        table=Table(f"{title}: data", ("lane", "what", "from ms", "to ms", "busy"), cells),
     )
-
-
-def _hidden(plan: Plan) -> str:
-    """Return a text with the time for which a preset computes and copies."""
-    seconds = {stream: busy(plan.timeline, stream) for stream in STREAMS}
-    return f"{plan.preset}: " + ", ".join(f"{stream} {1e3 * time:.3g} ms" for stream, time in seconds.items())
 
 
 def write_pictures(plans: Sequence[Plan], path: Path) -> list[Path]:

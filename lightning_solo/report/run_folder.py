@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def newest(folder: Path, name: str, places: Sequence[str] = PLACES) -> Path | None:
-    """Return the file of that name in the first place that has one; of several there the newest."""
+    """Return the newest file of a name in the first place that has one."""
     for place in places:
         paths = [path for path in folder.glob(f"{place}/{name}" if place != "." else name) if path.is_file()]
         if paths:
@@ -54,7 +54,7 @@ def read_run(folder: Path, places: Sequence[str] = PLACES) -> Report:
 
 
 def figures(metrics: dict[str, Series], memory: Sequence[Series], times: Sequence[Series]) -> list[Figure | None]:
-    """Return the charts of a run, None where there is nothing to draw."""
+    """Return the charts of a run; None for a chart without data."""
     losses = [one for name, one in metrics.items() if "loss" in name.lower()]
     rates = [metrics[name] for name in ("throughput/tokens_per_s", "throughput/samples_per_s") if name in metrics]
     by_category = [one for category in CATEGORIES for one in memory if one.name == f"{category}_bytes"]
@@ -74,7 +74,7 @@ def figures(metrics: dict[str, Series], memory: Sequence[Series], times: Sequenc
 
 
 def memory_figure(name: str, title: str, series: Sequence[Series], caption: str) -> Figure | None:
-    """Return a chart of bytes, in GiB, or in MiB where all of it is less than one; categories are stacked."""
+    """Return a chart of bytes, in GiB, or in MiB if all are below 1 GiB; categories are stacked."""
     series = [one for one in series if one.values]
     if not series:
         return None
@@ -108,7 +108,7 @@ def memory_of(metrics: dict[str, Series]) -> list[Series]:
 
 
 def documents(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the first of some text files that exists, without Hydra's own section."""
+    """Return the first of these text files that exists, without Hydra's own section."""
     for name in names:
         path = folder / name
         if path.is_file():

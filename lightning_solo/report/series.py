@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 POINTS_PER_CHART = 3_200
-"""Points that a chart holds at most, about: 4 series, of each the least and greatest in 400 places."""
+"""Points of a chart, at most about: 4 series, and of each the least and greatest in 400 buckets."""
 MOST_BUCKETS = 400
 
 
@@ -41,7 +41,7 @@ def peaks(values: Sequence[float], buckets: int) -> list[int]:
 
     >>> peaks([0, 1, 9, 1, 0, -5, 0, 0], buckets=2)
     [0, 2, 4, 5, 7]
-    >>> peaks([3, 1, 2], buckets=2)  # few enough as they are
+    >>> peaks([3, 1, 2], buckets=2)  # few enough
     [0, 1, 2]
     """
     count = len(values)
@@ -56,15 +56,15 @@ def peaks(values: Sequence[float], buckets: int) -> list[int]:
 
 
 def thin(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Series]:
-    """Return all series, thinned to about ``points`` points together."""
+    """Return all series, thinned to about ``points`` points in total."""
     buckets = max(5, min(MOST_BUCKETS, points // (2 * max(1, len(series)))))
     return [one.thinned(buckets) for one in series]
 
 
 def thin_together(series: Sequence[Series], points: int = POINTS_PER_CHART) -> list[Series]:
-    """Return series thinned to the same steps, for stacking; the peaks of each and of the sum are kept.
+    """Return series thinned to the same steps, for stacking, with the peaks of each and of the sum.
 
-    Steps at which one of them has no value are left out.
+    Steps at which a series has no value are left out.
     """
     if not series:
         return []

@@ -12,25 +12,25 @@ from lightning_solo.report.series import Series
 
 OURS = "throughput/step_s"
 KEYS = ("step_s", "step_time_s", "seconds_per_step", "step_time")
-BETWEEN = "Wall-clock time between two logged steps, with what came between: validation, checkpoints"
+BETWEEN = "Wall-clock time between two logged steps, including validation and checkpoints"
 
 
 def of_metrics(metrics: Mapping[str, Series]) -> list[Series]:
-    """Return the logged step times: ours, else any metrics of such a name."""
+    """Return the logged step times: ours, else all metrics with a name of `KEYS`."""
     if OURS in metrics:
         return [metrics[OURS]]
     return [one for name, one in metrics.items() if name.rsplit("/", 1)[-1] in KEYS]
 
 
 def source_of(times: Sequence[Series]) -> str:
-    """Return the caption of step times."""
+    """Return the caption of step times, which names their source."""
     if [one.name for one in times] == [OURS]:
         return f"{OURS}: mean of the steps since the log before, without validation."
     return f"{', '.join(dict.fromkeys(one.name for one in times))}."
 
 
 def of_tensorboard(folder: Path) -> list[Series]:
-    """Return the seconds per step between successive events of the tag that was logged most; a part per file.
+    """Return the seconds per step between events of the most logged tag, as a part per file.
 
     Raises:
         CheckpointError: a file is no event file.
@@ -67,7 +67,7 @@ def _moments(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a TFRecord file as far as they are whole; a file that is still written ends where it ends.
+    """Yield the complete records of a TFRecord file, which may still be written.
 
     A record is its length in 8 bytes, 4 of checksum, its bytes, 4 of checksum. TensorBoard's own loader computes the
     checksums in Python: 9 s for 200,000 events.

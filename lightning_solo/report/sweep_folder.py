@@ -71,7 +71,7 @@ def facts(rows: Sequence[Row], common: Sequence[str]) -> dict[str, str]:
 
 
 def common_overrides(rows: Sequence[Row]) -> list[str]:
-    """Return the overrides that all jobs share, where there are several jobs."""
+    """Return the overrides that all jobs share; none for a single job."""
     if len(rows) < 2:
         return []
     return [text for text in rows[0].overrides if all(text in row.overrides for row in rows)]
@@ -88,12 +88,12 @@ def own(row: Row, common: Sequence[str]) -> str:
 
 
 def peak_of(rows: Sequence[Row]) -> str:
-    """Return which peak the jobs are compared by: the device's, where any has one."""
+    """Return the name of the peak that jobs are compared by: the device's, if any job has one."""
     return "peak_device_bytes" if any(row.peak_device_bytes for row in rows) else "peak_host_bytes"
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
-    """Return the columns of a table of jobs, by name: for `--sort`, and for the head of a CSV."""
+    """Return the columns of a table of jobs by name, as in `--sort` and in the head of a CSV."""
     common, fronts = common_overrides(rows), fronts_of(rows)
 
     def overrides(row: Row) -> Cell:
@@ -120,7 +120,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
 
 
 def pruned(row: Row) -> bool:
-    """Return whether a search pruned a job: its loss and cost are those of a shorter run.
+    """Return whether a search pruned a job, so that loss and cost are those of a shorter run.
 
     >>> pruned(Row(0, (), "finished", detail="pruned at 50")), pruned(Row(0, (), "finished"))
     (True, False)
@@ -129,13 +129,13 @@ def pruned(row: Row) -> bool:
 
 
 def comparable(rows: Sequence[Row], cost: str) -> list[Row]:
-    """Return the jobs that ran to their end and have a finite loss and cost."""
+    """Return the jobs that were not pruned and have a finite loss and cost."""
     both = [(row, row.loss, getattr(row, cost)) for row in rows if not pruned(row)]
     return [row for row, loss, paid in both if loss is not None and paid is not None and math.isfinite(loss + paid)]
 
 
 def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
-    """Return the Pareto front: the jobs that no other one matches in both loss and cost and beats in one."""
+    """Return the Pareto front: the jobs for which no other job is as good in loss and cost, and better in one."""
     jobs, point = comparable(rows, cost), attrgetter("loss", cost)
     front, least = set(), math.inf
     for loss, paid in sorted(set(map(point, jobs))):
@@ -146,7 +146,7 @@ def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:
-    """Return job's number -> the costs, memory and time, against which it is on the Pareto front of loss."""
+    """Return job's number -> the costs (memory, time) for which it is on the Pareto front with the loss."""
     fronts = {"memory": front_of(rows, peak_of(rows)), "time": front_of(rows, "seconds")}
     on = {cost: {row.number for row in front} for cost, front in fronts.items()}
     return {row.number: [cost for cost, numbers in on.items() if row.number in numbers] for row in rows}
@@ -155,7 +155,7 @@ def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:
 def pareto_figure(
     name: str, title: str, rows: Sequence[Row], common: Sequence[str], cost: str, x: str
 ) -> Figure | None:
-    """Return a chart of loss against a cost, or None where no job has both."""
+    """Return a chart of loss against a cost, or None if no job has both."""
     shown = comparable(rows, cost)
     if not shown:
         return None
@@ -186,7 +186,7 @@ def pareto_figure(
 
 
 def curves_figure(folder: Path, rows: Sequence[Row], common: Sequence[str], notes: list[str]) -> Figure | None:
-    """Return the loss curves of the jobs, or None where none is logged."""
+    """Return the loss curves of the jobs, or None if no job logged one."""
     ranked = sorted(rows, key=lambda row: row.loss if row.loss is not None and row.loss == row.loss else math.inf)
     logged: list[tuple[Row, dict[str, Series]]] = []
     for row in ranked:
@@ -212,15 +212,14 @@ def curves_figure(folder: Path, rows: Sequence[Row], common: Sequence[str], note
 
 
 def losses_of(metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return the metrics that are named a loss."""
+    """Return the metrics with `loss` in their name."""
     return {name: one for name, one in metrics.items() if "loss" in name.lower() and one.values}
 
 
 def loss_name(logged: Sequence[dict[str, Series]]) -> str:
-    """Return the name of the loss to draw for all jobs: the one that most jobs logged.
+    """Return the loss that most jobs logged, preferably a training loss.
 
-    Of several, a training loss is preferred. All jobs show the same loss, since validation and training losses don't
-    compare.
+    It is drawn for all jobs, since validation and training losses don't compare.
     """
     jobs = Counter(name for losses in logged for name in losses)
     points = Counter(name for losses in logged for name, one in losses.items() for _ in one.values)
@@ -243,7 +242,7 @@ def label(row: Row, common: Sequence[str]) -> str:
 
 
 def job_folder(folder: Path, row: Row) -> Path:
-    """Return the folder of a job: inside the sweep's folder, which may have been moved, else the row's path."""
+    """Return the folder of a job: inside the sweep's folder, which may have moved, else the row's path."""
     parts = Path(row.folder).parts
     for start in range(len(parts)):
         inside = folder.joinpath(*parts[start:])

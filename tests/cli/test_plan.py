@@ -310,10 +310,10 @@ def test_the_picture_says_the_same_in_both_palettes() -> None:
     for palette in (LIGHT, DARK):
         spec = figure.draw(palette)
         drawn = [row for row in spec["datasets"]["data"] if row["name"] == "bf16"]
-        assert [(row["part"], row["begin"], row["end"], row["sign"]) for row in drawn] == [
-            ("W weights", 0.0, 4.0, "W"),
-            ("A activations", 4.0, 9.0, "A"),
-            ("- overhead", 9.0, 12.0, "-"),
+        assert [(row["part"], row["size"], row["sign"]) for row in drawn] == [
+            ("W weights", 4.0, "W"),
+            ("A activations", 5.0, "A"),
+            ("- overhead", 3.0, "-"),
         ]
         assert spec["datasets"]["mark"] == [{"end": 16.0, "label": "budget 16.00 GiB"}]
         assert palette.marks[0] in json.dumps(spec)
