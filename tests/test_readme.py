@@ -7,12 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from lightning_solo.cli.ladder_line import compose_base, parse
-from lightning_solo.ladder.figures import Figures, as_json
+from lightning_solo.ladder.figures import Figures
 from tests.messages import lines_with
 from tests.pages import ROOT, TABLES
 
@@ -65,7 +66,7 @@ def test_the_ladders_table_says_what_it_was_measured_with() -> None:
         "memory": "peak",
         "command": "the command",
     }
-    lines = TABLES.ladder_table({**said, "command": "the command", "rows": as_json(rows)}).splitlines()
+    lines = TABLES.ladder_table({**said, "command": "the command", "rows": [asdict(row) for row in rows]}).splitlines()
     assert lines[3] == "| `a` | 512 MiB | -50% | 1024 MiB | 500 ms ±10% | ~ +2% | 2 |"  # (0.55 - 0.45) / 2 / 0.5
     assert lines[4].startswith("| `b`: not run here |")
     assert {line.count("|") for line in lines[:5]} == {8}

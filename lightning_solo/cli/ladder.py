@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.cli.train import build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, SoloError
 from lightning_solo.ladder.display import details, memory_in_words, noise_in_words, table
-from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, as_json
+from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures
 from lightning_solo.ladder.ladder import Ladder
 from lightning_solo.ladder.rungs import BASELINE
 from lightning_solo.machine import versions
@@ -121,7 +122,7 @@ def write(folder: SweepFolder, options: LadderOptions, command: str, rows: Seque
             "hardware": of_jobs[0].hardware if of_jobs else before.get("hardware"),
             "versions": dict(of_jobs[0].versions) if of_jobs else versions(),
             "command": command,
-            "rows": as_json(rows),
+            "rows": [asdict(row) for row in rows],
         },
     )
     return file

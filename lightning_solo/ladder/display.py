@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.ladder.rungs import BASELINE
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.tables import Cell, Column, filled_table, percent, terminal
+from lightning_solo.tables import Cell, Column, filled_table, number, percent, terminal
 from lightning_solo.units import GiB, MiB, format_bytes, format_seconds
 
 
@@ -20,7 +20,7 @@ def table(rows: Sequence[Figures], steps: int) -> RichTable:
 
 
 def size(count: int | None) -> Cell:
-    """Return bytes with three digits or so, which leave room for the other columns.
+    """Return bytes with about three digits, to leave room for the other columns.
 
     >>> [size(count).text for count in (3 * 2**19, 399 * 2**20, 2**34, None)]
     ['1.5 MiB', '399 MiB', '16.0 GiB', '']
@@ -63,7 +63,7 @@ COLUMNS = (
     Column[Figures]("peak", lambda row: size(row.peak_bytes)),
     Column[Figures]("step", step_time),
     Column[Figures]("change", lambda row: percent(row.step_change, "~ " if row.step_within_noise else "")),
-    Column[Figures]("loss", lambda row: Cell() if row.loss is None else Cell(f"{row.loss:.4g}", row.loss)),
+    Column[Figures]("loss", lambda row: number(row.loss, 4)),
     Column[Figures]("differs", _difference),
     Column[Figures]("exact", lambda row: Cell() if row.exact is None else Cell("yes" if row.exact else "no")),
 )
@@ -79,7 +79,7 @@ ALL = (
 
 
 def noise_in_words(rows: Sequence[Figures]) -> str:
-    """Return a legend of the spread of step times and of the mark at a change of them, if the table has them."""
+    """Return a legend of the marks ± and ~ of the step times, as far as the table has them."""
     timed = [row for row in rows if row.step_s is not None]
     if not timed:
         return ""
@@ -100,7 +100,7 @@ def details(rows: Sequence[Figures]) -> list[str]:
 
 
 def memory_in_words(rows: Sequence[Figures]) -> str:
-    """Return a line that says which memory the table shows."""
+    """Return a line about the kind of memory in the table."""
     base = next((row for row in rows if row.device is not None), None)
     if base is None:
         return "nothing was measured"

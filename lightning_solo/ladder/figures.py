@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.ladder.rungs import LadderTechnique, name_of
-from lightning_solo.sweeps.files import JobFiles
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
 
@@ -16,6 +15,8 @@ NOT_RUN = "not run here"
 REFUSED = "refused"
 CHANGES = {"counted_bytes": "counted_change", "peak_bytes": "peak_change", "step_s": "step_change"}
 """Figure -> its relative change against the baseline."""
+UNCHANGED = ("counted_bytes", "peak_bytes", "before_bytes", "step_s", "step_quartiles_s", "samples_per_step", "device")
+"""Measurements that a row repeats."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,18 @@ class Figures:
     """A row of the ladder's table; a figure that could not be measured is None.
 
     Attributes:
-        detail: why it did not finish, or what keeps it from being compared with the baseline.
-        counted_bytes: peak of what training stores in tensors, as `memory.ledger` counts them; None for a single step.
+        detail: why it did not finish, or can't be compared with the baseline.
+        counted_bytes: peak of the tensors of training, as `memory.ledger` counts them; None for a single step.
         counted_change: against the baseline; -0.25 is a quarter less.
-        peak_bytes: of the device, or of this process where there is none.
+        peak_bytes: of the device, or of the process without a GPU.
         peak_change: against the baseline.
         before_bytes: of the same memory, before training.
-        step_s: median seconds of an optimizer step, the loader aside.
-        step_quartiles_s: first and third quartile of the step times; None where too few were timed.
+        step_s: median seconds of an optimizer step, without the loader.
+        step_quartiles_s: first and third quartile of the step times; None if too few were timed.
         step_within_noise: whether the change of the step time is within the spread of the steps.
         loss: mean training loss of the last steps.
         loss_difference: from the baseline's.
-        exact: whether it is bit-equal to the rung without the last technique, where that technique claims to be exact.
+        exact: whether it is bit-equal to the rung without the last technique, if that technique claims to be exact.
         device: its type, cpu or cuda.
         overrides: of `lightning-solo train`.
     """
@@ -47,7 +48,7 @@ class Figures:
     peak_bytes: int | None = None
     peak_change: float | None = None
     step_s: float | None = None
-    step_quartiles_s: tuple[float, float] | None = None
+    step_quartiles_s: Sequence[float] | None = None
     step_change: float | None = None
     step_within_noise: bool | None = None
     loss: float | None = None
@@ -67,7 +68,16 @@ def compare(
     without: Mapping[str, Any],
     steps: int,
 ) -> Figures:
-    """Return a row: a job's figures compared with the baseline's, and with those without its last technique."""
+    """Return a job's figures, compared with the baseline's and with those of the rung without its last technique.
+
+    Args:
+        techniques: of the job.
+        row: its row in the sweep.
+        error: type and whole message of the exception that ended it.
+        base: measurements of the baseline.
+        without: measurements of the rung without the last technique.
+        steps: optimizer steps that each rung should take.
+    """
     measures, status, detail = measured(row), row.status, row.detail
     if error is not None:
         message = " ".join(error["message"].split())
@@ -77,41 +87,30 @@ def compare(
     if techniques and techniques[-1].exact and measures.get("fingerprint") and without.get("fingerprint"):
         exact = measures["fingerprint"] == without["fingerprint"]
     remarks_ = [detail, *remarks(measures, base, steps, exact, name_of(techniques[:-1]))]
+    loss, base_loss = finite(measures.get("loss")), finite(base.get("loss"))
     return Figures(
         name=name_of(techniques),
         status=status,
         detail="; ".join(text for text in remarks_ if text),
-        counted_bytes=measures.get("counted_bytes"),
-        peak_bytes=measures.get("peak_bytes"),
-        step_s=measures.get("step_s"),
-        step_quartiles_s=measures.get("step_quartiles_s") and tuple(measures["step_quartiles_s"]),
         step_within_noise=within_noise(measures, base) if techniques else None,
-        loss=finite(measures.get("loss")),
-        loss_difference=difference(measures.get("loss"), base.get("loss")),
+        loss=loss,
+        loss_difference=None if loss is None or base_loss is None else loss - base_loss,
         exact=exact,
-        before_bytes=measures.get("before_bytes"),
-        samples_per_step=measures.get("samples_per_step"),
-        device=measures.get("device"),
         overrides=row.overrides,
+        **{name: measures.get(name) for name in UNCHANGED},
         **changes(measures, base),
     )
 
 
-def error_of(files: JobFiles, row: Row) -> dict[str, str] | None:
-    """Return type and whole message of the exception that ended a job; a sweep's row has only the first line."""
-    result = files.result_of(row.attempt) or {}
-    return None if row.status == FINISHED else result.get("error")
-
-
 def measured(row: Row | None) -> dict[str, Any]:
-    """Return the measurements of a rung's process; none where it did not finish."""
+    """Return the measurements of a rung's process; none if it did not finish."""
     return dict(row.returned) if row is not None and row.status == FINISHED and row.returned else {}
 
 
 def remarks(
     measures: Mapping[str, Any], base: Mapping[str, Any], steps: int, exact: bool | None, without: str
 ) -> list[str]:
-    """Return the reasons why a row can't be compared with the baseline as it is."""
+    """Return the reasons why a row can't be compared with the baseline."""
     notes = []
     if measures and measures["steps"] < steps:
         notes.append(f"ended by itself after {measures['steps']} of {steps} steps")
@@ -139,7 +138,7 @@ def remarks(
 
 
 def changes(row: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's relative changes of memory and step time, by the attribute of `Figures`."""
+    """Return a row's relative changes of memory and step time, by attribute of `Figures`."""
     return {name: change(row.get(key), base.get(key)) for key, name in CHANGES.items()}
 
 
@@ -153,7 +152,7 @@ def change(value: float | None, base: float | None) -> float | None:
 
 
 def within_noise(measures: Mapping[str, Any], base: Mapping[str, Any]) -> bool | None:
-    """Return whether the interquartile ranges of the step times overlap, or are unknown; None where there is no change.
+    """Return whether the interquartile ranges of the step times overlap or are unknown; None without step times.
 
     >>> base = {"step_s": 2.0, "step_quartiles_s": [1.8, 2.2]}
     >>> [within_noise({"step_s": 2.4, "step_quartiles_s": [first, 2.6]}, base) for first in (2.1, 2.3)]
@@ -165,16 +164,6 @@ def within_noise(measures: Mapping[str, Any], base: Mapping[str, Any]) -> bool |
     return not ours or not theirs or bool(ours[0] <= theirs[1] and theirs[0] <= ours[1])
 
 
-def difference(value: float | None, base: float | None) -> float | None:
-    """Return the difference of two finite numbers."""
-    return None if finite(value) is None or finite(base) is None else value - base  # type: ignore[operator]
-
-
 def finite(value: float | None) -> float | None:
     """Return a number that JSON can hold, else None."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def as_json(rows: Sequence[Figures]) -> list[dict[str, Any]]:
-    """Return rows as in `ladder.json`."""
-    return [asdict(row) for row in rows]

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError
-from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, compare, error_of, measured
+from lightning_solo.ladder.figures import NOT_RUN, REFUSED, Figures, compare, measured
 from lightning_solo.ladder.rungs import LadderTechnique, folder_name, name_of
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Job, Settings
-from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.sweep import Sweep
 
 WILL_FAIL_AGAIN = ("failed", NOT_RUN)
-"""Statuses of a technique alone that exclude it from every combination; one that only lacked memory stays."""
+"""Statuses of a technique alone that exclude it from all combinations; out of memory doesn't."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Combination:
-    """One combination of techniques; ``prepared`` is None where it is refused, for the reason ``refusal``."""
+    """A combination of techniques; a refused one has no ``prepared``, and its reason in ``refusal``."""
 
     number: int
     techniques: tuple[LadderTechnique, ...]
@@ -47,7 +47,7 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """`baseline`, or the techniques, joined by plus signs."""
+        """``baseline``, or the techniques' names, joined by plus signs."""
         return name_of(self.techniques)
 
 
@@ -55,16 +55,16 @@ class Ladder:
     """Runs the combinations and compares them.
 
     Args:
-        folder: where everything is written; rungs that an earlier ladder measured there are not measured again.
+        folder: for all output; rungs that an earlier ladder measured there are not measured again.
         application: the task function, which returns what `measurement.measure` does.
         settings: of the processes.
         techniques: in the order in which they are added to one another.
         prepare: prepares a combination for its process; raises ConflictError for one that is refused.
         steps: optimizer steps of each.
-        until: bytes; the first combination whose peak is within them is the last that is run.
-        tell: as `Sweep`'s.
-        look: as `Sweep`'s.
-        names: job's number -> name, filled as rungs are known.
+        until: bytes; the ladder ends at the first combination whose peak is at most this.
+        tell: as in `Sweep`.
+        look: as in `Sweep`.
+        names: job's number -> name; filled as rungs become known.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Ladder:
                 " drop it"
             )
         if any(row.number == 0 and row.status == "failed" for row in results.read(folder.results)):
-            settings = replace(settings, rerun="failed")  # no rung can be compared without it; its fault may be fixed
+            settings = replace(settings, rerun="failed")  # rungs are compared with it; its fault may be fixed
         self.folder = folder
         self.techniques = tuple(techniques)
         self.prepare = prepare
@@ -96,14 +96,13 @@ class Ladder:
         self.names = {} if names is None else names
         self.rungs: list[Combination] = []
         self._prepared: dict[tuple[LadderTechnique, ...], Combination] = {}
-        self._rows: dict[int, Row] = {}
         self._sweep = Sweep(folder, application, settings, tell=tell, look=look, wanted=self._wanted)
 
     def run(self) -> list[Figures]:
         """Run the rungs that have no result yet, and return the rows, `baseline` first.
 
         Raises:
-            PresetError: the baseline was refused.
+            PresetError: the baseline is refused.
             CheckpointError: another command works on this folder.
             KeyboardInterrupt: after the running rung has ended; `figures` returns the rows so far.
         """
@@ -119,9 +118,9 @@ class Ladder:
         return self.figures()
 
     def plan(self, without: Collection[str] = ()) -> list[Combination]:
-        """Prepare `baseline`, each technique alone, and those that add one more technique to the ones before.
+        """Prepare ``baseline``, each technique alone, and combinations that add one technique after another.
 
-        Nothing runs yet. A technique that is refused with earlier ones is left out of the later combinations.
+        Nothing runs yet. A technique that is refused with earlier ones is left out of later combinations.
         """
         alone = [self._rung(()), *(self._rung((technique,)) for technique in self.techniques)]
         combinations: list[Combination] = []
@@ -139,7 +138,7 @@ class Ladder:
 
     def figures(self) -> list[Figures]:
         """Return a row for each rung that was run or refused."""
-        rows = {**self._rows, **self._sweep.rows}
+        rows = self._sweep.rows
         base = measured(rows.get(0))
         figures = []
         for rung in self.rungs:
@@ -147,9 +146,11 @@ class Ladder:
             if rung.prepared is None:
                 figures.append(Figures(rung.name, REFUSED, rung.refusal))
             elif row is not None:
-                error = error_of(self.folder.job(rung.number), row)
-                without = self._without_last(rung, rows)
-                figures.append(compare(rung.techniques, row, error, base, measured(without), self.steps))
+                result = self.folder.job(rung.number).result_of(row.attempt) or {}
+                error = None if row.status == FINISHED else result.get("error")  # a row has only its first line
+                same = (other.number for other in self.rungs if other.techniques == rung.techniques[:-1])
+                without = measured(rows.get(next(same, -1)))
+                figures.append(compare(rung.techniques, row, error, base, without, self.steps))
         return figures
 
     def fitting(self) -> Figures | None:
@@ -163,7 +164,7 @@ class Ladder:
         return not refused and self.fitting() is None
 
     def _rung(self, techniques: tuple[LadderTechnique, ...]) -> Combination:
-        """Return the rung of a combination; it keeps its number however often the ladder is planned."""
+        """Return the rung of a combination; it keeps its number when the ladder is planned again."""
         if techniques not in self._prepared:
             prepared, refusal = None, ""
             try:
@@ -185,8 +186,3 @@ class Ladder:
             argument = partial(self._sweep.application.dumps, prepared.argument)
             jobs.append(Job(rung.number, prepared.overrides, folder, prepared.config_hash, argument))
         self._sweep.run(jobs)
-        self._rows |= self._sweep.rows
-
-    def _without_last(self, rung: Combination, rows: dict[int, Row]) -> Row | None:
-        same = (r.number for r in self.rungs if r.techniques == rung.techniques[:-1])
-        return rows.get(next(same, -1))

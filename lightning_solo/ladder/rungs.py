@@ -1,4 +1,4 @@
-"""What a ladder is made of: the techniques, and the overrides of `lightning-solo train` with which they are tried."""
+"""The techniques of a ladder, and the overrides of `lightning-solo train` for each combination."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STRATEGY = "+solo/strategy="
 
 @dataclass(frozen=True)
 class LadderTechnique:
-    """A rung of its own.
+    """A technique that a ladder tries.
 
     Attributes:
-        name: as the table shows it.
+        name: in the table.
         overrides: of `lightning-solo train`, on top of the preset `baseline`.
-        exact: whether it claims that a run without it gives the same bits.
+        exact: whether a run with it should equal one without it, bit by bit.
         card: the name of its card; empty for a precision, which has none.
     """
 
@@ -31,7 +31,7 @@ class LadderTechnique:
     card: str = ""
 
     def owns(self, override: str) -> bool:
-        """Return whether an override is of an argument of this technique.
+        """Return whether an override sets an argument of this technique.
 
         >>> techniques()["checkpointing"].owns("solo.callback.activation_checkpointing.every_k=2")
         True
@@ -47,7 +47,7 @@ BF16 = LadderTechnique("bf16", ("solo.precision=bf16-mixed",))
 
 @functools.cache
 def techniques() -> dict[str, LadderTechnique]:
-    """Return every technique that a ladder can have, in the order in which they are added to one another."""
+    """Return the techniques of a ladder by name, in the order in which combinations add them."""
     cards = [card for card in catalogue().cards.values() if card.rung is not None]
     rungs = {BF16.name: BF16}
     for card in sorted(cards, key=lambda card: (card.rung.order, card.name)):  # type: ignore[union-attr]
@@ -58,13 +58,13 @@ def techniques() -> dict[str, LadderTechnique]:
 
 
 def chosen(names: str | None) -> tuple[LadderTechnique, ...]:
-    """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; all of them by default.
+    """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; by default all.
 
     Args:
-        names: of rungs or of techniques, such as ``activation_checkpointing``, joined by commas.
+        names: of rungs, or of cards such as ``activation_checkpointing``, joined by commas.
 
     Raises:
-        PresetError: a name is unknown, or no name is given.
+        PresetError: a name is unknown or empty.
     """
     ladder = techniques().values()
     if names is None:
@@ -96,18 +96,22 @@ def overrides_of(
     """Return the overrides of `lightning-solo train` for a combination.
 
     Args:
-        combination: of techniques.
-        given: the user's own overrides; an argument of a technique goes where that technique is.
-        ladder: all techniques that the ladder has; by default all there are.
+        combination: techniques.
+        given: the user's overrides; an argument of a technique is used only in combinations with that technique.
+        ladder: the techniques of the ladder; by default all.
 
     >>> overrides_of([techniques()["checkpointing"]], ["seed=1", "solo.strategy.stage=3"])
     ['seed=1', 'solo=baseline', '+solo/callback=[activation_checkpointing]']
 
     Raises:
-        ConflictError: two of them choose a strategy, or set one field.
+        ConflictError: two techniques choose a strategy, or set the same field.
     """
-    ladder = tuple(techniques().values()) if ladder is None else ladder
-    wanted = [text for text in given if _applies(text, combination, ladder)]
+    others = [each for each in (techniques().values() if ladder is None else ladder) if each not in combination]
+
+    def applies(text: str) -> bool:
+        return any(each.owns(text) for each in combination) or not any(each.owns(text) for each in others)
+
+    wanted = [text for text in given if applies(text)]
     needed = [text for technique in combination for text in technique.overrides]
     callbacks: list[str] = []
     for text in [*wanted, *needed]:
@@ -116,14 +120,9 @@ def overrides_of(
     listed = [f"{_CALLBACK}[{','.join(callbacks)}]"] if callbacks else []
     fields = list(dict.fromkeys(text for text in needed if not text.startswith(_CALLBACK)))
     _refuse_twice(fields, combination)
-    before = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
-    behind = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]
-    return [*before, f"solo={BASELINE}", *fields, *listed, *behind]
-
-
-def _applies(override: str, combination: Sequence[LadderTechnique], ladder: Sequence[LadderTechnique]) -> bool:
-    owners = [technique for technique in ladder if technique.owns(override)]
-    return not owners or any(technique in owners for technique in combination)
+    first = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
+    last = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]
+    return [*first, f"solo={BASELINE}", *fields, *listed, *last]
 
 
 def _refuse_twice(fields: Sequence[str], combination: Sequence[LadderTechnique]) -> None:

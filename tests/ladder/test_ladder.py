@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_solo.build import trainer_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.ladder import measurement
 from lightning_solo.ladder.display import COLUMNS, details, memory_in_words, noise_in_words, table
-from lightning_solo.ladder.figures import Figures, as_json, change, remarks
+from lightning_solo.ladder.figures import Figures, change, remarks
 from lightning_solo.ladder.ladder import Ladder, Prepared
 from lightning_solo.ladder.measurement import Clock, fingerprint, measure
 from lightning_solo.ladder.rungs import LadderTechnique, chosen, name_of, overrides_of, techniques
@@ -433,7 +434,7 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     assert [[column.cell(rows[name]).text for column in COLUMNS[3:5]] for name in ("baseline", "a", "b", "c")] == [
         ["2 s ±10%", "+0%"], ["2.2 s ±5%", "~ +10%"], ["2.4 s ±4%", "+20%"], ["2.4 s", "~ +20%"],
     ]  # fmt: skip
-    found = json.loads(json.dumps(as_json([rows["a"]])))[0]
+    found = json.loads(json.dumps(asdict(rows["a"])))
     assert (found["step_quartiles_s"], found["step_within_noise"]) == ([2.1, 2.3], True)
     said = [noise_in_words(found) for found in ([rows["baseline"], rows["b"]], [rows["baseline"], rows["a"]])]
     assert [re.findall("[±~](?=:)", text) for text in said] == [["±"], ["±", "~"]]
@@ -458,7 +459,7 @@ def test_what_can_not_be_compared_is_said() -> None:
 
 def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
     rows = stub(tmp_path, {"b": {"loss": float("nan")}}).run()
-    text = json.dumps(as_json(rows), allow_nan=False)
+    text = json.dumps([asdict(row) for row in rows], allow_nan=False)
     keys = {"name", "status", "detail", "peak_bytes", "counted_change", "step_s", "step_change", "loss", "exact"}
     assert keys | {"loss_difference"} <= set(json.loads(text)[0])
     assert by_name(rows)["b"].loss is None
