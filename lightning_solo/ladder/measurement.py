@@ -20,13 +20,13 @@ from lightning_solo.memory.reading import read
 from lightning_solo.sweeps.results import loss_of
 
 COUNTED = 2
-"""Steps at the start whose bytes a `memory.ledger` counts, which is slow; the first has no optimizer states yet."""
+"""Steps at the start whose bytes are counted, which is slow; the first has no optimizer states yet."""
 WARM_UP = 5
-"""Steps that are not timed, or half of them where there are fewer than ten."""
+"""Steps at the start that aren't timed; of fewer than ten steps, half."""
 LAST = 5
-"""Steps over which the loss is averaged, the last ones."""
+"""Steps at the end over which the loss is averaged."""
 FEWEST = 4
-"""Timed steps below which their spread is not known."""
+"""Fewest timed steps with a known spread."""
 OWN_ARGUMENTS = {
     "enable_checkpointing": False,
     "enable_progress_bar": False,
@@ -38,10 +38,10 @@ OWN_ARGUMENTS = {
 
 
 class Clock(L.Callback):
-    """Seconds, loss and samples of each optimizer step; a step is all micro-batches of its window, the loader aside.
+    """Records seconds, loss and samples of each optimizer step, over its micro-batches, without the loader.
 
     Args:
-        counted: optimizer steps at the start in which the bytes of training are counted.
+        counted: optimizer steps at the start whose bytes are counted.
     """
 
     def __init__(self, counted: int = 0) -> None:
@@ -66,7 +66,7 @@ class Clock(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop the clock when the device is done, and close the step where the optimizer has stepped."""
+        """Stop the clock when the device is done, and end the step if the optimizer has stepped."""
         self.counts.leave()
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.root_device)
@@ -74,10 +74,10 @@ class Clock(L.Callback):
         self._samples += size_of(batch)[0] or 0
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            # under automatic optimization Lightning has divided it by the micro-batches of a step
+            # under automatic optimization Lightning has divided it by the number of micro-batches
             times = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._losses.append(loss.detach() * times)
-        elif not pl_module.automatic_optimization:  # which need not return it
+        elif not pl_module.automatic_optimization:  # training_step need not return it
             logged = loss_of({name: float(value) for name, value in trainer.callback_metrics.items()})
             self._losses += [] if logged is None else [torch.tensor(logged)]
         if trainer.global_step != self._step:
@@ -89,19 +89,19 @@ class Clock(L.Callback):
             self._begin()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count no longer: a module may have skipped the rest of an epoch, within a batch that never ends."""
+        """Stop counting: a module may skip the rest of an epoch within a batch, which then never ends."""
         self.counts.leave()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Count no longer."""
+        """Stop counting."""
         self.counts.discard()
 
 
 def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, steps: int) -> dict[str, Any]:
-    """Train with a clock that no other Trainer has used, and return the measurements, as plain numbers.
+    """Train with an unused clock, and return the measurements as plain numbers.
 
     Raises:
-        PresetError: the loader gave nothing to train on.
+        PresetError: the loader has no batch.
     """
     runner = L.Trainer(**{**trainer, **OWN_ARGUMENTS, "max_steps": steps})
     device = runner.strategy.root_device
@@ -129,7 +129,7 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
 
 
 def timed(seconds: Sequence[float], counted: int) -> Sequence[float]:
-    """Return the steps after the warm-up and after those that are counted; none where a run ended within these.
+    """Return the seconds of the steps after the warm-up and after the counted ones; a short run may have none.
 
     >>> timed([9.0, 9.0, 1.0], 2), timed([9.0] * 5 + [1.0, 2.0, 3.0, 2.0, 2.0], 2), timed([9.0, 9.0], 2)
     ([1.0], [1.0, 2.0, 3.0, 2.0, 2.0], [])
@@ -138,7 +138,7 @@ def timed(seconds: Sequence[float], counted: int) -> Sequence[float]:
 
 
 def counted_of(steps: int) -> int:
-    """Return how many of a rung's steps are counted: at least one is timed.
+    """Return the number of a rung's steps that are counted; at least one step is timed.
 
     >>> [counted_of(steps) for steps in (1, 2, 3, 25)]
     [0, 1, 2, 2]
@@ -147,7 +147,7 @@ def counted_of(steps: int) -> int:
 
 
 def quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:
-    """Return the first and third quartile; None where there are too few values.
+    """Return the first and third quartile; None for too few values.
 
     >>> quartiles([1.0, 2.0, 3.0, 2.0, 2.0, 9.0, 2.0]), quartiles([1.0, 2.0, 3.0])
     ((2.0, 2.5), None)
@@ -159,7 +159,7 @@ def quartiles(seconds: Sequence[float]) -> tuple[float, float] | None:
 
 
 def fingerprint(model: torch.nn.Module, losses: Sequence[float]) -> str | None:
-    """Return a hash of every bit of parameters, buffers and losses; None where one of them can't be read."""
+    """Return a hash of every bit of parameters, buffers and losses; None if one of them can't be read."""
     digest = hashlib.sha256(repr(list(losses)).encode())
     try:
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):

@@ -66,11 +66,10 @@ def _autocast(overload: Any, by_dtype: bool) -> Callable[..., Any]:
             if not by_dtype:
                 args, kwargs = tree_map_only(Tensor, _in_fp32, (args, kwargs))
             elif "dtype" in names and args and isinstance(args[0], Tensor) and args[0].dtype in HALF:
-                position = names.index("dtype")
-                if position >= len(args) and kwargs.get("dtype") is None:
+                kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+                args = ()
+                if kwargs.get("dtype") is None:
                     kwargs["dtype"] = torch.float32
-                elif position < len(args) and args[position] is None:
-                    args = (*args[:position], torch.float32, *args[position + 1 :])
             return overload(*args, **kwargs)
 
     return run

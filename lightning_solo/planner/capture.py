@@ -97,13 +97,13 @@ def capture(
         arguments: of a Trainer on the CPU: precision, callbacks, accumulation, clipping.
         fake: whether tensors have no data and operators don't compute.
         cuda: whether kernels and temporaries are those of a CUDA device.
-        attention: as `cuda_rules`.
+        attention: as in `cuda_rules`.
         steps: number of optimizer steps; an optimizer has its states from the second on.
-        moves_batches: whether a batch is copied to a CUDA device when it is due, and counted from then on.
+        moves_batches: whether each batch is copied to the CUDA device at its step, and counted from then on.
 
     Raises:
-        PlanError: the module makes no optimizer step, or one without gradients; an index in the batch is out of range;
-            an LSTM on fake tensors of a CPU.
+        PlanError: the module makes no optimizer step or computes no gradient; an index in the batch is out of range; an
+            LSTM on fake tensors of a CPU.
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -129,8 +129,8 @@ def capture(
         stack.enter_context(planned_offloading(tracer, cuda=cuda))
         if cuda:
             stack.enter_context(cuda_rules(attention))
-            stack.enter_context(planned_host_memory(tracer.on_host, tracer.copy))
-            if moves_batches:  # in a trace both devices are the CPU
+            stack.enter_context(planned_host_memory(tracer))
+            if moves_batches:  # on the CPU, which a trace uses for both devices, nothing would be copied
                 stack.enter_context(batches_through(trainer.strategy, _cloned))
         elif fake:
             stack.enter_context(cpu_rules())
@@ -160,7 +160,7 @@ def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
     """Record the assumption that recurrent layers run without fused kernels.
 
     Raises:
-        PlanError: an LSTM on a CPU: the size of oneDNN's buffers is known only from a run.
+        PlanError: the module has an LSTM, and the plan is for a CPU: only a run shows the size of oneDNN's buffers.
     """
     layers = [part for part in module.modules() if isinstance(part, torch.nn.RNNBase)]
     if layers and tracer.cuda:
@@ -170,7 +170,7 @@ def _check_recurrent_layers(module: torch.nn.Module, tracer: Tracer) -> None:
 
 
 class Loader:
-    """Repeats one batch; not a list, which Lightning would take for several loaders."""
+    """Repeats one batch. Lightning would take a list for several loaders."""
 
     def __init__(self, batch: Any, mode: FakeTensorMode | None) -> None:
         self.batch = batch if mode is None else map_tensors(batch, partial(with_numbers, mode))
@@ -184,7 +184,7 @@ class Loader:
 
 
 class _Watch(Callback):
-    """Reports phases and steps to the tracer, and ends training after ``steps`` optimizer steps."""
+    """Reports phases and steps to the tracer; ends training after ``steps`` optimizer steps."""
 
     def __init__(self, tracer: Tracer, steps: int) -> None:
         self.tracer = tracer
@@ -230,7 +230,7 @@ class _Watch(Callback):
 
 @contextmanager
 def _collected_at_steps() -> Iterator[None]:
-    """Collect cycles only at the end of each micro-batch: Python's own collections vary from run to run."""
+    """Collect garbage only at the end of each micro-batch; Python's own collections differ from run to run."""
     enabled = gc.isenabled()
     gc.collect()  # survivors move to the oldest generation, which isn't collected from here on
     gc.disable()

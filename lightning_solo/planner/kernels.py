@@ -1,12 +1,12 @@
 """Optimizers on compact and host states in a plan: their kernels and copies record the bytes they move.
 
-A step is not traced chunk by chunk, which would take minutes for a module of some billion parameters.
+A step isn't traced chunk by chunk, which would take minutes for a module with billions of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from lightning_solo.planner.tracer import Tracer
 
 
 class PlannedGpuKernels(TritonKernels):
-    """Triton's kernels, which compute nothing and record the bytes of each launch."""
+    """Records the bytes of each launch of a Triton kernel; computes nothing."""
 
     def __init__(self, tracer: Tracer, *, fused: bool = True) -> None:
         self._tracer, self._fused = tracer, fused
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
-        """Read all tensors of the pieces once, and write all but the gradients."""
+        """Record that all tensors are read once, and all but the gradients written."""
         moved = 0
         for piece in pieces:
             moved += _moved(piece)
@@ -43,13 +43,13 @@ class PlannedGpuKernels(TritonKernels):
         self._tracer.launch(moved)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
-        """Read gradients and totals once, and write the totals."""
+        """Record that gradients and totals are read once, and the totals written."""
         totals = [each.total.nbytes * (1 if each.is_first else 2) for each in sums if each.total is not None]
         self._tracer.launch(sum(each.gradient.nbytes for each in sums) + sum(totals))
 
 
 class PlannedCpuKernels(CpuKernels):
-    """A CPU's kernels: the C++ step records the bytes it moves, and computes if there are numbers."""
+    """A CPU's kernels; the C++ step records the bytes it moves, and computes only on real tensors."""
 
     def __init__(self, tracer: Tracer, device: torch.device) -> None:
         super().__init__(device, fused=False)
@@ -77,8 +77,8 @@ def _moved(piece: Piece) -> int:
 def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     """Make optimizers and sums of gradients use a plan's kernels: Triton's on a GPU, C++ or operators on a CPU.
 
-    Where operators process a tensor in chunks, two chunks are traced if there is no data, since results of one chunk
-    may live until those of the next exist; the cost of the second is multiplied for the others.
+    On fake tensors, operators that process a tensor in chunks are traced for two chunks, since results of one chunk may
+    live until those of the next exist. The cost of the second is multiplied for the rest.
     """
 
     def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
@@ -114,21 +114,15 @@ def cuda_chunk_sizes() -> Iterator[None]:
 
 
 @contextmanager
-def planned_host_memory(
-    on_host: Callable[[], AbstractContextManager[None]], copied: Callable[[str, int, int], None]
-) -> Iterator[None]:
-    """Mark allocations of host memory, which on a CPU look like those of the device.
+def planned_host_memory(tracer: Tracer) -> Iterator[None]:
+    """Mark allocations of host memory, and record the copies that a GPU would make through staging buffers.
 
-    Tensors that pass through a staging buffer allocate it on the device and aren't copied.
-
-    Args:
-        on_host: returns the context for allocations of host memory.
-        copied: called with stream, bytes and staging buffer of each copy that a GPU would make.
+    On a CPU host memory looks like the device's. The staging buffers are allocated; nothing is copied.
     """
     allocate = host_slabs.host_tensors
 
     def host_tensors(*arguments: Any) -> list[Tensor]:
-        with on_host():
+        with tracer.on_host():
             return allocate(*arguments)
 
     @contextmanager
@@ -140,13 +134,13 @@ def planned_host_memory(
         unchanged: Collection[str] = (),
     ) -> Iterator[dict[str, Tensor]]:
         slot, _ = self.next_slot(pieces)
-        copied(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), slot)
-        copied(AWAITED, 0, slot)
+        tracer.copy(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), slot)
+        tracer.copy(AWAITED, 0, slot)
         yield dict(pieces)
-        copied(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
+        tracer.copy(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
 
-    on_gpu = replaced(staging.Staging, "on_device", on_device)
-    with replaced(host_slabs, "host_tensors", host_tensors), on_gpu:
+    staged = replaced(staging.Staging, "on_device", on_device)
+    with replaced(host_slabs, "host_tensors", host_tensors), staged:
         yield
 
 
@@ -176,5 +170,5 @@ def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
 
 def _slot(moved: Any) -> int:
-    """Return a number that no staging buffer has."""
+    """Return a number that differs from those of staging buffers."""
     return -2 - int(moved.number)

@@ -29,7 +29,7 @@ MOST = 2**20  # largest micro-batch that is tried
 
 @dataclass
 class Planner:
-    """Plans presets for one module; presets that train alike share a trace. Arguments as those of `plan`."""
+    """Plans presets for one module; presets with equal traces share one. Arguments as in `preset_plans.plan`."""
 
     make: Callable[[], Any]
     batch: Any
@@ -102,10 +102,10 @@ class Planner:
         )
 
     def check_module(self, precisions: Iterable[str | None]) -> None:
-        """Trace the module without techniques, to see whether the module itself fails.
+        """Check that the module can be traced without techniques, in at least one of the precisions.
 
         Raises:
-            PlanError: it fails in each of these precisions; the error is that of the first.
+            PlanError: it can't; the error is that of the first precision.
         """
         errors: list[PlanError] = []
         for precision in precisions:
@@ -117,7 +117,7 @@ class Planner:
         raise errors[0]
 
     def _at(self, size: int, arranged: Arrangement, scalable: ScalableTrace) -> Trace:
-        """Return the trace of a micro-batch of ``size`` examples, including parts that aren't traced."""
+        """Return the trace of a micro-batch of ``size`` examples, with the parts that aren't traced."""
         return self._with_untraced(scalable.at(size), arranged, size)
 
     def _with_untraced(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
@@ -127,10 +127,9 @@ class Planner:
         return self._with_batches(trace, arranged, size)
 
     def _with_batches(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
-        """Return the trace with the loader's batches that wait for their step, and on a GPU also the current batch.
+        """Return the trace with the prefetched batches, and on a GPU also the current one.
 
-        Batches on a GPU are copied from pinned memory, which is in use until the copies arrive: at most for all that
-        wait.
+        A GPU's batches are copied from pinned memory, which may be in use for all prefetched batches at once.
         """
         if not arranged.ahead:
             return trace
@@ -162,7 +161,7 @@ class Planner:
         return smallest_capacity(trace.log, self.device.workspace_bytes) + self.device.context_bytes
 
     def _reserved(self, trace: Trace, needed: int) -> int:
-        """Return the most memory that the device shows; if the plan doesn't fit, as on a large enough device."""
+        """Return the memory that the device will show; for a plan that doesn't fit, on a large enough device."""
         if not self._cuda:
             return needed
         workspace, context = self.device.workspace_bytes, self.device.context_bytes
@@ -218,7 +217,7 @@ class Planner:
 
     def _trace(self, arranged: Arrangement, micro_batch: int) -> ScalableTrace:
         arguments = arranged.arguments()
-        moves_batches = not (arranged.ahead and self._cuda)  # prefetched batches are on the device when they are due
+        moves_batches = not (arranged.ahead and self._cuda)  # prefetched batches are on the device before their step
         key = repr((arguments, micro_batch, moves_batches))
 
         def fits(trace: Trace) -> bool:

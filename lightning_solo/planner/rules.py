@@ -1,4 +1,4 @@
-"""The tracing of a preset: by its card each technique is attached, left out, or traced by a function of its own."""
+"""The tracing of a preset: by its card, each technique is attached, left out, or changes the tracing by a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_solo.cards.configuration import Chosen, Configuration, Target
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import PlanError
 
-# Two micro-batches hold as much as a window of any length: the gradients, kept through a forward.
+# Two micro-batches take as much memory as a window of any length: the gradients live through a forward.
 WINDOW = 2
 KEPT = ("gradient_clip_val", "gradient_clip_algorithm", "detect_anomaly", "inference_mode")
 """Arguments of a Trainer that change the memory of a step."""
@@ -24,7 +24,7 @@ class Arrangement(Tracing):
     """The tracing of a preset with all its techniques; ``precision`` is that of the real run.
 
     Attributes:
-        arguments: of a Trainer on the CPU; created for each trace.
+        arguments: returns arguments of a Trainer on the CPU, new ones for each trace.
     """
 
     arguments: Callable[[], dict[str, Any]] = dict
@@ -36,15 +36,15 @@ class Arrangement(Tracing):
 
 
 def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:
-    """Return the tracing of a preset, with the user's own arguments of the Trainer.
+    """Return the tracing of a preset.
 
     Args:
         config: the preset.
-        trainer: the user's own arguments.
-        undivided: for a batch that fits as a whole, where batches may be split.
+        trainer: the user's arguments of the Trainer.
+        undivided: whether the batch fits as a whole, so that a technique which splits batches doesn't split it.
 
     Raises:
-        PlanError: a strategy of the user's own, or a technique that can't be planned with its settings.
+        PlanError: the strategy is the user's, or a technique can't be planned with its settings.
     """
     if isinstance(config.strategy, Target):
         raise PlanError(f"strategy={config.strategy.node['_target_']!r}: no card says how to plan it")
