@@ -25,8 +25,8 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
 
-DIFFERENCE = 0.10  # from this relative difference of reading and plan on there is a message
-STEPS = 2  # that are compared; an optimizer has its states from the second step on
+DIFFERENCE = 0.10  # largest relative difference of reading and plan without a message
+STEPS = 2  # optimizer steps that are compared; an optimizer has its states from the second on
 
 
 def choose(
@@ -80,7 +80,7 @@ def choose(
 
 
 def none_fits(plans: Sequence[Plan]) -> BudgetError:
-    """Return the error for plans none of which is accepted; it names the nearest, and what to write instead."""
+    """Return the error that no plan is accepted; it names the nearest plan, and a remedy."""
     nearest = min(plans, key=lambda plan: (plan.missing_bytes, plan.needed_bytes))
     most = max(plan.largest_micro_batch or 0 for plan in plans)
     tight = next((plan for plan in plans if plan.verdict == "tight"), None)
@@ -102,10 +102,10 @@ def none_fits(plans: Sequence[Plan]) -> BudgetError:
 def candidates(
     config: Configuration, check: Callable[[Configuration], None], presets: Sequence[str] | None, allow: Sequence[str]
 ) -> dict[str, Configuration]:
-    """Return the presets to compare, each once, with this precision and accumulation, on this machine.
+    """Return the presets to compare, with the precision and accumulation of ``config``; equal ones once.
 
     Raises:
-        PresetError: none is left.
+        PresetError: there is none.
     """
     configs: dict[str, Configuration] = {}
     refused: dict[str, str] = {}
@@ -146,10 +146,7 @@ def candidates(
 
 
 def why(chosen: Plan, plans: Sequence[Plan]) -> str:
-    """Return the reason for the choice, in a sentence.
-
-    Plans are in the order in which to try them; the alternative is the next one.
-    """
+    """Return the reason for the choice, in a sentence; ``plans`` are in the order in which to try them."""
     others = [plan for plan in plans if plan is not chosen and plan.verdict == chosen.verdict]
     leaves = f"it needs {format_bytes(chosen.needed_bytes)} of {format_bytes(chosen.budget_bytes)}"
     if not others:
@@ -174,7 +171,7 @@ class PlanCheck(Callback):
         self._first: int | None = None  # global_step at the start; above 0 in a resumed run
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the comparison here."""
+        """Start the comparison."""
         self._first = None
         device = trainer.strategy.root_device
         resets = (getattr(callback, "resets_peak_counters", False) for callback in trainer.callbacks)

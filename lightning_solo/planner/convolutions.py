@@ -40,8 +40,8 @@ def workspaces(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
         blocked, copies = _blocked(x), 1 if max(stride) == 1 else 2
         moments += [y_copy + weight_copy + blocked, blocked + copies * x.nbytes]
     if wants_weight:
-        is_read_as_it_is = groups == x.shape[1] and max(weight.shape[2:]) > 3  # large filters of each channel
-        moments.append(x_bytes + weight_copy + (0 if is_read_as_it_is else x_copy + y_copy))
+        is_read_directly = groups == x.shape[1] and max(weight.shape[2:]) > 3  # large filters of each channel
+        moments.append(x_bytes + weight_copy + (0 if is_read_directly else x_copy + y_copy))
         moments.append(x_bytes + weight_copy + weight.nbytes)
     return moments
 

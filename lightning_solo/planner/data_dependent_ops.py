@@ -26,6 +26,9 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+MASK = "a mask or nonzero takes every element"
+
+
 def item(assume: Assume, tensor: Tensor) -> Any:
     """Read the number in a tensor as 1, or False."""
     assume("a number read from a tensor (.item(), if, int()) is 1, a condition is False")
@@ -36,13 +39,13 @@ def item(assume: Assume, tensor: Tensor) -> Any:
 
 def nonzero(assume: Assume, tensor: Tensor) -> Tensor:
     """Take every element."""
-    assume("a mask or nonzero takes every element")
+    assume(MASK)
     return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.int64)
 
 
 def masked_select(assume: Assume, tensor: Tensor, mask: Tensor) -> Tensor:
     """Take every element."""
-    assume("a mask or nonzero takes every element")
+    assume(MASK)
     return tensor.new_empty(torch.broadcast_tensors(tensor, mask)[0].numel())  # type: ignore[no-untyped-call]
 
 
@@ -60,7 +63,7 @@ def index_put(assume: Assume, tensor: Tensor, indices: Any, values: Tensor, *res
     """Write in place, with masks as in `index`."""
     if not any(map(is_mask, indices)):
         return NotImplemented
-    assume("a mask or nonzero takes every element")
+    assume(MASK)
     return tensor
 
 
@@ -77,7 +80,7 @@ def bincount(assume: Assume, tensor: Tensor, weights: Tensor | None = None, minl
 def unique(
     assume: Assume, tensor: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all elements, as if none were a duplicate."""
+    """Return all elements, as if they all differed."""
     assume("unique finds no element twice")
     inverse = tensor.new_zeros(tensor.shape if return_inverse else 0, dtype=torch.int64)
     counts = tensor.new_zeros(tensor.numel() if return_counts else 0, dtype=torch.int64)
@@ -94,7 +97,7 @@ def unique_consecutive(
 
 
 def unique_dim(assume: Assume, tensor: Tensor, dim: int, *rest: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all slices, as if none were a duplicate."""
+    """Return all slices, as if they all differed."""
     assume("unique finds no element twice")
     counts = tensor.new_zeros(tensor.shape[dim], dtype=torch.int64)
     return torch.empty_like(tensor), counts, counts.clone()
@@ -126,7 +129,7 @@ def grouped_mm(assume: Assume, first: Tensor, second: Tensor, offs: Tensor | Non
 def ctc_loss(
     assume: Assume, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, *rest: Any, **kw: Any
 ) -> Any:
-    """Return the loss of each example, and 2 x the longest target + 1 numbers per time step for backward."""
+    """Return the loss of each example, and for backward 2 x the longest target + 1 numbers per time step."""
     longest = targets.shape[-1]
     if (numbers := getattr(lengths, "constant", None)) is not None:
         longest = int(numbers.max())

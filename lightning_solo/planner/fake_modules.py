@@ -46,7 +46,7 @@ def known_numbers() -> AbstractContextManager[None]:
 
 
 def inspected_masks() -> AbstractContextManager[None]:
-    """Make transformers inspect attention masks as in a run, which it skips for fake tensors."""
+    """Make transformers inspect attention masks of fake tensors, as it does in a run."""
     module: Any = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
         return nullcontext()

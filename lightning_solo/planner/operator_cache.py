@@ -1,7 +1,7 @@
 """A cache of operators on fake tensors, by the sizes, strides and types of their arguments.
 
-Equal blocks call the same operators on the same sizes again and again. torch has such a cache too, but computing its
-keys and results takes most of a trace's time.
+Equal blocks call the same operators on the same sizes again and again. torch has a cache for this too, but computing
+its keys and results takes most of a trace's time.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class _Output(NamedTuple):
     """How to rebuild one value of a result.
 
     Attributes:
-        argument: position, among the call's tensors, of the one it is or is a view of; -1 for none.
-        layout: sizes, strides, offset and type; None for the argument itself or a value that is no tensor.
+        argument: position of the call's tensor that the value is, or is a view of; -1 for none.
+        layout: sizes, strides, offset and type; None for the argument itself and for a value that is no tensor.
         attributes: of the fake tensor; the value itself if it is no tensor.
     """
 

@@ -15,7 +15,7 @@ TIGHT = 0.05  # of the need: the workspaces of cuDNN and sorting are unknown, an
 HOST_NOT_JUDGED = (
     "the host has the memory that is kept there; --host-memory 64GiB (in Python host_memory=) would judge it"
 )
-# Estimates that differ by less don't order presets: 2 %, and the time in which the host runs the loop around a step
+# Estimates within 2 %, or within the host's time for the loop around a step, count as equal
 NEAR, NEAR_S = 0.02, 1e-3
 VERDICTS = ("fits", "tight", "does not fit")
 
@@ -33,12 +33,12 @@ class Plan:
         peak_bytes: peak of allocated bytes, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
         breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
         phases: the peak of each phase: forward, backward, optimizer_step, between.
-        needed_bytes: of the device: the smallest memory in which the caching allocator works, and the CUDA context.
-        reserved_bytes: the amount that the device will show: blocks of all sizes that the allocator reserves and frees
-            only under pressure (``torch.cuda.max_memory_reserved``), and the CUDA context; on a CPU the needed bytes.
+        needed_bytes: the least device memory with which a run survives: the caching allocator's and the CUDA context.
+        reserved_bytes: the memory that the device will show: blocks that the allocator frees only under pressure
+            (``torch.cuda.max_memory_reserved``), and the CUDA context; on a CPU the needed bytes.
         budget_bytes: memory of the device, or the allowed part of it.
         verdict: ``fits``, ``tight`` (less than 5 % left, on the device or on the host), or ``does not fit``.
-        host_bytes: kept on the host by the technique.
+        host_bytes: kept on the host by techniques.
         seconds_per_step: estimate for an optimizer step, good enough to rank presets.
         flops: floating-point operations of an optimizer step.
         bytes_moved: read and written by operators in an optimizer step.
@@ -152,7 +152,7 @@ def ranked(plans: Sequence[Plan], presets: Mapping[str, Configuration], *, cavea
     Args:
         plans: of several presets.
         presets: their configurations, by name.
-        caveats_last: whether presets with a caveat come last in their verdict; where the user named none.
+        caveats_last: whether presets with a caveat come last in their verdict; for presets that the user didn't name.
     """
 
     def group(plan: Plan) -> tuple[int, bool]:

@@ -47,16 +47,16 @@ def plan(
         batch: one micro-batch, as ``training_step`` receives it, or a function that returns one; by default the first
             of the module's own ``train_dataloader``.
         preset: the name of one preset, names to combine, or its fields; the result is then one `Plan`.
-        presets: several names, ``"all"``, or checked presets by name; the result is then a list of plans, the one to
-            try first in front.
+        presets: several names, ``"all"``, or checked presets by name; the result is then a list of plans, in the order
+            in which to try them.
         overrides: Hydra overrides of each preset: ``["precision=32-true"]``.
         device: a name of ``lightning_solo.planner.device.devices()``, such as ``"rtx-4090"``, or ``"cpu"``; by default
             this machine's GPU, else its CPU.
         budget: the allowed device memory: ``"16GiB"``, or bytes; by default all of it.
-        host_memory: memory of the host, likewise; by default the available memory of this machine, for plans on its
-            own device or a CPU; in other plans host memory isn't judged.
+        host_memory: memory of the host, likewise; by default the available memory of this machine, for plans of this
+            machine's device or a CPU. Plans of other devices don't judge host memory then.
         micro_batch: examples per forward; by default as many as in ``batch``.
-        trainer: your own arguments of the Trainer: ``{"gradient_clip_val": 1.0}``.
+        trainer: your arguments of the Trainer: ``{"gradient_clip_val": 1.0}``.
         allow: prefixes of ``_target_`` that you trust.
         timeout_s: seconds after which the process is ended.
         tell: called with the name and the plan, or the error, of each preset when it is done.
@@ -105,7 +105,7 @@ def _configs(
     overrides: Sequence[str],
     allow: Sequence[str],
 ) -> Mapping[str, Configuration]:
-    """Return the presets that are to be planned, by name; arguments as `plan`."""
+    """Return the presets to plan, by name; arguments as in `plan`."""
     if preset is not None:
         name = preset if isinstance(preset, str) else "given" if isinstance(preset, Mapping) else " + ".join(preset)
         configs: Mapping[str, Configuration] = {name: compose(preset, overrides, allow=allow)}

@@ -62,7 +62,7 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
             attached.append(replace(chosen, settings=tracing.attached))
     attached += config.foreign
     released = any("gradients" in resources(chosen.card.frees, chosen.settings) for chosen in config.techniques)
-    if undivided and not released:  # released ones are summed up all the same: the batch may have to be split
+    if undivided and not released:  # released gradients are summed, so a batch may be split anyway
         tracing = replace(tracing, splits=False)
     if tracing.precision == "16-mixed":
         assumption = "16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped"

@@ -41,8 +41,8 @@ _DEVICE = torch.ops.prim.device.default
 class Cost(NamedTuple):
     """Cost of one operator: floating-point operations, bytes read and written, and the type it computes in.
 
-    A copy between host and device has its direction as ``stream`` and its staging buffer as ``slot``; so has a wait of
-    the next operator for the last copy of a buffer.
+    A copy between host and device has a direction as ``stream`` and a staging buffer as ``slot``; so has a wait for a
+    buffer's last copy.
     """
 
     flops: int
@@ -165,9 +165,9 @@ def _mixed(args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Discard known numbers for an operator with a too large result, which torch would compute before it checks.
+    """Discard known numbers for an operator whose result has too many, such as a mask of all pairs of positions.
 
-    A mask of all pairs of positions would be such a result.
+    torch would compute the result before it checks the size.
     """
     tensors = [tensor for tensor in operator_tensors((args, kwargs)) if isinstance(tensor, FakeTensor)]
     numbers = [tensor.constant for tensor in tensors]
