@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -36,7 +37,7 @@ class Catalogue:
         broken: entry point -> why its technique is left out.
     """
 
-    cards: MappingProxyType[str, Card]
+    cards: Mapping[str, Card]
     folders: tuple[Path, ...]
     broken: MappingProxyType[str, str]
 
@@ -45,18 +46,39 @@ class Catalogue:
         return {name: card for name, card in self.cards.items() if card.group == group}
 
 
+class OwnCards(Mapping[str, Card]):
+    """The cards of this package's techniques, by name; each is imported when it is first read."""
+
+    def __init__(self) -> None:
+        folder = Path(__file__).parents[1] / "techniques"
+        self._names = sorted(path.parent.name for path in folder.glob("*/card.py"))
+
+    def __getitem__(self, name: str) -> Card:
+        if name not in self._names:
+            raise KeyError(name)
+        card: Card = importlib.import_module(f"lightning_solo.techniques.{name}.card").CARD
+        return card
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @functools.cache
-def own_cards() -> dict[str, Card]:
+def own_cards() -> Mapping[str, Card]:
     """Return the cards of this package's techniques, by name."""
-    folder = Path(__file__).parents[1] / "techniques"
-    names = sorted(path.parent.name for path in folder.glob("*/card.py"))
-    return {name: importlib.import_module(f"lightning_solo.techniques.{name}.card").CARD for name in names}
+    return OwnCards()
 
 
 @functools.cache
 def catalogue() -> Catalogue:
     """Return all techniques. Those of other packages that are broken are left out with a warning, once."""
-    cards, folders, broken = dict(own_cards()), [], {}
+    others: dict[str, Card] = {}
+    folders: list[Path] = []
+    broken: dict[str, str] = {}
+    cards = ChainMap(others, own_cards())  # type: ignore[arg-type] # only the first is ever changed
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         try:
             card = _loaded(point)
@@ -66,11 +88,11 @@ def catalogue() -> Catalogue:
         except Exception as error:  # whatever another package does, ours must still work
             broken[f"{point.name} = {point.value}"] = f"{type(error).__name__}: {error}"
             continue
-        cards[card.name] = card
+        others[card.name] = card
         folders += [folder] if folder is not None and folder not in folders else []
     for point_text, reason in broken.items():
         warnings.warn(f"the technique of entry point {point_text!r} is left out: {reason}", stacklevel=2)
-    return Catalogue(MappingProxyType(cards), tuple(folders), MappingProxyType(broken))
+    return Catalogue(cards, tuple(folders), MappingProxyType(broken))
 
 
 def card_of(group: str, name: object, option: str) -> Card:
@@ -79,10 +101,10 @@ def card_of(group: str, name: object, option: str) -> Card:
     Raises:
         PresetError: there is none; ``option`` is the path that the message names.
     """
-    cards = catalogue().group(group)
-    if not isinstance(name, str) or name not in cards:
-        raise PresetError(unknown_name(option, name, group, cards))
-    return cards[name]
+    card = catalogue().cards.get(name) if isinstance(name, str) else None
+    if card is None or card.group != group:
+        raise PresetError(unknown_name(option, name, group, catalogue().group(group)))
+    return card
 
 
 def chosen_of(technique: object) -> Chosen | None:

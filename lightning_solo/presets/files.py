@@ -128,8 +128,8 @@ def written_fields(name: str) -> dict[str, Any]:
 
 def _settings_of(group: str, word: Any) -> dict[str, Any]:
     """Return the default of each setting of a chosen technique by its path; a user's own part has none."""
-    card = catalogue().group(group).get(word)
-    if card is None:
+    card = catalogue().cards.get(word)
+    if card is None or card.group != group:
         return {}
     path = "strategy" if group == "strategy" else f"callback.{word}"
     named = {"strategy.name": word} if group == "strategy" else {}
