@@ -31,7 +31,13 @@ NOT_STREAMS = {"_process", "process", "done"}  # other processes that are waited
 TESTS = [
     ["tests/simcuda/test_orderings.py"],
     ["tests/techniques/test_activation_offloading.py", "-k", "not pytorch_lightning"],
-    ["tests/simcuda/test_presets.py", "tests/optim", "tests/techniques/test_compact.py", "-k", "not pytorch_lightning"],
+    [
+        "tests/simcuda/test_presets.py",
+        "tests/optim",
+        "tests/techniques/test_compact_states.py",
+        "-k",
+        "not pytorch_lightning",
+    ],
 ]
 """In this order: those that are made for it first."""
 MARKS = "(gpu or simcuda or every_change) and not long"

@@ -19,12 +19,13 @@ from lightning_solo.optim.adamw_states import (
     new_state,
     plain,
 )
+from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.param_groups import name_in, parameters_of, saved_states
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Rules of torch's AdamW and Adam that have no compact form."""
 WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(path), and fit without ckpt_path"
-"""What to write where optimizer states can't be loaded."""
+"""The remedy where optimizer states can't be loaded."""
 
 
 def loadable_states(
@@ -45,7 +46,8 @@ def loadable_states(
         if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(state, p):
             raise CheckpointError(
                 f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here;"
-                f" resume with the master_bits and moment_bits of the file, or {WEIGHTS_ALONE}"
+                f" resume with the {SETTINGS}.master_bits and {SETTINGS}.moment_bits of the run that saved it, or"
+                f" {WEIGHTS_ALONE}"
             )
     return states
 
@@ -77,7 +79,7 @@ def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str
     if "correction" in state or "exp_avg_scale" in state or is_flat:
         raise CheckpointError(
             f"the checkpoint has compact states of {name}, which {optimizer} can't read; resume under the preset that"
-            f" wrote it (compact, split_weights, ...), or {WEIGHTS_ALONE}"
+            f" saved it (compact, compact_states, ...), or {WEIGHTS_ALONE}"
         )
 
 
@@ -110,7 +112,7 @@ def _require_supported(state_dict: Mapping[str, Any]) -> None:
                 raise CheckpointError(f"group {number} in the file has no {name}: it is not of AdamW or Adam")
         for name in UNSUPPORTED:
             if group.get(name):
-                raise CheckpointError(f"group {number} in the file has {name}=True, which CompactAdamW has not")
+                raise CheckpointError(f"group {number} in the file has {name}=True, which CompactAdamW doesn't support")
 
 
 def _require_same_names(saved: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:

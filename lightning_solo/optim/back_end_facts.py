@@ -94,5 +94,7 @@ BACK_ENDS = {
     ),
 }
 """Facts about each back end but ``own``, by its name."""
-OPTION = "callback.compact_states.back_end"
-"""The setting that chooses one, as messages name it."""
+SETTINGS = "callback.compact_states"
+"""The path of the settings of compact states, as messages name it."""
+OPTION = f"{SETTINGS}.back_end"
+"""The setting that chooses a back end."""

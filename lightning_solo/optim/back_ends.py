@@ -59,8 +59,8 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         raise ConflictError(
-            f"{OPTION}={back_end} takes torch's AdamW and Adam; {kind.__module__}.{kind.__name__} computes"
-            f" something else: return torch.optim.AdamW from configure_optimizers, or write {OPTION}=own"
+            f"{OPTION}={back_end} takes torch's AdamW and Adam, not {kind.__module__}.{kind.__name__}: return"
+            f" torch.optim.AdamW from configure_optimizers, or write {OPTION}=own"
         )
     _require_served(optimizer, back_end)
     first = next(p for group in optimizer.param_groups for p in group["params"])
@@ -94,13 +94,13 @@ def _require_served(optimizer: Optimizer, back_end: str) -> None:
     kind = type(optimizer).__name__
     if optimizer.state:
         raise ConflictError(
-            f"{OPTION}={back_end} and an {kind} that has stepped already: its states can't be taken over;"
-            f" return one that has not from configure_optimizers, or write {OPTION}=own"
+            f"{OPTION}={back_end} can't take over the states of an {kind} that has stepped already: return a new one"
+            f" from configure_optimizers, or write {OPTION}=own"
         )
     for group in optimizer.param_groups:
         for name in UNSUPPORTED:
             if group.get(name):
-                raise ConflictError(f"{OPTION}={back_end} and {kind}({name}=True): drop {name}")
+                raise ConflictError(f"{OPTION}={back_end} and {kind}({name}=True): write {name}=False")
         if back_end.startswith("bitsandbytes") and kind == "Adam" and group["weight_decay"]:
             raise ConflictError(
                 f"{OPTION}={back_end} and Adam(weight_decay={group['weight_decay']}): bitsandbytes decouples"
@@ -110,8 +110,8 @@ def _require_served(optimizer: Optimizer, back_end: str) -> None:
         if p.dtype == torch.float32 or (p.dtype == torch.bfloat16 and BACK_ENDS[back_end].bf16_weights):
             continue
         raise ConflictError(
-            f"{OPTION}={back_end}: {name} is {str(p.dtype).removeprefix('torch.')}, and rounded to the nearest"
-            " it would lose small updates; keep fp32 weights: precision=bf16-mixed or 32-true"
+            f"{OPTION}={back_end}: {name} is {str(p.dtype).removeprefix('torch.')}, and rounding to the nearest"
+            " loses small updates; keep fp32 weights: write precision=bf16-mixed or precision=32-true"
         )
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.optim.adamw_state_dict import UNSUPPORTED
+from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.replacement import replace_optimizer
@@ -43,9 +44,8 @@ def compacted(
     if isinstance(optimizer, (CompactAdamW, MasterWeights)):
         if state_budget is not None and getattr(optimizer, "state_budget", None) is None:
             raise ConflictError(
-                f"callback.compact_states.state_budget={state_budget!r} and a {type(optimizer).__name__} from"
-                " configure_optimizers: write CompactAdamW(state_budget=...) there, or"
-                " callback.compact_states.state_budget=null"
+                f"{SETTINGS}.state_budget={state_budget!r} and a {type(optimizer).__name__} from configure_optimizers:"
+                f" write CompactAdamW(..., state_budget={state_budget!r}) there, or {SETTINGS}.state_budget=null"
             )
         if optimizer.master_bits == master_bits:
             for p, lower in (corrections or {}).items():
@@ -54,17 +54,15 @@ def compacted(
     kind = type(optimizer)
     if kind not in SERVED:
         raise ConflictError(
-            f"callback.compact_states serves torch's {', '.join(ONE_BY_ONE)}; {kind.__module__}.{kind.__name__}"
-            " computes something else. Return one of those from configure_optimizers, or"
-            " lightning_solo.optim.CompactAdamW itself; to only release gradients, write ~callback.compact_states"
-            " precision=32-true"
+            f"{SETTINGS} takes torch's {', '.join(ONE_BY_ONE)}, not {kind.__module__}.{kind.__name__}; return one of"
+            " those from configure_optimizers, or lightning_solo.optim.CompactAdamW itself; to only release gradients,"
+            f" write ~{SETTINGS} precision=32-true"
         )
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         if state_budget is not None:
             raise ConflictError(
-                f"callback.compact_states.state_budget={state_budget!r} and {kind.__name__}: only AdamW's and Adam's"
-                " states are stored on the host; write callback.compact_states.state_budget=null, or return one of"
-                " those"
+                f"{SETTINGS}.state_budget={state_budget!r} and {kind.__name__}: only states of AdamW and Adam are"
+                f" stored on the host; write {SETTINGS}.state_budget=null, or return torch.optim.AdamW"
             )
         other = MasterWeights(optimizer, master_bits=master_bits, corrections=corrections)
         replace_optimizer(optimizer, other, schedulers)
@@ -73,7 +71,7 @@ def compacted(
         for name in UNSUPPORTED:
             if group.get(name):
                 raise ConflictError(
-                    f"callback.compact_states and {kind.__name__}({name}=True): no compact form; drop {name}"
+                    f"{SETTINGS} and {kind.__name__}({name}=True), which has no compact form: write {name}=False"
                 )
     compact = CompactAdamW(
         optimizer.param_groups,

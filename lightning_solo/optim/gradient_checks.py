@@ -22,8 +22,7 @@ def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor
     for p, grad in gradients:
         if grad.is_sparse:
             raise GradientError(
-                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False), or leave"
-                " this parameter to torch.optim.SparseAdam"
+                f"the gradient of {name_in(optimizer, p)} is sparse; write nn.Embedding(..., sparse=False)"
             )
 
 

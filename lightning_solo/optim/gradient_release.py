@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_solo.errors import GradientError, PresetError
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
-from lightning_solo.optim.gradient_checks import not_finite
+from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
@@ -113,9 +113,9 @@ class StepInBackward:
         return bool(self._kept)
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of kept gradients per parameter in a window, for bf16 parameters."""
-        return 0 if self.immediate else 2 if self.accumulation == 1 else 4
+    def kept_bytes(self) -> int:
+        """Bytes of the gradients of all watched parameters that a window keeps until its end."""
+        return 0 if self.immediate else sum(p.numel() * self._kind(p).itemsize for p in self._handles)
 
     @torch.no_grad()
     def step(self) -> Tensor | None:
@@ -140,8 +140,8 @@ class StepInBackward:
     def _require_ended(self, *_: Any) -> None:
         if self.has_kept:
             raise GradientError(
-                "optimizer.step() in a window whose gradients StepInBackward keeps would step nothing; call"
-                " release.step(), which ends the window, in its place"
+                "optimizer.step() finds no gradients, since StepInBackward keeps those of this window; call"
+                " release.step() instead, which ends the window"
             )
 
     def remove(self) -> None:
@@ -207,10 +207,7 @@ class StepInBackward:
         parameter.grad = None
         if gradient is None:
             return
-        if gradient.is_sparse:
-            raise GradientError(
-                f"the gradient of {self._name(parameter)} is sparse; write nn.Embedding(..., sparse=False)"
-            )
+        require_dense(self.optimizer, [(parameter, gradient)])
         if not self.immediate:
             self._keep(parameter, gradient)
         elif parameter in self._immediate:
@@ -234,9 +231,9 @@ class StepInBackward:
         """Drop the kept gradients; return the error for a second gradient in a window of one micro-batch."""
         self.forget()
         return GradientError(
-            f"{self._name(parameter)} got a second gradient in one window{consequence}; call release.step(), not"
-            " optimizer.step(), behind each window, write accumulation=2 for several backward calls in one, and"
-            " use_reentrant=False for activation checkpointing"
+            f"{self._name(parameter)} got a second gradient in one window{consequence}: write use_reentrant=False for"
+            " activation checkpointing, or ~callback.gradient_release; with StepInBackward itself, call"
+            " release.step() after each window, and write accumulation=2 for several backward calls in one"
         )
 
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:

@@ -106,7 +106,7 @@ class GradientSums:
         self._staging.wait()
         before = sum(self._homes.pop(p).nbytes for p in wanted if p in self._homes)  # freed before others are taken
         sizes = [(p.numel(), kind) for p, kind in wanted.items()]
-        host_slabs.require_host_room("gradients", sizes, "keep them on the device")
+        host_slabs.require_host_room("gradients", sizes, "write callback.gradient_release.buffer=device")
         homes = host_slabs.host_tensors(sizes, next(iter(wanted)).device)
         self._homes |= dict(zip(wanted, homes, strict=True))
         self._staging.serve(sum(home.nbytes for home in homes) - before)

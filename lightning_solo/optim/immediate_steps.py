@@ -87,8 +87,8 @@ class ImmediateSteps:
             raise not_finite(
                 self._optimizer,
                 first,
-                "it and others have been stepped: resume from a checkpoint, or write max_norm, with which gradients are"
-                " kept and checked before any step",
+                "it and others have been stepped: resume from a checkpoint; with gradient_clip_val=1.0 (max_norm=1.0 of"
+                " StepInBackward) gradients are kept and checked before any step",
             )
 
     def forget(self) -> None:

@@ -23,6 +23,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.optim import memory_order
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE
 from lightning_solo.optim.adamw_update import CHUNK
+from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
 from lightning_solo.optim.memory_order import in_memory_order, is_dense
@@ -100,7 +101,8 @@ class MasterWeights(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group.get("differentiable"):
-            raise ConflictError(f"MasterWeights and {type(self._inner).__name__}(differentiable=True): drop it")
+            kind = type(self._inner).__name__
+            raise ConflictError(f"MasterWeights of {kind}(differentiable=True): write differentiable=False")
         for name, p in zip(names_of(group, len(self._numbers)), group["params"], strict=True):
             if p.dtype not in (torch.float32, torch.bfloat16) or not is_dense(p):
                 kind = str(p.dtype).removeprefix("torch.") + ("" if is_dense(p) else ", with gaps in memory")
@@ -264,8 +266,8 @@ class MasterWeights(Optimizer):
         if correction is not None and (correction.numel(), correction.dtype) != (p.numel(), self._correction_type(p)):
             raise CheckpointError(
                 f"the states of {name_in(self, p)}: a correction of {correction.numel()} numbers of"
-                f" {correction.itemsize} bytes in the file; resume with the master_bits of the file, or"
-                f" {WEIGHTS_ALONE}"
+                f" {correction.itemsize} bytes in the file; resume with the {SETTINGS}.master_bits of the run that"
+                f" saved it, or {WEIGHTS_ALONE}"
             )
         return {**state, **kept}
 

@@ -12,6 +12,7 @@ from lightning_solo.errors import BudgetError, PresetError
 from lightning_solo.memory import host_slabs
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_states import Layout, bytes_of
+from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.staging import Staging
 from lightning_solo.units import format_bytes, parse_budget
 
@@ -69,7 +70,8 @@ class StatePlacement:
             else:
                 leaving[p] = layout
         sizes = [size for layout in leaving.values() for size in layout.values()]
-        remedy = "give a larger state_budget, write moment_bits=4 or master_bits='16-stochastic'"
+        bits = f"{SETTINGS}.moment_bits=4 or {SETTINGS}.master_bits=16-stochastic"
+        remedy = f"write a larger {SETTINGS}.state_budget, {bits}"
         try:
             host_slabs.require_host_room("optimizer states", sizes, remedy)
         except BudgetError:

@@ -255,7 +255,7 @@ def test_the_peak_is_a_formula(
     # beside a whole buffer the next gradient comes in bf16, unless it is itself what is kept
     one = 0 if accumulation == 1 and norm is not None else 2 * LAYER
     one += 4 * LAYER if accumulation == 1 and norm is not None and value is not None else 0  # clamped in fp32
-    assert buffer == PARAMETERS * release.bytes_per_parameter
+    assert buffer == release.kept_bytes
     # of a chunk at most 24 copies in 4 bytes while it is unpacked; of 4 x 128 activations two of each layer, and a few
     least, extra = states + buffer + one, 24 * 4 * CHUNK + (2 * DEPTH + 8) * 2 * 4 * WIDTH
     assert least <= peak <= least + extra

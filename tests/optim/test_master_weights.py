@@ -343,7 +343,7 @@ def test_refusals_name_what_to_write() -> None:
     for other in (Mine(module.parameters()), torch.optim.LBFGS(module.parameters())):
         with pytest.raises(ConflictError, match=mentions(type(other).__name__, "torch's SGD")):
             MasterWeights(other)
-    with pytest.raises(ConflictError, match=mentions("SGD(differentiable=True): drop it")):
+    with pytest.raises(ConflictError, match=mentions("SGD(differentiable=True): write differentiable=False")):
         MasterWeights(torch.optim.SGD(module.parameters(), differentiable=True))
     with pytest.raises(PresetError, match="master_bits=16: write 32, 24 or '16-stochastic'"):
         MasterWeights(made("SGD", module), master_bits=16)

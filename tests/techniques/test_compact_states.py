@@ -1,49 +1,124 @@
-"""CompactStates alone, beside a user's own strategy: it acts, trains as a plain run does, and leaves no trace."""
+"""CompactStates alone and with released gradients: it acts, trains as AdamW does, and its files hold plain tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
-from torch import nn
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
 
-from lightning_solo.errors import ConflictError, PresetError
+import lightning_solo as solo
+from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, GradientError, PresetError
+from lightning_solo.machine import is_installed
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.optim import CompactAdamW, MasterWeights, back_end_facts, back_ends, building
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.techniques.compact_states import states
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.units import format_bytes
+from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
+from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
 Make = Callable[..., Any]
-WIDTH = 64  # blocks of two matrices of 16,384 elements, which are compressed
+WIDTH = 64  # blocks of two matrices of 64 x 256 = 16,384 elements, which are compressed, and small vectors
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1e-4, "momentum": 0.9},
+    "NAdam": {"lr": 1e-3},
+    "RAdam": {"lr": 1e-3},
+    "Adamax": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "Adadelta": {"lr": 1.0},
+    "RMSprop": {"lr": 1e-3},
+    "Rprop": {"lr": 1e-3},
+    "ASGD": {"lr": 1e-3},
+    "Adafactor": {"lr": 1e-2},
+}
+BACK_ENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(not is_installed(package), reason=f"needs {package}"))
+    for name, package in (
+        ("torchao_8bit", "torchao"),
+        ("torchao_4bit", "torchao"),
+        ("bitsandbytes_8bit", "bitsandbytes"),
+    )
+]
 
 
-def net() -> Stack:
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run torchao's step uncompiled: the same operators, without the seconds that each shape takes to compile."""
+    monkeypatch.setattr(back_ends, "can_compile", lambda device: True)
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One parameter is open at a time while a module is built."""
+    monkeypatch.setattr(building, "WINDOW_BYTES", 0)
+
+
+def net(blocks: int = 2) -> Stack:
     torch.manual_seed(1)
-    return Stack(blocks=2, width=WIDTH)
+    return Stack(blocks=blocks, width=WIDTH)
 
 
-def fit(home: ModuleType, make_trainer: Make, module: Any = None, **kwargs: Any) -> Any:
-    trainer = make_trainer(home, **{"precision": "bf16-true", **kwargs})
-    trainer.fit(module or regression(home, net()), loader(10, 8, WIDTH))
+def with_optimizer(home: ModuleType, name: str, **options: Any) -> Any:
+    """Return a regression with one of torch's optimizers."""
+    module = regression(home, net())
+    module.configure_optimizers = lambda: getattr(torch.optim, name)(module.parameters(), **options)
+    return module
+
+
+def fit(
+    make_trainer: Make,
+    *callbacks: Any,
+    module: Any = None,
+    home: ModuleType = lightning.pytorch,
+    path: Path | None = None,
+    **arguments: Any,
+) -> Any:
+    """Return the Trainer after the fit of a regression on ten batches, in bf16 by default."""
+    trainer = make_trainer(home, callbacks=list(callbacks), **{"precision": "bf16-true", **arguments})
+    trainer.fit(module or regression(home, net()), loader(10, 8, WIDTH), **({"ckpt_path": path} if path else {}))
     return trainer
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.lightning_module.named_parameters()}
+
+
+def masters(trainer: Any) -> dict[str, Tensor]:
+    (optimizer,) = trainer.optimizers
+    return {name: optimizer.master_weight(p).cpu() for name, p in trainer.lightning_module.named_parameters()}
+
+
+def states_of(trainer: Any) -> list[dict[str, Tensor]]:
+    (optimizer,) = trainer.optimizers
+    return [dict(sorted(optimizer.state[p].items())) for p in trainer.lightning_module.parameters()]
 
 
 def assert_same_run(left: Any, right: Any) -> None:
     """Compare weights and states bit for bit."""
-    (ours,), (theirs,) = left.optimizers, right.optimizers
-    for p, q in zip(left.lightning_module.parameters(), right.lightning_module.parameters(), strict=True):
-        assert torch.equal(p, q)
-        assert ours.state[p].keys() == theirs.state[q].keys()
-        assert all(torch.equal(value, theirs.state[q][name]) for name, value in ours.state[p].items())
+    assert equal(weights(left), weights(right))
+    assert equal(states_of(left), states_of(right))
+
+
+def assert_moved(trainer: Any) -> None:
+    assert not torch.equal(trainer.lightning_module.net.head.weight.cpu().float(), net().head.weight.bfloat16().float())
 
 
 def own_strategy(home: ModuleType, device: torch.device) -> Any:
@@ -57,25 +132,88 @@ def own_strategy(home: ModuleType, device: torch.device) -> Any:
 
 
 @pytest.mark.every_change
-def test_acted_on_weights_and_states(
-    home: ModuleType, make_trainer: Make, device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_acted_on_weights_and_states(home: ModuleType, make_trainer: Make, device: torch.device) -> None:
     gradients = []
 
     class Watch(home.Callback):  # type: ignore[name-defined,misc]
         def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
             gradients.append(sum(p.grad is not None for p in pl_module.parameters()))
 
-    with caplog.at_level("INFO"):
-        trainer = fit(home, make_trainer, strategy=own_strategy(home, device), callbacks=[CompactStates(), Watch()])
+    trainer = fit(make_trainer, CompactStates(), Watch(), home=home, strategy=own_strategy(home, device))
     (optimizer,) = trainer.optimizers
     weight = trainer.lightning_module.net.blocks[0].up.weight
+    kinds = {name: value.dtype for name, value in optimizer.state[weight].items()}
     assert type(optimizer) is CompactAdamW
-    assert weight.dtype == torch.bfloat16
-    assert optimizer.state[weight]["exp_avg"].dtype == optimizer.state[weight]["correction"].dtype == torch.int8
-    assert gradients == [len(list(trainer.lightning_module.parameters()))] * 10  # they stay, until the step
-    assert lines_with(caplog.text, "compact_states: weights", "2.00 bytes")
-    assert lines_with(caplog.text, "compact_states: optimizer states", " 3.")
+    assert {p.dtype for p in trainer.lightning_module.parameters()} == {torch.bfloat16}
+    assert kinds["exp_avg"] == kinds["correction"] == torch.int8
+    assert kinds["exp_avg_sq"] == torch.uint8
+    assert gradients == [len(list(trainer.lightning_module.parameters()))] * 10  # kept until the step
+
+
+@pytest.mark.parametrize(
+    ("precision", "bits", "name"),
+    [
+        ("bf16-true", (24, 8), "AdamW"),
+        ("bf16-mixed", (32, 8), "AdamW"),  # vectors stay in fp32
+        ("32-true", (32, 8), "AdamW"),
+        ("bf16-true", (24, 8), "Adafactor"),
+        ("32-true", (32, 8), "SGD"),
+    ],
+)
+def test_logged_bytes_are_those_of_the_tensors(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, precision: str, bits: Any, name: str
+) -> None:
+    with caplog.at_level("INFO"):
+        module = with_optimizer(lightning.pytorch, name, **OTHERS.get(name, {}))
+        trainer = fit(make_trainer, CompactStates(*bits), module=module, precision=precision)
+    parameters = list(module.parameters())
+    count, stored = sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
+    (optimizer,) = trainer.optimizers
+    tensors = [x for p in parameters for x in optimizer.state[p].values() if isinstance(x, Tensor) and x.dim()]
+    each = {"weights": stored, "optimizer states": sum(x.nbytes for x in tensors)}  # without counts of steps
+    for what, size in each.items():
+        words = f"{size / count:.2f} bytes per parameter: {format_bytes(size)} on the device"
+        assert lines_with(caplog.text, f"compact_states: {what}", words)
+    if name == "AdamW":
+        assert "net.blocks.0.norm.weight" in caplog.text  # small: its moments are in fp32
+
+
+def test_log_says_where_states_are_stored(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fit(make_trainer, CompactStates(state_budget=0))
+    assert lines_with(caplog.text, "compact_states: optimizer states", "KiB on the device, 1", "KiB on the host")
+    assert not lines_with(caplog.text, "compact_states: optimizer states", "first step")
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit(make_trainer, CompactStates(state_budget="auto"))
+    assert len(lines_with(caplog.text, "compact_states: optimizer states", "on the host", "first step")) == 1
+    assert len(lines_with(caplog.text, "compact_states: optimizer states")) == 2  # the second time it is known
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_acted_with_another_librarys_optimizer(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture, back_end: str
+) -> None:
+    precision = back_end_facts.BACK_ENDS[back_end].precisions[0]
+    module = with_optimizer(home, "AdamW", lr=1e-2, eps=1e-6)
+    with caplog.at_level("INFO"):
+        trainer = fit(make_trainer, CompactStates(back_end=back_end), home=home, module=module, precision=precision)
+    weight = module.net.blocks[0].up.weight
+    assert vars(trainer.optimizers[0])["back_end"] == back_end
+    assert weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    assert_moved(trainer)
+    each = {"torchao_8bit": "2.1", "torchao_4bit": "1.1", "bitsandbytes_8bit": "2.1"}[back_end]
+    assert lines_with(caplog.text, "compact_states: optimizer states", f"{back_end}: {each}")
+    assert "net.blocks.0.norm.weight" in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_vectors_stay_in_fp32_under_autocast(make_trainer: Make, precision: str) -> None:
+    module = regression(lightning.pytorch, nn.Sequential(nn.BatchNorm1d(WIDTH), net(1)))
+    fit(make_trainer, CompactStates(), module=module, precision=precision)
+    assert module.net[1].blocks[0].up.weight.dtype == torch.bfloat16
+    assert module.net[0].weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
 # --- parity ---
@@ -84,53 +222,211 @@ def test_acted_on_weights_and_states(
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_parity_in_either_order_with_released_gradients(home: ModuleType, make_trainer: Make, accumulate: int) -> None:
     def run(*callbacks: Any) -> Any:
-        return fit(home, make_trainer, callbacks=[*callbacks], accumulate_grad_batches=accumulate)
+        return fit(make_trainer, *callbacks, home=home, accumulate_grad_batches=accumulate)
 
     one = run(CompactStates(), GradientRelease())
     assert_same_run(run(GradientRelease(), CompactStates()), one)
-    assert not torch.equal(one.lightning_module.net.head.weight.cpu().float(), net().head.weight.bfloat16().float())
+    assert_moved(one)
 
 
 def test_parity_with_a_plain_run_in_fp32(home: ModuleType, make_trainer: Make) -> None:
-    plain = fit(home, make_trainer, precision="32-true", gradient_clip_val=0.05)
-    callbacks = [CompactStates(32, 32)]
-    ours = fit(home, make_trainer, precision="32-true", gradient_clip_val=0.05, callbacks=callbacks)
-    for p, q in zip(ours.lightning_module.parameters(), plain.lightning_module.parameters(), strict=True):
-        assert torch.equal(p, q)
+    plain, ours = (
+        fit(make_trainer, *callbacks, home=home, precision="32-true", gradient_clip_val=0.05)
+        for callbacks in ((), (CompactStates(32, 32),))
+    )
+    assert equal(weights(ours), weights(plain))
 
 
-def test_built_in_configure_model_as_in_the_constructor(
-    home: ModuleType, make_trainer: Make, device: torch.device
-) -> None:
-    def in_configure_model() -> Any:
-        module = regression(home, nn.Identity())
+@pytest.mark.parametrize("name", ["SGD", "Adafactor"])
+def test_parity_of_other_optimizers_in_fp32(make_trainer: Make, name: str) -> None:
+    plain, ours = (
+        fit(
+            *(make_trainer, *callbacks),
+            module=with_optimizer(lightning.pytorch, name, **OTHERS[name]),
+            precision="32-true",
+            accumulate_grad_batches=4,
+            gradient_clip_val=0.05,
+        )
+        for callbacks in ((), (CompactStates(32), GradientRelease()))
+    )
+    assert type(ours.optimizers[0]) is MasterWeights
+    assert equal(weights(ours), weights(plain))
+    assert_moved(ours)
 
-        def configure_model() -> None:
-            if isinstance(module.net, nn.Identity):
-                module.net = net()
 
-        module.configure_model = configure_model
-        return module
-
+@pytest.mark.every_change
+@pytest.mark.parametrize("name", ["AdamW", *OTHERS])
+def test_parity_of_split_weights_with_fp32_masters_by_hand(make_trainer: Make, name: str) -> None:
+    """fp32 masters, rounded to bf16 for each forward, stepped by torch's own: the same bits, released or not."""
+    options = {"lr": 1e-2, "foreach": False} if name == "AdamW" else OTHERS[name]
     runs = [
-        fit(home, make_trainer, module, strategy=own_strategy(home, device), callbacks=[CompactStates()])
-        for module in (in_configure_model(), regression(home, net()))
+        fit(
+            *(make_trainer, CompactStates(32, 32 if name == "AdamW" else 8), *callbacks),
+            module=with_optimizer(lightning.pytorch, name, **options),
+        )
+        for callbacks in ((), (GradientRelease(),))
     ]
-    assert_same_run(*runs)
+    device = runs[0].strategy.root_device  # on a GPU torch steps many tensors at once, which rounds otherwise
+    module = net().to(device)
+    by_hand = {key: p.detach().clone() for key, p in module.named_parameters()}
+    optimizer = getattr(torch.optim, name)(by_hand.values(), **options)
+    module.to(torch.bfloat16)
+    for x, y in ([each.to(device) for each in batch] for batch in loader(10, 8, WIDTH)):
+        for key, p in module.named_parameters():
+            raw = by_hand[key].view(torch.int32)  # to the nearest, ties away from zero
+            p.data = ((raw + 0x8000) & -0x10000).view(torch.float32).to(torch.bfloat16)
+        module.zero_grad()
+        nn.functional.mse_loss(module(x.bfloat16()).float(), y.bfloat16().float()).backward()
+        for key, p in module.named_parameters():
+            assert p.grad is not None
+            by_hand[key].grad = p.grad.float()
+        optimizer.step()
+    for trainer in runs:
+        assert type(trainer.optimizers[0]) is (CompactAdamW if name == "AdamW" else MasterWeights)
+        assert equal(masters(trainer), {f"net.{key}": master.cpu() for key, master in by_hand.items()})
+
+
+@pytest.mark.long
+@pytest.mark.every_change
+def test_parity_of_compressed_states_in_the_loss(make_trainer: Make) -> None:
+    data = loader(40, 8, WIDTH)
+
+    def last_loss(*callbacks: Any, **arguments: Any) -> float:
+        module = regression(lightning.pytorch, net(), lr=1e-3)
+        trainer = make_trainer(lightning.pytorch, callbacks=list(callbacks), max_epochs=3, **arguments)
+        trainer.fit(module, data)
+        trainer.validate(module, data, verbose=False)
+        return float(trainer.callback_metrics["validation/loss"])
+
+    plain = last_loss()
+    assert last_loss(CompactStates(), precision="bf16-true") == pytest.approx(plain, rel=0.05)  # mostly bf16's forward
+    assert plain < 0.6 * WIDTH  # from WIDTH, the variance of a sum of as many normal numbers
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_parity_of_another_librarys_optimizer_released(
+    make_trainer: Make, back_end: str, arguments: dict[str, Any]
+) -> None:
+    """In fp32, where nothing is rounded at random: the bits of the same optimizer stepped at once, with a schedule."""
+
+    def run(*callbacks: Any) -> Any:
+        module = regression(lightning.pytorch, net())
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+        technique = CompactStates(back_end=back_end)
+        return fit(make_trainer, technique, *callbacks, module=module, precision="32-true", **arguments)
+
+    released = run(GradientRelease())
+    assert equal(weights(released), weights(run()))
+    assert_moved(released)
+    steps = 3 if arguments else 10
+    assert float(released.optimizers[0].param_groups[0]["lr"]) == pytest.approx(1e-2 / (1 + steps))
+
+
+@pytest.mark.every_change
+@pytest.mark.parametrize("budget", [0, "60KiB", "auto"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_parity_of_states_on_the_host(make_trainer: Make, budget: Any, accumulate: int) -> None:
+    def run(budget: Any, buffer: str) -> Any:
+        callbacks = CompactStates(state_budget=budget), GradientRelease(buffer)
+        return fit(make_trainer, *callbacks, accumulate_grad_batches=accumulate)
+
+    resident, ours = run(None, "device"), run(budget, "host")
+    (optimizer,) = ours.optimizers
+    fits = budget == "auto" and ours.strategy.root_device.type == "cuda"
+    # the matrices, or all but the first; none where the device has room
+    assert len(optimizer.host_states) == (0 if fits else 3 if budget == "60KiB" else 4)
+    assert resident.optimizers[0].host_bytes == 0
+    assert_same_run(ours, resident)
+
+
+def test_weights_that_others_set_to_zero_stay_finite(make_trainer: Make) -> None:
+    class Prune(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            with torch.no_grad():
+                pl_module.net.blocks[0].up.weight[:128] = 0
+
+    trainer = fit(make_trainer, CompactStates(), Prune())
+    assert all(p.isfinite().all() for p in trainer.lightning_module.parameters())
+
+
+# --- the user's optimizers ---
+
+
+def test_schedulers_and_groups_act_on_the_converted_optimizer(make_trainer: Make) -> None:
+    module = regression(lightning.pytorch, net())
+    groups = [
+        {"params": module.net.blocks.parameters(), "weight_decay": 0.1},
+        {"params": module.net.head.parameters()},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    module.configure_optimizers = lambda: ([optimizer], [{"scheduler": scheduler, "interval": "step"}])
+    trainer = fit(make_trainer, CompactStates(), module=module)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 11)
+    assert [group["weight_decay"] for group in trainer.optimizers[0].param_groups] == [0.1, 0.01]
+
+
+def test_compact_optimizer_of_the_user_gets_the_corrections(make_trainer: Make) -> None:
+    module = regression(lightning.pytorch, net())
+    module.configure_optimizers = lambda: CompactAdamW(module.parameters(), lr=0.0, weight_decay=0.0)
+    trainer = fit(make_trainer, CompactStates(), module=module, max_steps=1)
+    weight, start = module.net.blocks[0].up.weight, net().blocks[0].up.weight
+    assert not torch.equal(weight.float(), start)  # the correction is not nothing
+    torch.testing.assert_close(trainer.optimizers[0].master_weight(weight), start, rtol=2**-15, atol=0)
+
+
+def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
+    module = regression(lightning.pytorch, net())
+    module.automatic_optimization = False
+    parts = [list(block.parameters()) for block in module.net.blocks]
+    module.configure_optimizers = lambda: [torch.optim.AdamW(part) for part in parts]
+
+    def step(batch: Any, batch_idx: int) -> None:
+        module.manual_backward(module.net(batch[0]).float().square().mean())
+        for optimizer in module.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module.training_step = step
+    trainer = fit(make_trainer, CompactStates(state_budget="60KiB"), module=module, max_steps=2)
+    assert sum(optimizer.state_bytes - optimizer.host_bytes for optimizer in trainer.optimizers) <= 60 * 1024
+    assert [len(optimizer.host_states) for optimizer in trainer.optimizers] == [1, 2]
+
+
+def test_layers_that_are_unfrozen_later_are_split(home: ModuleType, make_trainer: Make) -> None:
+    class Unfreeze(home.callbacks.BaseFinetuning):  # type: ignore[name-defined,misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net.blocks)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=1e-2, initial_denom_lr=1)
+
+    module = regression(home, net())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.net.head.parameters(), lr=1e-2)
+    trainer = fit(make_trainer, CompactStates(), Unfreeze(), home=home, module=module, max_epochs=3)
+    assert trainer.optimizers[0].state[module.net.blocks[0].up.weight]["step"] == 20
 
 
 # --- memory ---
 
 
-def test_memory_of_weights_and_states(make_trainer: Make) -> None:
-    import lightning.pytorch as home
-
-    trainer = fit(home, make_trainer, callbacks=[CompactStates()])
+@pytest.mark.parametrize(
+    ("master_bits", "moment_bits"), [(24, 8), (32, 8), (32, 32), ("16-stochastic", 8), ("16-stochastic", 4)]
+)
+def test_memory_of_weights_and_states(make_trainer: Make, master_bits: Any, moment_bits: int) -> None:
+    if moment_bits == 4:
+        pytest.importorskip("torchao", reason="4-bit codes are torchao's")
+    trainer = fit(make_trainer, CompactStates(master_bits, moment_bits))
     parameters = list(trainer.lightning_module.parameters())
     live = Ledger(trainer.lightning_module, trainer.optimizers).live()
     assert live["weights"] == sum(2 * p.numel() for p in parameters)
-    states = sum(bytes_of(state_layout(p, 24, 8)) for p in parameters)
-    assert live["optimizer_states"] == states + 4 * len(parameters)  # and a count of steps each
+    stored = sum(bytes_of(state_layout(p, master_bits, moment_bits)) for p in parameters)
+    assert live["optimizer_states"] == stored + 4 * len(parameters)  # and a count of steps each
 
 
 # --- trace ---
@@ -151,34 +447,111 @@ def test_trace_of_a_failing_fit(home: ModuleType, make_trainer: Make, moment: st
         trainer.fit(module, loader(2, 8, WIDTH))
     assert type(trainer.strategy) is strategy
     assert technique.ctx is None
-    assert not technique._weights.corrections
     assert "module_init_context" not in vars(trainer.precision_plugin)
     if moment == "configure_optimizers":  # never set up: all bits are there again
-        for p, q in zip(module.net.parameters(), net().parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert equal(module.net, net())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
-@pytest.mark.parametrize("budget", [None, 0])
-def test_trace_a_resumed_run_is_the_undisturbed_one(
-    home: ModuleType, make_trainer: Make, device: torch.device, tmp_path: Path, kind: str, budget: int | None
-) -> None:
-    def run(**kwargs: Any) -> Any:
-        path = kwargs.pop("ckpt_path", None)
-        callbacks = [CompactStates(checkpoint_weights=kind, state_budget=budget)]
-        trainer = make_trainer(
-            home, strategy=own_strategy(home, device), precision="bf16-true", callbacks=callbacks, **kwargs
-        )
-        trainer.fit(regression(home, net()), loader(10, 8, WIDTH), **({"ckpt_path": path} if path else {}))
-        return trainer
+@pytest.mark.parametrize(
+    ("name", "master_bits", "budget"),
+    [
+        ("AdamW", 24, None),
+        ("AdamW", 24, 0),
+        ("NAdam", 24, None),
+        long("AdamW", 24, "auto"),
+        long("AdamW", "16-stochastic", None),
+        long("Adafactor", 24, None),
+    ],
+)
+def test_trace_resumed_run_is_the_undisturbed_one(
+    home: ModuleType, make_trainer: Make, device: torch.device, tmp_path: Path,
+    kind: str, name: str, master_bits: Any, budget: Any,
+) -> None:  # fmt: skip
+    def run(**arguments: Any) -> Any:
+        technique = CompactStates(master_bits, state_budget=budget, checkpoint_weights=kind)
+        module = with_optimizer(home, name, lr=1e-2)
+        return fit(make_trainer, technique, home=home, module=module, strategy=own_strategy(home, device), **arguments)
 
     whole, half = run(max_epochs=3), run(max_epochs=2)
-    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)  # behind the fit
-    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
-    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-    assert {value.dtype for value in saved["state_dict"].values()} == {dtype}
-    assert any("correction" in state for state in saved["optimizer_states"][0]["state"].values()) == (kind == "bf16")
-    assert_same_run(run(max_epochs=3, ckpt_path=tmp_path / "half.ckpt"), whole)
+    half.save_checkpoint(path := tmp_path / "half.ckpt", weights_only=False)  # after the fit
+    file = torch.load(path, weights_only=True)  # no class of this package
+    has_corrections = any("correction" in state for state in file["optimizer_states"][0]["state"].values())
+    assert has_corrections == (kind == "bf16" and master_bits == 24)
+    expected = {key: value.cpu() for key, value in (weights if kind == "bf16" else masters)(half).items()}
+    assert equal({key: value.cpu() for key, value in file["state_dict"].items()}, expected)
+    resumed = run(max_epochs=3, path=path)
+    assert_same_run(resumed, whole)
+    assert equal(masters(resumed), masters(whole))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_trace_another_librarys_optimizer_resumes(make_trainer: Make, tmp_path: Path, back_end: str) -> None:
+    def run(**arguments: Any) -> Any:
+        module = with_optimizer(lightning.pytorch, "AdamW", lr=1e-2, eps=1e-6)
+        callbacks = CompactStates(back_end=back_end), GradientRelease()
+        return fit(make_trainer, *callbacks, module=module, precision="32-true", **arguments)
+
+    whole, half = run(max_epochs=3), run(max_epochs=2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    assert equal(weights(run(max_epochs=3, path=tmp_path / "half.ckpt")), weights(whole))
+    torch.load(tmp_path / "half.ckpt", weights_only=True)  # plain tensors, without the library's classes
+
+
+@pytest.mark.every_change
+def test_trace_plain_file_is_resumed(make_trainer: Make, tmp_path: Path) -> None:
+    """fp32 weights and AdamW's moments of a plain run are split and compressed."""
+    plain = fit(make_trainer, precision="32-true")
+    plain.save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    trainer = fit(make_trainer, CompactStates(), path=tmp_path / "plain.ckpt", max_steps=10)  # no step is left
+    for name, master in masters(trainer).items():
+        torch.testing.assert_close(master, weights(plain)[name].cpu(), rtol=2**-15, atol=0)
+    assert all(state["step"] == 10 for state in states_of(trainer))
+
+
+def test_trace_sizes_of_files(make_trainer: Make, tmp_path: Path) -> None:
+    sizes = {}
+    for name, callbacks in {
+        "plain": [],
+        "bf16": [CompactStates()],
+        "fp32": [CompactStates(checkpoint_weights="fp32")],
+    }.items():
+        module = regression(lightning.pytorch, Stack(blocks=2, width=256))  # 4 x 262,144 elements and 0.4 % others
+        trainer = make_trainer(
+            lightning.pytorch, callbacks=callbacks, precision="bf16-true" if callbacks else "32-true"
+        )
+        trainer.fit(module, loader(2, width=256))
+        trainer.save_checkpoint(tmp_path / name, weights_only=False)
+        sizes[name] = (tmp_path / name).stat().st_size
+    assert sizes["bf16"] <= 0.45 * sizes["plain"]  # (2 + 3.06) / 12
+    assert sizes["fp32"] <= 0.55 * sizes["plain"]  # (4 + 2.06) / 12
+
+
+def test_trace_states_stay_on_the_host_where_lightning_moves_others(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """On a CPU a tensor that is moved to the device stays the same one; here it becomes another, as on a GPU."""
+    import lightning.fabric.utilities.optimizer as moving
+
+    seen: list[int] = []
+
+    class Watch(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            for p, tensors in optimizer.host_states.items():
+                assert all(optimizer.state[p][name] is tensor for name, tensor in tensors.items())
+            seen.append(len(optimizer.host_states))
+
+    if device.type == "cpu":
+        monkeypatch.setattr(moving, "move_data_to_device", lambda tensor, device: tensor.clone())
+    for budget in (0, "auto"):
+        first = fit(make_trainer, CompactStates(state_budget=budget), Watch())
+        first.save_checkpoint(path := tmp_path / "first.ckpt", weights_only=False)
+        fit(make_trainer, CompactStates(state_budget=budget), Watch(), path=path, max_epochs=2)
+    auto = [4] * 10 if device.type == "cpu" else [4] + [0] * 9  # a GPU takes as many as fit after the first step
+    assert seen == [4] * 20 + 2 * auto
 
 
 def test_trace_validation_is_left_alone(home: ModuleType, make_trainer: Make) -> None:
@@ -188,25 +561,289 @@ def test_trace_validation_is_left_alone(home: ModuleType, make_trainer: Make) ->
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
+# --- built in configure_model ---
+
+
+def in_configure_model(home: ModuleType, make: Callable[[], nn.Module] = net, meta: bool = True) -> Any:
+    """Return a module that builds what ``make`` returns when it is fitted, once."""
+    module = regression(home, nn.Identity())
+
+    def configure_model() -> None:
+        if isinstance(module.net, nn.Identity):
+            with torch.device("meta") if meta else nullcontext():
+                module.net = make()
+
+    module.configure_model = configure_model
+    return module
+
+
+def frozen_net() -> nn.Module:
+    """Return a net whose second block is frozen once the whole is built."""
+    made = net()
+    made.blocks[1].requires_grad_(False)
+    return made
+
+
+def net_and_spare() -> nn.Module:
+    """Return a net with a layer that gets no gradient, so that its master is never stepped."""
+    made = net()
+    made.spare = nn.Linear(WIDTH, WIDTH)
+    return made
+
+
+@pytest.mark.every_change
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("master_bits", [24, long(32), long("16-stochastic")])
+def test_built_while_fitting_as_in_the_constructor(
+    home: ModuleType, make_trainer: Make, meta: bool, precision: str, master_bits: Any
+) -> None:
+    for model in (net, frozen_net):
+        ours, plain = (
+            fit(make_trainer, CompactStates(master_bits), home=home, module=module, precision=precision)
+            for module in (in_configure_model(home, model, meta), regression(home, model()))
+        )
+        if precision == "bf16-mixed" and model is frozen_net and master_bits != 32:  # frozen after it was rounded
+            blocks = (trainer.lightning_module.net.blocks[1] for trainer in (ours, plain))
+            for p, q in zip(*(block.parameters() for block in blocks), strict=True):
+                assert p.dtype == q.dtype == torch.float32
+                torch.testing.assert_close(p, q, rtol=2**-15, atol=0)
+        else:
+            assert_same_run(ours, plain)
+
+
+@pytest.mark.every_change
+@pytest.mark.usefixtures("narrow")
+def test_weights_are_split_while_the_module_is_built_and_read_as_fp32(home: ModuleType, make_trainer: Make) -> None:
+    seen: list[Any] = []
+
+    def watched() -> nn.Module:
+        made = net()
+        with torch._C.DisableTorchFunction():
+            seen.append({str(p.dtype) for p in made.parameters()})
+        seen.append({p.dtype for p in made.parameters()})
+        return made
+
+    trainer = fit(make_trainer, CompactStates(), home=home, module=in_configure_model(home, watched))
+    assert seen == [{"torch.float32", "torch.bfloat16"}, {torch.float32}]  # in memory; to the user's code
+    assert "module_init_context" not in vars(trainer.precision_plugin)
+
+
+@pytest.mark.every_change
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+@pytest.mark.parametrize("master_bits", [24, long(32)])
+@pytest.mark.parametrize("plain_file", [False, True])
+def test_built_and_resumed(
+    home: ModuleType, make_trainer: Make, tmp_path: Path, kind: str, master_bits: int, plain_file: bool
+) -> None:
+    """Weights of the file, never with corrections of the initial ones."""
+
+    def run(module: Any, path: Path | None = None, **arguments: Any) -> Any:
+        technique = CompactStates(master_bits, checkpoint_weights=kind)
+        return fit(make_trainer, technique, home=home, module=module, path=path, **arguments)
+
+    file = tmp_path / "half.ckpt"
+    by_hand = regression(home, net_and_spare())
+    with torch.no_grad():
+        by_hand.net.spare.weight.normal_()  # other than the initial one
+    if plain_file:
+        half = fit(make_trainer, home=home, module=by_hand, max_epochs=2, precision="32-true")
+    else:
+        half = run(by_hand, max_epochs=2)
+    half.save_checkpoint(file, weights_only=False)
+    whole = run(regression(home, net_and_spare()), file, max_epochs=3)
+    assert_same_run(run(in_configure_model(home, net_and_spare), file, max_epochs=3), whole)
+    loaded = masters(run(in_configure_model(home, net_and_spare), file, max_epochs=2))  # no step is left
+    close = 2**-15 if plain_file and master_bits == 24 else 0
+    for name, expected in (weights if plain_file else masters)(half).items():
+        torch.testing.assert_close(loaded[name], expected.cpu(), rtol=close, atol=0)
+
+
+@pytest.mark.every_change
+@pytest.mark.usefixtures("narrow")
+def test_frozen_weights_that_are_built_and_loaded_keep_24_bits(make_trainer: Make, tmp_path: Path) -> None:
+    """bf16-mixed leaves frozen weights in fp32."""
+    by_hand = regression(lightning.pytorch, frozen_net())
+    by_hand.net.blocks[1].up.weight.normal_()
+    plain = fit(make_trainer, module=by_hand, precision="32-true")
+    plain.save_checkpoint(path := tmp_path / "plain.ckpt", weights_only=False)
+    module = in_configure_model(lightning.pytorch, frozen_net)
+    fit(make_trainer, CompactStates(), module=module, path=path, precision="bf16-mixed", max_steps=10)
+    ours, theirs = (each.net.blocks[1].up.weight for each in (module, by_hand))
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=2**-15, atol=0)
+
+
+def break_configure_model(module: Any) -> None:
+    def half_built() -> None:
+        module.net = net()
+        raise KeyError("mine")
+
+    module.configure_model = half_built
+
+
+def break_loading(module: Any) -> None:
+    module.on_load_checkpoint = lambda checkpoint: checkpoint["mine"]
+
+
+def break_setup(module: Any) -> None:
+    module.configure_optimizers = lambda: {}["mine"]
+
+
+@pytest.mark.every_change
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("break_it", [break_configure_model, break_loading, break_setup])
+def test_built_and_failed_is_fp32_again(
+    home: ModuleType, make_trainer: Make, tmp_path: Path, break_it: Callable[[Any], None]
+) -> None:
+    path = None
+    if break_it is break_loading:
+        path = tmp_path / "plain.ckpt"
+        fit(make_trainer, home=home, precision="32-true").save_checkpoint(path, weights_only=False)
+    module = in_configure_model(home)
+    whole = module.configure_model
+    break_it(module)
+    with pytest.raises(KeyError, match="mine"):
+        fit(make_trainer, CompactStates(32), home=home, module=module, path=path)
+    assert equal(module.net, net())
+    assert torch.empty(1).dtype == torch.float32
+    assert not torch_module._global_parameter_registration_hooks
+    assert not torch_module._global_module_registration_hooks
+    module.net(torch.ones(2, WIDTH)).sum().backward()
+    module.zero_grad()
+    module.configure_model = whole  # which finds that there is a net
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2)
+    again = fit(make_trainer, CompactStates(32), home=home, module=module)
+    assert_same_run(again, fit(make_trainer, CompactStates(32), home=home))
+
+
+@pytest.mark.every_change
+@pytest.mark.usefixtures("narrow")
+def test_built_once_and_fitted_twice(home: ModuleType, make_trainer: Make) -> None:
+    def twice(module: Any) -> Any:
+        return [fit(make_trainer, CompactStates(), home=home, module=module) for _ in range(2)][1]
+
+    assert_same_run(twice(in_configure_model(home)), twice(regression(home, net())))
+
+
 # --- refusals ---
 
 
-def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
-    with pytest.raises(PresetError, match=mentions("compact_states.master_bits=16: write 32, 24, '16-stochastic'")):
-        CompactStates(master_bits=16)
-    with pytest.raises(PresetError, match=mentions("compact_states.state_budget='much'")):
-        CompactStates(state_budget="much")
-    with pytest.raises(ConflictError, match=mentions("compact_states.back_end=torchao_8bit", "bits")):
-        CompactStates(32, back_end="torchao_8bit")
-    with pytest.raises(
-        ConflictError, match=mentions("compact_states, ", "precision=32-true", "compact_states.master_bits=32")
-    ):
-        fit(home, make_trainer, precision="32-true", callbacks=[CompactStates()])
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,000 bytes are free on host and device."""
+    monkeypatch.setattr(states, "host_memory", lambda: (2**30, 1000))
+    monkeypatch.setattr(states, "free_device_bytes", lambda module: 1000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"master_bits": 16}, PresetError, ["compact_states.master_bits=16: write 32, 24, '16-stochastic'"]),
+        ({"state_budget": "much"}, PresetError, ["compact_states.state_budget='much'", "B, KiB"]),
+        ({"back_end": "bnb"}, PresetError, ["compact_states.back_end='bnb': write 'own', 'torchao_8bit'"]),
+        (
+            {"master_bits": 32, "back_end": "torchao_8bit"},
+            ConflictError,
+            ["callback.compact_states.back_end=torchao_8bit", "drop", "write callback.compact_states.back_end=own"],
+        ),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error, match=mentions(*words)):
+        CompactStates(**settings)
+
+
+def test_precisions_that_are_refused(home: ModuleType, make_trainer: Make) -> None:
+    words = "callback.compact_states.master_bits=24 and precision=32-true", "compact_states.master_bits=32"
+    with pytest.raises(ConflictError, match=mentions(*words, "write precision=bf16-true")):
+        fit(make_trainer, CompactStates(), home=home, precision="32-true")
     with pytest.raises(ConflictError, match="two CompactStates"):
-        fit(home, make_trainer, callbacks=[CompactStates(), CompactStates(32)])
+        fit(make_trainer, CompactStates(), CompactStates(32), home=home)
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer of a user's own."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "settings", "words"),
+    [
+        (Mine, {}, {}, ["torch's SGD", ".Mine", "~callback.compact_states precision=32-true"]),
+        (torch.optim.LBFGS, {}, {}, ["torch's SGD", ".LBFGS"]),
+        (torch.optim.SparseAdam, {}, {}, ["torch's SGD", ".SparseAdam"]),
+        (torch.optim.AdamW, {"amsgrad": True}, {}, ["callback.compact_states", "write amsgrad=False"]),
+        (torch.optim.SGD, {}, {"state_budget": 0}, ["write callback.compact_states.state_budget=null", "AdamW"]),
+        (CompactAdamW, {}, {"state_budget": 0}, ["write CompactAdamW(..., state_budget=0)", "state_budget=null"]),
+    ],
+)
+def test_optimizers_that_are_refused(
+    make_trainer: Make, kind: Any, options: dict[str, Any], settings: dict[str, Any], words: list[str]
+) -> None:
+    module = regression(lightning.pytorch, net())
+    module.configure_optimizers = lambda: kind(list(module.parameters()), lr=1e-4, **options)
+    with pytest.raises(ConflictError, match=mentions(*words)):
+        fit(make_trainer, CompactStates(**settings), module=module)
+
+
+def test_any_optimizer_is_left_alone_where_nothing_is_compressed(make_trainer: Make) -> None:
+    module = with_optimizer(lightning.pytorch, "SGD", lr=1e-4)
+    trainer = fit(make_trainer, CompactStates(32, 32), module=module, precision="32-true")
+    assert type(trainer.optimizers[0]) is torch.optim.SGD
+
+
+def test_back_ends_that_are_refused(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = "back_end=bitsandbytes_8bit and precision=bf16-true, whose bf16 weights .*write precision=bf16-mixed or"
+    with pytest.raises(ConflictError, match=refused):
+        fit(make_trainer, CompactStates(back_end="bitsandbytes_8bit"))
+    with pytest.raises(ConflictError, match=refused):
+        solo.trainer_kwargs("compact", overrides=["callback.compact_states.back_end=bitsandbytes_8bit"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CapabilityError, match=mentions("back_end=flashoptim", "CUDA")):
+        solo.trainer_kwargs("compact", overrides=["callback.compact_states.back_end=flashoptim"])
+    monkeypatch.setattr(back_ends, "is_installed", lambda package: False)
+    with pytest.raises(CapabilityError, match=mentions("torchao", "pip install lightning-solo[compact]")):
+        fit(make_trainer, CompactStates(back_end="torchao_8bit"))
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize("back_end", ["own", "torchao_8bit"])
+def test_states_without_room_are_refused(make_trainer: Make, back_end: str) -> None:
+    words = ["optimizer states", "write callback.compact_states.", "moment_bits=4"]
+    words += ["callback.compact_states.back_end=own"] * (back_end != "own")
+    with pytest.raises(BudgetError, match=mentions(*words)):
+        fit(make_trainer, CompactStates(back_end=back_end))
+
+
+def test_gradient_that_is_not_finite_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
+    module = regression(lightning.pytorch, net())
+    module.step = lambda batch: (module.net(batch[0]) * float("nan")).float().mean()
+    with pytest.raises(GradientError, match=mentions("net.", "not finite")):
+        fit(make_trainer, CompactStates(), module=module)
+    assert equal(module.net, net().bfloat16())
 
 
 def test_a_copy_is_built_from_its_words() -> None:
-    states = CompactStates("16-stochastic", 8, "2GiB", "fp32")
-    assert repr(eval(repr(states))) == repr(states)
-    assert states.state_budget == "2GiB"
+    technique = CompactStates("16-stochastic", 8, "2GiB", "fp32")
+    assert repr(eval(repr(technique))) == repr(technique)
+    assert technique.state_budget == "2GiB"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [0, "60KiB", "auto"])
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05}], ids=str)
+def test_gpu_states_on_the_host(make_trainer: Make, budget: Any, arguments: dict[str, Any]) -> None:
+    resident, ours = (
+        fit(
+            *(make_trainer, CompactStates(state_budget=each), GradientRelease("host")),
+            accelerator="gpu", max_epochs=2, **arguments,
+        )
+        for each in (None, budget)
+    )  # fmt: skip
+    assert equal(weights(ours), weights(resident))
+    (optimizer,) = ours.optimizers
+    assert (optimizer.host_bytes > 0) == (budget != "auto")  # all of it fits
+    for tensors in optimizer.host_states.values():
+        assert all(tensor.is_pinned() for tensor in tensors.values())

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
-from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.errors import ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
+from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.units import format_bytes
 from tests.conftest import long
 from tests.messages import lines_with, mentions
-from tests.modules import Stack, loader, regression
+from tests.modules import Resumable, Stack, loader, regression
 from tests.training import equal
 
 pytestmark = pytest.mark.any_device
@@ -42,7 +44,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in trainer.lightning_module.named_parameters()}
 
 
-class GradientsBehindBackward:
+class GradientsAfterBackward:
     """Notes how many parameters have a gradient when backward has returned."""
 
     def __init__(self, home: ModuleType) -> None:
@@ -61,7 +63,7 @@ class GradientsBehindBackward:
 
 @pytest.mark.every_change
 def test_acted_in_backward(home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
-    watch, plain = GradientsBehindBackward(home), GradientsBehindBackward(home)
+    watch, plain = GradientsAfterBackward(home), GradientsAfterBackward(home)
     with caplog.at_level("INFO"):
         trainer = fit(home, make_trainer, [watch.callback, GradientRelease()])
     fit(home, make_trainer, [plain.callback])
@@ -84,7 +86,63 @@ def test_acted_where_gradients_are_kept(home: ModuleType, make_trainer: Make, ca
     with caplog.at_level("INFO"):
         fit(home, make_trainer, [Watch(), release], accumulate_grad_batches=4)
     assert kept == [True, True, True, False] * 2 + [True, False]  # the epoch's last batch steps
-    assert lines_with(caplog.text, "gradient_release: gradients", "on the host", "4 bytes")
+    assert lines_with(caplog.text, "gradient_release: gradients", "on the host", "4.00 bytes")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("master_bits", [None, 32], ids=["plain", "compact"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_logged_bytes_are_those_of_the_gradients(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, master_bits: int | None, precision: str, accumulate: int
+) -> None:
+    """Clipping by norm keeps gradients as they come; a window's sums are in its checkpoint."""
+    import lightning.pytorch as home
+
+    kept: dict[Any, int] = {}
+
+    class Watch(home.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for p in pl_module.parameters():
+                p.register_hook(lambda gradient, p=p: kept.update({p: gradient.nbytes}))
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            window = trainer.optimizers[0].state_dict().get("window", {})
+            kept.update({number: total.nbytes for number, total in window.items()})
+
+    callbacks = [GradientRelease(), Watch(), *([] if master_bits is None else [CompactStates(master_bits)])]
+    options = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    with caplog.at_level("INFO"):
+        trainer = fit(home, make_trainer, callbacks, max_steps=1, **options)
+    parameters = list(trainer.lightning_module.parameters())
+    size = sum(kept[key] for key in (parameters if accumulate == 1 else range(len(parameters))))
+    words = f"{size / sum(p.numel() for p in parameters):.2f} bytes per parameter: {format_bytes(size)} on the device"
+    assert lines_with(caplog.text, "gradient_release: gradients", words)
+
+
+def test_gradients_are_kept_under_manual_optimization(
+    home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    class TwoByHand(home.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.one, self.two = net(1), net(1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for part, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.mse_loss(part(batch[0]), batch[1]))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.one, self.two)]
+
+    plain = fit(home, make_trainer, [], TwoByHand())
+    with caplog.at_level("INFO"):
+        ours = fit(home, make_trainer, [GradientRelease()], TwoByHand())
+    assert equal(weights(ours), weights(plain))
+    size = sum(p.grad.nbytes for p in ours.lightning_module.parameters())
+    assert lines_with(caplog.text, "gradient_release: gradients", f"{format_bytes(size)} on the device", "manual")
 
 
 # --- parity ---
@@ -142,6 +200,72 @@ def test_parity_of_a_schedule_in_either_order(
     ours = fit(home, make_trainer, both, max_epochs=2)
     assert equal(weights(ours), weights(plain))
     assert ours.global_step == plain.global_step
+
+
+def unfreezing(home: ModuleType) -> Any:
+    """Return Lightning's callback that trains the head alone for an epoch, then all."""
+
+    class Unfreeze(home.callbacks.BaseFinetuning):  # type: ignore[name-defined,misc]
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net.blocks)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.net.blocks, optimizer, lr=1e-2, initial_denom_lr=1)
+
+    return Unfreeze()
+
+
+def of_head(home: ModuleType) -> Any:
+    module = regression(home, net())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.net.head.parameters(), lr=1e-2)
+    return module
+
+
+def skipping(home: ModuleType) -> Any:
+    """Return a module that leaves each epoch at its seventh batch, amid a window."""
+    module = regression(home, net())
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 6 else None
+    return module
+
+
+BESIDE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "Lightning's accumulation scheduler": (
+        lambda home: home.callbacks.GradientAccumulationScheduler({0: 1, 1: 5}),
+        lambda home: regression(home, net()),
+        {},
+    ),
+    "layers that are unfrozen later": (unfreezing, of_head, {}),
+    "a window that is left in the middle": (lambda home: home.Callback(), skipping, {"accumulate_grad_batches": 4}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_parity_beside(home: ModuleType, make_trainer: Make, name: str) -> None:
+    callback, module, arguments = BESIDE[name]
+    plain, ours = (
+        fit(home, make_trainer, [callback(home), *release], module(home), max_epochs=3, **arguments)
+        for release in ([], [GradientRelease()])
+    )
+    assert equal(weights(ours), weights(plain))
+    assert not torch.equal(weights(ours)["net.head.weight"], net().head.weight)
+
+
+def test_hooks_of_the_step_run_once_and_after_it(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    seen: list[bool] = []
+    module = regression(home, net())
+
+    def configure() -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        start = net().head.weight
+        optimizer.register_step_post_hook(lambda *args: seen.append(torch.equal(module.net.head.weight.cpu(), start)))
+        return optimizer
+
+    module.configure_optimizers = configure
+    fit(home, make_trainer, [GradientRelease()], module, gradient_clip_val=1.0, max_steps=3)
+    assert seen == [False] * 3
 
 
 def test_clipping_by_hand(home: ModuleType, make_trainer: Make) -> None:
@@ -244,7 +368,38 @@ def test_trace_a_resumed_run_is_the_undisturbed_one(home: ModuleType, make_train
         assert equal(weights(trainer), weights(whole))
 
 
+@pytest.mark.parametrize("buffer", ["device", "host"])
+def test_trace_run_resumed_amid_a_window_is_the_undisturbed_one(
+    home: ModuleType, make_trainer: Make, tmp_path: Path, buffer: str
+) -> None:
+    class Save(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "amid.ckpt")
+
+    def run(*callbacks: Any, **options: Any) -> Any:
+        callbacks = (GradientRelease(buffer), *callbacks)
+        trainer = make_trainer(home, accumulate_grad_batches=3, gradient_clip_val=0.1, callbacks=[*callbacks])
+        trainer.fit(regression(home, net()), Resumable(list(loader(8))), **options)
+        return trainer
+
+    whole = run(Save())
+    resumed = run(ckpt_path=tmp_path / "amid.ckpt", weights_only=True)
+    assert equal(weights(resumed), weights(whole))
+    assert "window" in torch.load(tmp_path / "amid.ckpt")["optimizer_states"][0]
+
+
 # --- refusals ---
+
+
+def test_gradient_that_is_not_finite_is_named_and_nothing_is_touched(make_trainer: Make) -> None:
+    import lightning.pytorch as home
+
+    module = regression(home, net())
+    module.step = lambda batch: (module.net(batch[0]) * float("nan")).mean()
+    with pytest.raises(GradientError, match=mentions("net.", "not finite")):
+        fit(home, make_trainer, [GradientRelease()], module, gradient_clip_val=1.0)
+    assert equal(module.net, net())
 
 
 def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
@@ -264,7 +419,7 @@ def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> No
 
 @pytest.mark.every_change
 def test_the_preset_trains(home: ModuleType, make_trainer: Make) -> None:
-    watch = GradientsBehindBackward(home)
+    watch = GradientsAfterBackward(home)
     arguments = solo.trainer_kwargs("gradient_release", lightning=home.__name__, callbacks=[watch.callback])
     trainer = make_trainer(home, **arguments)
     trainer.fit(regression(home, net()), loader(10))

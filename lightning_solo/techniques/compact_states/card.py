@@ -12,11 +12,9 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError, PlanError
-from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.optim.back_end_facts import BACK_ENDS, SETTINGS
 from lightning_solo.units import parse_budget
 
-OPTION = "callback.compact_states"
-"""The path of the settings, as messages name it."""
 SCALE_BYTES = 4 / 128  # per element of a moment in 8 bits: an fp32 scale for each block of 128
 
 
@@ -52,8 +50,8 @@ class Settings(TechniqueSettings):
         bits = (self.master_bits, self.moment_bits, self.state_budget, self.checkpoint_weights)
         if self.back_end != "own" and bits != (24, 8, None, "bf16"):
             raise ConflictError(
-                f"{OPTION}.back_end={self.back_end} has its own bits, on the device, and no masters to join: drop"
-                f" master_bits, moment_bits, state_budget and checkpoint_weights, or write {OPTION}.back_end=own"
+                f"{SETTINGS}.back_end={self.back_end} has its own bits, no masters, and all states on the device: drop"
+                f" master_bits, moment_bits, state_budget and checkpoint_weights, or write {SETTINGS}.back_end=own"
             )
 
     @property
@@ -71,15 +69,15 @@ class Settings(TechniqueSettings):
         if self.back_end in BACK_ENDS:
             library = BACK_ENDS[self.back_end]
             why = "" if library.bf16_weights else ", whose bf16 weights it would round to the nearest"
-            refusal = f"{OPTION}.back_end={self.back_end} and precision={precision}{why}"
+            refusal = f"{SETTINGS}.back_end={self.back_end} and precision={precision}{why}"
             remedy = f"write precision={' or precision='.join(library.precisions)}"
             return None if precision in library.precisions else f"{refusal}: {remedy}"
         if precision in ("bf16-true", "bf16-mixed") or (precision == "32-true" and self.master_bits == 32):
             return None
         remedy = "write precision=bf16-true"
         if precision == "32-true":
-            remedy += f", or {OPTION}.master_bits=32, which keeps fp32 weights"
-        return f"{OPTION}, master_bits={self.master_bits!r}, and precision={precision}: {remedy}"
+            remedy += f", or {SETTINGS}.master_bits=32, which keeps fp32 weights"
+        return f"{SETTINGS}.master_bits={self.master_bits} and precision={precision}: {remedy}"
 
     def bytes_per_parameter(self, precision: str = "bf16-true") -> tuple[int, float]:
         """Return bytes of weight and of optimizer states per trained parameter.
@@ -128,8 +126,8 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         bits = "24" if library.correction_bytes else "16-stochastic"
         bits = bits if library.bf16_weights else "32 precision=32-true"
         raise PlanError(
-            f"{OPTION}.back_end={settings.back_end}: a library's own kernels can't be traced; plan"
-            f" {OPTION}.back_end=own with {OPTION}.master_bits={bits} {OPTION}.moment_bits={library.moment_bits},"
+            f"{SETTINGS}.back_end={settings.back_end}: a library's own kernels can't be traced; plan"
+            f" {SETTINGS}.back_end=own with {SETTINGS}.master_bits={bits} {SETTINGS}.moment_bits={library.moment_bits},"
             f" whose states take about as much as its {library.state_bytes:.2f} bytes per parameter"
         )
     assumptions = ["the step of compact states is planned as a Triton kernel that reads and writes each tensor once"]
@@ -161,7 +159,7 @@ CARD = Card(
     requires=(
         Requirement(
             "cuda",
-            f"{OPTION}.back_end={{back_end}} needs a CUDA device; without one use {OPTION}.back_end=own, or"
+            f"{SETTINGS}.back_end={{back_end}} needs a CUDA device; without one use {SETTINGS}.back_end=own, or"
             f" {_WITHOUT_CUDA}",
             when=lambda settings: settings.needs_cuda,
         ),

@@ -16,10 +16,10 @@ from lightning_solo.memory.host_slabs import host_room, is_planned
 from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
+from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.conversion import compacted
 from lightning_solo.optim.torch_optimizers import SERVED, state_bytes
-from lightning_solo.techniques.compact_states.card import OPTION
 from lightning_solo.units import format_bytes
 
 
@@ -135,11 +135,11 @@ def require_room(
     free = free_device_bytes(module) if on_device else host_memory()[1]
     if needed <= free:
         return
-    less = f"{OPTION}.moment_bits=4 {OPTION}.master_bits=16-stochastic"
+    less = f"{SETTINGS}.moment_bits=4 {SETTINGS}.master_bits=16-stochastic"
     raise BudgetError(
-        f"{OPTION}: optimizer states of {format_bytes(needed)} in {format_bytes(free)} that are free"
+        f"{SETTINGS}: optimizer states of {format_bytes(needed)} in {format_bytes(free)} that are free"
         f" on {'the device' if on_device else 'the host'}; write"
-        f" {less if layout.back_end == 'own' else f'{OPTION}.back_end=own {less}'}, or take a smaller model",
+        f" {less if layout.back_end == 'own' else f'{SETTINGS}.back_end=own {less}'}, or take a smaller model",
         needed,
         free,
     )

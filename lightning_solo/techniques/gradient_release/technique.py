@@ -62,7 +62,7 @@ class GradientRelease(Technique, Settings):
         """
         if not ctx.module.automatic_optimization:  # two backward calls may come before a step
             kept = format_bytes(sum(p.nbytes for p in ctx.module.parameters() if p.requires_grad))
-            ctx.info(f"gradient_release: gradients, kept on the device until the step (manual optimization): {kept}")
+            ctx.info(f"gradient_release: gradients, {kept} on the device until the step (manual optimization)")
             return optimizers
         (optimizer,) = optimizers  # automatic optimization has one
         self._clips_by_hand = self._look_at_hooks(ctx)
@@ -103,9 +103,9 @@ class GradientRelease(Technique, Settings):
     def _words(self, ctx: Run, release: StepInBackward) -> str:
         if release.immediate:
             return "released in backward, one by one"
-        trained = sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
-        each = release.bytes_per_parameter
-        return f"kept on the {self.buffer} until the step, {each} bytes each: {format_bytes(each * trained)}"
+        kept, count = release.kept_bytes, sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
+        each = kept / max(1, count)
+        return f"{each:.2f} bytes per parameter: {format_bytes(kept)} on the {self.buffer} until the step"
 
     def _stop(self) -> None:
         release, self._release = self._release, None
