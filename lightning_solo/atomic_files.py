@@ -45,7 +45,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file unless another process has, and return whether this process has the lock."""
+    """Lock an open file unless another process has locked it; return whether this process has the lock.
+
+    The kernel releases the lock when the file is closed, however its process ends. A process that inherits the open
+    file holds the lock too.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

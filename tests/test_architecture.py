@@ -19,6 +19,7 @@ PACKAGE = ROOT / "lightning_solo"
 LEVELS = {
     "atomic_files": 0,
     "attributes": 0,
+    "cpp_builds": 0.1,
     "errors": 0,
     "machine": 0,
     "out_of_memory": 0.1,

@@ -1,39 +1,28 @@
 """The C++ step of 8-bit moments on a CPU, `adamw_cpu.cpp`, built once per machine in about a second.
 
-It passes over memory once, and gives the numbers of torch's operators but for a root that torch's MKL rounds the other
-way. It is built when a step first needs it, and stored in ``$XDG_CACHE_HOME/lightning_solo/kernels``, by default below
-``~/.cache``, for every process of this user on such a processor; where no such folder can be written, each process
-builds its own.
+It passes over memory once. Its numbers equal those of torch's operators, except for roots that torch's MKL rounds the
+other way. A step builds it when it first needs it. It is stored for all processes of this user (`cpp_builds`); where no
+folder for it can be written, each process builds it again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
 import shlex
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightning_solo.machine import (
-    NotPrivateError,
-    cxx_compiler,
-    is_private,
-    private_folder,
-    processor,
-    processor_flags,
-    tool_path,
-    user_cache,
-)
+from lightning_solo.cpp_builds import build_folder, load_or_build
+from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import NotPrivateError, cxx_compiler, tool_path
 from lightning_solo.optim.compressed_moments import blocks
 from lightning_solo.optim.kernels import Control, Piece
 
@@ -44,7 +33,7 @@ FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math"),  # or roots and comparisons are not vectorised; no result changes
 )
 PATIENCE_S = 300
-"""After which a compiler is taken to hang."""
+"""Time after which a compiler is killed."""
 
 _FP32, _STOCHASTIC, _BITS24, _BITS32 = range(4)  # `Master` in the source
 _POINTERS = ("weight", "grad", "correction", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
@@ -72,7 +61,7 @@ def kernel() -> Kernel | None:
         return None
     try:
         function = _library(shlex.split(compiler)).lightning_solo_compact_adamw
-    except (OSError, subprocess.SubprocessError) as error:
+    except CapabilityError as error:
         warnings.warn(
             f"CompactAdamW's step in C++ was not built, and torch's operators take several times as long: {error};"
             " write CXX=<a C++ compiler that works> before the command",
@@ -129,67 +118,41 @@ def _step(function: Callable[..., None], piece: Piece, control: Control) -> None
 
 def _library(compiler: Sequence[str]) -> ctypes.CDLL:
     """Return the library, built if need be."""
-    name = f"adamw-{_key(compiler)}.so"
-    folder = _folder()
-    if folder is not None:
-        path = folder / name
-        if path.is_file() and is_private(path):
-            with suppress(OSError):  # half of it, left by a machine that went down
-                return ctypes.CDLL(str(path))
-        with suppress(PermissionError):  # a folder that may be read, and no more
-            _build(compiler, path)
+    version = _output([*compiler, "--version"])
+
+    def build(folder: Path) -> ctypes.CDLL:
+        path = folder / "adamw.so"
+        _output([*compiler, *FLAGS, str(SOURCE), "-o", str(path)])
+        try:
             return ctypes.CDLL(str(path))
-    with tempfile.TemporaryDirectory(prefix="lightning_solo-") as temporary:  # once loaded, it needs its file no more
-        path = Path(temporary, name)
-        _build(compiler, path)
-        return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise CapabilityError(str(error)) from error
 
-
-def _build(compiler: Sequence[str], path: Path) -> None:
-    """Compile into a file atomically, since other processes may build and load it at the same time."""
-    handle, library = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
     try:
-        _output([*compiler, *FLAGS, str(SOURCE), "-o", library])
-        os.chmod(library, 0o700)
-        os.replace(library, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(library)
-
-
-def _folder() -> Path | None:
-    """Return the folder of libraries, writable by this user alone; None if it can't be made."""
-    cache = user_cache()
-    if cache is None:
-        return None
-    try:
-        return private_folder(cache, "lightning_solo", "kernels")
+        folder = build_folder("adamw", SOURCE.read_bytes(), FLAGS, list(compiler), version)
+        return load_or_build(folder, "CompactAdamW's step in C++", lambda path: ctypes.CDLL(str(path)), build)
     except NotPrivateError as error:
         warnings.warn(f"CompactAdamW's step in C++ is built in each process again: {error}", stacklevel=2)
-    except OSError:
+    except OSError:  # no folder that this user may write, or one without locks
         pass
-    return None
-
-
-def _key(compiler: Sequence[str]) -> str:
-    """Return a hash of what a library depends on: source, compiler, flags and processor."""
-    version = _output([*compiler, "--version"])
-    differs = (list(compiler), version, FLAGS, platform.machine(), processor(), processor_flags())
-    return hashlib.sha256(SOURCE.read_bytes() + repr(differs).encode()).hexdigest()[:16]
+    with tempfile.TemporaryDirectory(prefix="lightning_solo-") as temporary:  # the loaded library needs no file
+        return build(Path(temporary))
 
 
 def _output(command: Sequence[str]) -> str:
-    """Return what a command prints.
+    """Return the output of a command.
 
     Raises:
-        OSError: it can't be run, or fails: with the first line of its error.
+        CapabilityError: it can't be run or fails; with the first line of its error.
     """
     environment = {**os.environ, "PATH": tool_path()}
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", env=environment, timeout=PATIENCE_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, timeout=PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CapabilityError(str(error)) from error
     if done.returncode:
         words = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-        raise OSError(f"{shlex.join(command)} ended with {done.returncode}: {words}")
+        raise CapabilityError(f"{shlex.join(command)} ended with {done.returncode}: {words}")
     return done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from typing import IO
 
 from torch import nn
 
+from lightning_solo.atomic_files import try_lock
 from lightning_solo.errors import CapabilityError
 from lightning_solo.zero.layout import MIN_DISK_BYTES
 
@@ -56,7 +56,7 @@ def _locked_folder(parent: Path) -> tuple[Path, IO[str]]:
     with ExitStack() as undo:  # on a file system that has no locks
         undo.callback(shutil.rmtree, starting, ignore_errors=True)
         lock = undo.enter_context((starting / "lock").open("w"))
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try_lock(lock.fileno())  # no other process knows the folder yet
         folder = starting.rename(parent / starting.name.removeprefix("."))
         undo.pop_all()
     return folder, lock
@@ -65,10 +65,10 @@ def _locked_folder(parent: Path) -> tuple[Path, IO[str]]:
 def _remove_if_left(folder: Path) -> None:
     try:
         with (folder / "lock").open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.warning("zero_offload: removed %s, which a killed run has left", folder)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # of a run that lives, or of somebody else
+            if try_lock(lock.fileno()):
+                log.warning("zero_offload: removed %s, which a killed run has left", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # no run's folder, or another user's
         return
 
 

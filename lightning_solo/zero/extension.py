@@ -1,46 +1,25 @@
-"""DeepSpeed's C++ extensions, built once, by one process at a time, after a check of what the build needs.
+"""DeepSpeed's C++ extensions, built once per machine (`cpp_builds`) after a check of the tools that a build needs.
 
 DeepSpeed compiles at first use, in silence, and fails late: ninja of a virtual environment is not found without its
-folder on PATH, and torch waits for ever for the lock file that a killed build leaves. Here each build has a fresh
-folder, which is renamed to the kept one when it is complete.
+folder on PATH, and torch waits for ever for the lock file that a killed build leaves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import os
-import platform
-import shutil
-import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
-from rich.console import Console
 
+from lightning_solo.cpp_builds import ELSEWHERE, build_folder, load_or_build, say, stored_library
 from lightning_solo.errors import CapabilityError, PresetError, nearest
-from lightning_solo.machine import (
-    NotPrivateError,
-    cxx_compiler,
-    has_python_headers,
-    links,
-    ninja_executable,
-    nvcc_release,
-    private_folder,
-    processor_flags,
-    tool_path,
-    user_cache,
-)
+from lightning_solo.machine import cxx_compiler, has_python_headers, links, ninja_executable, nvcc_release, tool_path
 from lightning_solo.processes import environment
 from lightning_solo.zero.deepspeed_internals import is_compiled_in, loaded_extensions
 from lightning_solo.zero.process import INSTALL, check_deepspeed
@@ -54,9 +33,7 @@ BUILDERS = {
 }
 # async_io takes symbols from pin_memory's library.
 STANDS_ON = {"async_io": "pin_memory"}
-STAMP = "built.json"
 TAIL_LINES = 15
-ELSEWHERE = "write TORCH_EXTENSIONS_DIR=<a folder of yours> before the command"
 
 
 def what_is_missing(name: str) -> str | None:
@@ -93,7 +70,7 @@ def is_built(name: str) -> bool:
         return False
     with environment({}, everything=True):
         builder = _builder(name)
-        return _is_ready(builder) or _built(builder, cache_folder()) is not None
+        return _is_ready(builder) or stored_library(_folder(builder)) is not None
 
 
 def load_extension(name: str) -> ModuleType:
@@ -113,66 +90,29 @@ def load_extension(name: str) -> ModuleType:
             load_extension(STANDS_ON[name])
         if _is_ready(builder):
             return _load(builder)
-        folder = cache_folder()
-        if (module := _adopt(builder, folder)) is not None:
-            return module
-        with _alone(folder, name):
-            # Whoever held the lock may have built it.
-            module = _adopt(builder, folder)
-            return _build(builder, folder) if module is None else module
-
-
-def cache_folder() -> Path:
-    """Return the folder of this machine's extensions; make it if need be.
-
-    It is ``$XDG_CACHE_HOME/lightning_solo/extensions/<key>``, with ``~/.cache`` for the first part if that is not
-    set; or ``$TORCH_EXTENSIONS_DIR/<key>`` where the user has set that.
-
-    Raises:
-        CapabilityError: It can't be made, or isn't this user's alone.
-    """
-    # An extension is loaded again by the same Python, torch, DeepSpeed and processor: DeepSpeed compiles with
-    # -march=native, and machines may share a home folder. The packages' places count too: two environments on one
-    # key would build over one another's headers.
-    spec = importlib.util.find_spec("deepspeed")
-    differs = (processor_flags(), platform.machine(), torch.__file__, spec and spec.origin)
-    digest = hashlib.sha256(repr(differs).encode()).hexdigest()[:12]
-    python = f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"
-    key = f"{python}-torch{torch.__version__}-deepspeed{version('deepspeed')}-{digest}"
-    try:
-        if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
-            return private_folder(Path(given).absolute(), key)
-        if (cache := user_cache()) is not None:
-            return private_folder(cache, "lightning_solo", "extensions", key)
-    except NotPrivateError as error:
-        raise CapabilityError(f"{error}, or {ELSEWHERE}") from error
-    except OSError as error:
-        raise CapabilityError(
-            f"the folder {error.filename} for DeepSpeed's extensions can't be made: {error.strerror}; {ELSEWHERE}"
-        ) from error
-    raise CapabilityError(f"this user has no home folder to keep DeepSpeed's extensions in; {ELSEWHERE}")
-
-
-@contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock on an extension's build; the kernel releases it when the process dies."""
-    lock = FileLock(folder / f"{name}.lock")
-    try:
+        folder = _folder(builder)
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            _say(f"waiting for another process, which builds DeepSpeed's {name} in {folder}")
-            lock.acquire()
-    except OSError as error:
-        raise CapabilityError(f"{lock.lock_file} can't be locked: {error.strerror}; {ELSEWHERE}") from error
+            module = load_or_build(
+                folder,
+                f"DeepSpeed's {name}",
+                lambda file: _load_file(builder, file),
+                lambda fresh: _build(builder, fresh, folder),
+            )
+        except OSError as error:
+            raise CapabilityError(f"DeepSpeed's {name} can't be stored in {folder}: {error}; {ELSEWHERE}") from error
+        module.__file__ = str(folder / Path(str(module.__file__)).name)  # pin_memory's builder opens it by name
+        return module
+
+
+def _folder(builder: Any) -> Path:
+    """Return the folder of an extension for this DeepSpeed and its present sources."""
+    sources = [Path(builder.deepspeed_src_path(path)) for path in builder.sources()]
+    headers = Path(builder.deepspeed_src_path("csrc")).rglob("*.h")
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted({*sources, *headers})]
     try:
-        yield
-    finally:
-        lock.release()
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(text)
+        return build_folder(builder.name, version("deepspeed"), files)
+    except OSError as error:
+        raise CapabilityError(f"DeepSpeed's {builder.name} can't be stored: {error}; {ELSEWHERE}") from error
 
 
 def _builder(name: str) -> Any:
@@ -246,78 +186,28 @@ def _missing_toolkit(builder: Any) -> str | None:
     return None
 
 
-def _sources(builder: Any) -> dict[str, list[int]]:
-    """Return size and time of each file that an extension is compiled from."""
-    sources = [Path(builder.deepspeed_src_path(path)) for path in builder.sources()]
-    headers = [file for path in builder.include_paths() for file in Path(builder.deepspeed_src_path(path)).glob("*.h")]
-    return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in (*sources, *headers)}
-
-
-def _built(builder: Any, folder: Path) -> Path | None:
-    """Return an extension's library in the folder, if its sources have not changed since it was built."""
-    try:
-        stamp = json.loads((folder / builder.name / STAMP).read_text(encoding="utf-8"))
-        file = folder / builder.name / stamp["file"]
-        return file if file.is_file() and stamp["sources"] == _sources(builder) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _adopt(builder: Any, folder: Path) -> ModuleType | None:
-    """Load an extension from the folder and register it with DeepSpeed; return None if it doesn't load.
+def _load_file(builder: Any, file: Path) -> ModuleType:
+    """Load an extension from a file and register it with DeepSpeed.
 
     Neither compiler nor ninja is needed: torch would call both, only to find that nothing has changed.
     """
-    file = _built(builder, folder)
-    spec = importlib.util.spec_from_file_location(file.stem, file) if file else None
-    if spec is None or spec.loader is None:
-        return None
-    try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except ImportError:  # a torch of the same version was compiled anew
-        return None
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None  # for a file *.so
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     loaded_extensions(builder)[builder.name] = module
     return _load(builder)
 
 
-def _build(builder: Any, folder: Path) -> ModuleType:
-    """Build an extension in a fresh folder, move it to its final place, and return it. The caller holds the lock."""
-    name = builder.name
+def _build(builder: Any, fresh: Path, folder: Path) -> ModuleType:
+    """Build an extension in a fresh folder and return it."""
     if missing := list(_missing_tools(builder)):
-        raise CapabilityError(_lacking(name, missing))
-    _remove_leftovers(folder, name)
-    attempt = Path(tempfile.mkdtemp(prefix=f"{name}.building-", dir=folder))
+        raise CapabilityError(_lacking(builder.name, missing))
     tools = os.pathsep.join([str(Path(ninja_executable() or "").parent), tool_path()])
-    variables = {"TORCH_EXTENSIONS_DIR": str(attempt), "PATH": tools, "CXX": cxx_compiler() or ""}
     started = time.monotonic()
-    try:
-        _say(f"building DeepSpeed's {name}, one to three minutes, once; into {folder}")
-        with environment(variables):
-            module = _load(builder)
-        _keep(builder, module, attempt, folder)
-    finally:
-        shutil.rmtree(attempt, ignore_errors=True)
-    _say(f"built DeepSpeed's {name} in {time.monotonic() - started:.0f} s")
+    say(f"building DeepSpeed's {builder.name}, one to three minutes, once; into {folder}")
+    with environment({"TORCH_EXTENSIONS_DIR": str(fresh), "PATH": tools, "CXX": cxx_compiler() or ""}):
+        module = _load(builder)
+    say(f"built DeepSpeed's {builder.name} in {time.monotonic() - started:.0f} s")
     return module
-
-
-def _keep(builder: Any, module: ModuleType, attempt: Path, folder: Path) -> None:
-    """Move a complete build to its final place."""
-    built, kept = attempt / builder.name, folder / builder.name
-    file = Path(str(module.__file__)).name
-    stamp = {"file": file, "sources": _sources(builder), "python": sys.version}
-    (built / STAMP).write_text(json.dumps(stamp, indent=1), encoding="utf-8")
-    if kept.exists():
-        kept.rename(attempt / "outdated")  # other processes may be running it
-    built.rename(kept)
-    module.__file__ = str(kept / file)  # pin_memory's builder opens it once more, by name
-
-
-def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the files of a killed build, with a warning. The caller holds the lock, so no build is running."""
-    for path in sorted(folder.glob(f"{name}.building-*")):
-        lock = path / name / "lock"
-        left = lock if lock.exists() else path
-        shutil.rmtree(path, ignore_errors=True)  # first: the warning may be an error
-        warnings.warn(f"a build of DeepSpeed's {name} was killed; what it left is removed: {left}", stacklevel=5)

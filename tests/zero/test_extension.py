@@ -1,29 +1,24 @@
-"""DeepSpeed's extensions: checked beforehand, built once and alone, kept where nobody else writes.
+"""DeepSpeed's extensions: the checks before a build, the build, and its failures; test_cpp_builds.py tests the cache.
 
-Builds run with DeepSpeed, torch and ninja as they are; only the compiler is a script that hands out what the real one
-made before, so that a build takes a second.
+Builds run DeepSpeed, torch and ninja. The compiler is a script that copies a library that was compiled before, so that
+a build takes a second.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_solo.errors import CapabilityError, PresetError
 from lightning_solo.machine import cxx_compiler, links, ninja_executable, nvcc_release
 from lightning_solo.zero import extension
-from lightning_solo.zero.extension import cache_folder, load_extension, what_is_missing
-from tests.messages import lines_with, mentions, nearest
+from lightning_solo.zero.extension import is_built, load_extension, what_is_missing
+from tests.messages import mentions, nearest
 
 pytest.importorskip("deepspeed", reason="listed on Linux only")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # the first test of a machine's life builds cpu_adam
@@ -55,9 +50,8 @@ def root(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "cache"
 
 
-def compiler(folder: Path, library: Path | None, wait_for: Path | None = None) -> Path:
-    """Write a compiler that copies the library when it links; fails without one; waits for a file to appear."""
-    wait = f"while [ ! -e '{wait_for}' ]; do sleep 0.1; done" if wait_for else ":"
+def compiler(folder: Path, library: Path | None) -> Path:
+    """Write a compiler that copies the library when it links; without one it fails."""
     link = f"cp '{library}' \"$out\"" if library else "echo 'fatal error: no such thing' >&2; exit 1"
     script = folder / "g++"
     script.write_text(f"""#!/bin/sh
@@ -65,7 +59,7 @@ out=
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done
 case "$out" in
 *.so) {link} ;;
-*.o) echo "$out" >> '{folder}/compiled'; {wait}; : > "$out" ;;
+*.o) echo "$out" >> '{folder}/compiled'; : > "$out" ;;
 esac
 """)
     script.chmod(0o755)
@@ -84,13 +78,6 @@ def start(code: str = LOAD, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def until(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
-
-
 # --- acted ---
 
 
@@ -106,9 +93,8 @@ def test_it_is_built_once_and_deepspeed_finds_it(root: Path, tmp_path: Path, lib
     assert (tmp_path / "compiled").read_text().count(".o\n") == 2  # cpu_adam.cpp, cpu_adam_impl.cpp
     assert "building DeepSpeed's cpu_adam" in err
     assert "built DeepSpeed's cpu_adam in" in err
-    kept = cache_folder() / "cpu_adam" / "cpu_adam.so"
+    (kept,) = root.glob("cpu_adam-*/cpu_adam.so")
     assert out.splitlines()[-2:] == ["built before: False", f"loaded {kept}"]
-    assert sorted(path.name for path in cache_folder().iterdir()) == ["cpu_adam", "cpu_adam.lock"]
     # Built, it needs nothing more: neither a compiler nor a word.
     second = start(TORCH_EXTENSIONS_DIR=str(root), CXX="/nowhere/g++")
     out, err = second.communicate(timeout=120)
@@ -117,30 +103,23 @@ def test_it_is_built_once_and_deepspeed_finds_it(root: Path, tmp_path: Path, lib
     assert "building" not in err
 
 
-def test_changed_sources_are_built_again(root: Path, library: Path) -> None:
-    builder = extension._builder("cpu_adam")
-    shutil.copytree(library.parent, cache_folder() / "cpu_adam")
-    kept = cache_folder() / "cpu_adam"
-    assert extension._built(builder, cache_folder()) == kept / library.name
-    stamp = json.loads((kept / extension.STAMP).read_text())
-    next(iter(stamp["sources"].values()))[1] += 1  # the time of one file
-    (kept / extension.STAMP).write_text(json.dumps(stamp))
-    assert extension._built(builder, cache_folder()) is None
-    (kept / extension.STAMP).write_text(json.dumps(stamp)[:20])
-    assert extension._built(builder, cache_folder()) is None
+def test_changed_sources_are_built_again(root: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes' own modules are left out, so that only the cache counts."""
+    monkeypatch.setattr(extension, "loaded_extensions", lambda builder: {})
+    assert not is_built("cpu_adam")
+    (folder,) = root.iterdir()
+    shutil.copy(library, folder)
+    assert is_built("cpu_adam")
+    time = Path.stat
 
+    class Later:
+        st_size, st_mtime_ns = 1, 1
 
-def test_a_library_that_does_not_load_counts_as_not_built(root: Path, library: Path) -> None:
-    shutil.copytree(library.parent, cache_folder() / "cpu_lion")
-    stamp = cache_folder() / "cpu_lion" / extension.STAMP
-    builder = extension._builder("cpu_lion")
-    sources = extension._sources(builder)
-    stamp.write_text(json.dumps({"file": "cpu_adam.so", "sources": sources}))
-    library_there = cache_folder() / "cpu_lion" / "cpu_adam.so"
-    library_there.write_bytes(b"torn")
-    assert extension._built(builder, cache_folder()) == library_there
-    assert extension._adopt(builder, cache_folder()) is None
-    assert "cpu_lion" not in builder._loaded_ops
+    def stat(path: Path, **options: bool) -> object:
+        return Later() if path.name == "cpu_adam.cpp" else time(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert not is_built("cpu_adam")
 
 
 def test_an_empty_environment_loads_what_the_user_has_built(library: Path) -> None:
@@ -159,10 +138,10 @@ def test_doctor_builds_ahead_and_names_what_fails(root: Path, tmp_path: Path, li
         out, err = process.communicate(timeout=300)
         lines = dict(line.split(": ", 1) for line in out.splitlines() if ": " in line)
         assert process.returncode == 1, out + err
-        assert lines["cpu_adam"] == f"{word}, {cache_folder() / 'cpu_adam' / 'cpu_adam.so'}"
+        (kept,) = root.glob("cpu_adam-*/cpu_adam.so")
+        assert lines["cpu_adam"] == f"{word}, {kept}"
         assert "could not be built" in lines["cpu_lion"]
-    assert (cache_folder() / "cpu_adam").is_dir()
-    assert not (cache_folder() / "cpu_lion").exists()
+    assert not [*root.glob("cpu_lion-*/*.so")]
 
 
 # --- what a build lacks ---
@@ -197,7 +176,7 @@ def test_libaio_is_tried_with_the_linker(root: Path, monkeypatch: pytest.MonkeyP
     assert not links("no_such_function", "m")
     assert not links("cos", "no_such_library")
     monkeypatch.setattr(extension, "links", lambda function, library: (function, library) != ("io_submit", "aio"))
-    monkeypatch.setattr(extension, "_is_ready", lambda builder: False)  # another test may have loaded it
+    monkeypatch.setattr(extension, "loaded_extensions", lambda builder: {})  # another test may have loaded it
     assert "apt install libaio-dev" in str(what_is_missing("async_io"))
 
 
@@ -246,98 +225,19 @@ print("failed twice")
     process = start(code, TORCH_EXTENSIONS_DIR=str(root), CXX=str(failing))
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out.splitlines()[-1:]) == (0, ["failed twice"]), err
-    assert [path.name for path in cache_folder().iterdir()] == ["cpu_adam.lock"]
+    assert [path.name for path in root.glob("*/*")] == ["lock"]
     process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(tmp_path, library)))
     assert "loaded" in process.communicate(timeout=120)[0]
 
 
-@pytest.fixture
-def killed(root: Path, tmp_path: Path, library: Path) -> Iterator[Path]:
-    """The folder of a build whose process was killed while it compiled."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(slow, library, wait_for=slow / "go")))
-    until(slow / "compiled")
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    yield next(cache_folder().glob("cpu_adam.building-*"))
-    (slow / "go").touch()  # ninja and the compiler outlive it
-    process.communicate()
-
-
-def test_a_killed_build_is_named_and_removed(root: Path, tmp_path: Path, library: Path, killed: Path) -> None:
-    lock = killed / "cpu_adam" / "lock"
-    assert lock.exists()  # torch would wait for it for ever
-    process = start(TORCH_EXTENSIONS_DIR=str(root), CXX=str(compiler(tmp_path, library)))
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert lines_with(err, "cpu_adam", "removed", str(lock))
-    assert not killed.exists()
-
-
-# --- one builder at a time ---
-
-
-def test_a_second_process_waits_and_builds_nothing(root: Path, tmp_path: Path, library: Path) -> None:
-    given = {"TORCH_EXTENSIONS_DIR": str(root), "CXX": str(compiler(tmp_path, library, wait_for=tmp_path / "go"))}
-    first = start(**given)
-    until(tmp_path / "compiled")
-    second = start(**given)
-    assert second.stderr is not None
-    seen = ""
-    for line in second.stderr:
-        seen += line
-        if "waiting for" in line or "building" in line:
-            break
-    (tmp_path / "go").touch()
-    out, rest = second.communicate(timeout=120)
-    _, err = first.communicate(timeout=120)
-    assert "another process" in seen, seen + rest
-    assert (first.returncode, second.returncode) == (0, 0), err + rest
-    assert "loaded" in out
-    assert "building" not in seen + rest
-    assert (tmp_path / "compiled").read_text().count(".o\n") == 2
-
-
-def test_the_lock_is_free_again_after_an_exception(root: Path) -> None:
-    with pytest.raises(KeyError), extension._alone(cache_folder(), "cpu_lion"):
-        raise KeyError
-    with extension._alone(cache_folder(), "cpu_lion"):
-        pass
-
-
-# --- the folder ---
-
-
-def test_the_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = cache_folder()
-    assert folder.relative_to(tmp_path).parts[:2] == ("lightning_solo", "extensions")
-    assert f"torch{torch.__version__}-deepspeed" in folder.name
-    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
-    folder.parent.chmod(0o770)
-    with pytest.raises(CapabilityError, match=mentions(str(folder.parent), "chmod", "TORCH_EXTENSIONS_DIR")):
-        cache_folder()
-    assert "TORCH_EXTENSIONS_DIR" in str(what_is_missing("cpu_lion"))
-
-
-def test_a_folder_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = cache_folder()
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(CapabilityError, match="TORCH_EXTENSIONS_DIR") as refused:
-        cache_folder()
-    assert str(folder) in str(refused.value)
-
-
-def test_a_file_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with pytest.raises(CapabilityError, match="write TORCH_EXTENSIONS_DIR="):
-        cache_folder()
-
-
-def test_another_processor_has_another_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = cache_folder()
-    monkeypatch.setattr(extension, "processor_flags", lambda: "flags : sse2")
-    assert cache_folder() != here
+@pytest.mark.parametrize("in_the_way", ["a file", "a folder that others may write into"])
+def test_a_folder_that_cannot_be_used_is_named(root: Path, in_the_way: str) -> None:
+    if in_the_way == "a file":
+        root.touch()
+    else:
+        what_is_missing("cpu_lion")  # makes the folder
+        next(root.iterdir()).chmod(0o777)
+    refused = mentions("cpu_lion", str(root), "write TORCH_EXTENSIONS_DIR=")
+    with pytest.raises(CapabilityError, match=refused):
+        load_extension("cpu_lion")
+    assert str(root) in str(what_is_missing("cpu_lion"))
