@@ -230,7 +230,7 @@ print("failed twice")
     assert "loaded" in process.communicate(timeout=120)[0]
 
 
-@pytest.mark.parametrize("in_the_way", ["a file", "a folder that others may write into"])
+@pytest.mark.parametrize("in_the_way", ["a file", "a shared folder"])
 def test_a_folder_that_cannot_be_used_is_named(root: Path, in_the_way: str) -> None:
     if in_the_way == "a file":
         root.touch()
