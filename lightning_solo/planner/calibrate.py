@@ -7,14 +7,11 @@ a few steps, waits until its memory has been read from here, then measures speed
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +19,7 @@ from torch import nn
 from lightning_solo.errors import CapabilityError
 from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep
 from lightning_solo.planner.device import CPU, Device, this_device
-from lightning_solo.processes import interpreter
+from lightning_solo.processes import ProcessError, start
 from lightning_solo.units import MiB
 
 DTYPES = {
@@ -52,50 +49,33 @@ def _measured_apart(device: Device) -> Readings:
     """Return readings of a child process; its CUDA context is the device memory that is missing while it runs.
 
     Raises:
-        CapabilityError: the process failed; its last line says why.
+        CapabilityError: the process failed; says why.
     """
     cuda = device.name != CPU
-    command = interpreter("lightning_solo.planner.calibrate:answer")
     free = torch.cuda.mem_get_info()[0] if cuda else 0  # creates this process's own context, before and after alike
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            held = _line(process.stdout, device, output)
-            context = context_of(free, torch.cuda.mem_get_info()[0], held["reserved"]) if cuda else 0
-            process.stdin.close()  # the process may continue
-            speeds = _line(process.stdout, device, output)
-        finally:
-            process.kill()
+    child = start("lightning_solo.planner.calibrate:measure")
+    try:
+        held = child.receive()
+        context = context_of(free, torch.cuda.mem_get_info()[0], held["reserved"]) if cuda else 0
+        child.send(None)  # it may continue
+        speeds = child.receive()
+    except ProcessError as error:
+        raise CapabilityError(
+            f"{device.label} could not be measured; end what else runs on it, and write again:"
+            f" lightning-solo plan --calibrate\nThe process that measures ended with {error}"
+        ) from None
+    finally:
+        child.close()
     return Readings(time.strftime("%Y-%m-%d"), context_bytes=context, workspace_bytes=held["workspace"], **speeds)
 
 
-def _line(replies: IO[str], device: Device, output: IO[str]) -> dict[str, Any]:
-    """Return the process's next reply.
-
-    Raises:
-        CapabilityError: the process ended without a reply.
-    """
-    if text := replies.readline():
-        return dict(json.loads(text))
-    output.seek(0)
-    last = ([line for line in output.read().splitlines() if line.strip()] or ["the process said nothing"])[-1]
-    raise CapabilityError(
-        f"{device.label} could not be measured: {last}; end what else runs on it, and write again:"
-        " lightning-solo plan --calibrate"
-    )
-
-
-def answer() -> None:
-    """Measure in this process: print bytes held after training, wait for the end of standard input, print speeds."""
+def measure(connection: Connection) -> None:
+    """Measure in this process: send the bytes held after training, wait for a message, and send the speeds."""
     device = this_device()
     on = torch.device("cpu" if device.name == CPU else "cuda")
-    print(json.dumps(held_after_training(device, on)), flush=True)
-    sys.stdin.read()
-    print(json.dumps(speeds(device, on)), flush=True)
+    connection.send(held_after_training(device, on))
+    connection.recv()
+    connection.send(speeds(device, on))
 
 
 def held_after_training(device: Device, on: torch.device) -> dict[str, int]:

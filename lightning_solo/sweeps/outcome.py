@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning_solo.out_of_memory import DEVICE_MEMORY, HOST_MEMORY
+from lightning_solo.processes import ending
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
@@ -38,19 +38,19 @@ def outcome(
     """Return the status and a line of detail.
 
     >>> outcome(-11, None), outcome(0, None), outcome(-9, None, oom_kills=1)[0]
-    (('crashed', 'SIGSEGV'), ('exited', 'with status 0, before the task function returned'), 'out of host memory')
+    (('crashed', 'SIGSEGV'), ('exited', 'with exit status 0, before the task function returned'), 'out of host memory')
     """
     if result is not None and "error" not in result:
-        return FINISHED, f"and then ended with {_exit(exit_code)}" if exit_code else ""
+        return FINISHED, f"and then ended with {ending(exit_code)}" if exit_code else ""
     if timed_out:
-        return "timed out", f"ended by {_exit(exit_code)}" if exit_code < 0 else ""
+        return "timed out", f"ended by {ending(exit_code)}" if exit_code < 0 else ""
     if interrupted:
         return INTERRUPTED, ""
     if result is not None:
         return _of_error(result["error"])
     if exit_code >= 0:
-        return "exited", f"with status {exit_code}, before the task function returned"
-    name = _exit(exit_code)
+        return "exited", f"with {ending(exit_code)}, before the task function returned"
+    name = ending(exit_code)
     if exit_code == -signal.SIGKILL and oom_kills:
         return "out of host memory", "killed by the kernel"
     if name in OWN_SIGNALS:
@@ -70,23 +70,5 @@ def _of_error(error: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "KeyboardInterrupt":
         return INTERRUPTED, ""
     if kind == "SystemExit":
-        return "exited", f"with status {text or 0}, before the task function returned"
+        return "exited", f"with exit status {text or 0}, before the task function returned"
     return "failed", line
-
-
-def _exit(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"status {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"
-
-
-def oom_kills(root: Path = Path("/")) -> int:
-    """Return the number of processes the kernel has killed for lack of memory since boot; 0 if not counted."""
-    try:
-        lines = (root / "proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

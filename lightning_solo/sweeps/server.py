@@ -11,28 +11,25 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import pickle
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_solo.errors import SoloError
-from lightning_solo.processes import NVML, end_with_parent, environment, interpreter
+from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.processes import NVML, Child, environment, fork, start
 from lightning_solo.sweeps.application import Application, load
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.forking import seed_afresh, why_not_fork
 from lightning_solo.sweeps.job_process import JobRequest, run
-from lightning_solo.sweeps.outcome import oom_kills, outcome
+from lightning_solo.sweeps.outcome import outcome
 from lightning_solo.sweeps.output import cut_output, output_file, redirect_output
 
 
@@ -56,10 +53,9 @@ class Running:
     """
 
     request: JobRequest
-    pid: int
+    child: Child
     descriptor: int
     started: float
-    oom_kills: int
     timed_out: bool = False
     interrupted: bool = False
     stopped_at: float | None = None
@@ -69,22 +65,25 @@ class Server:
     """Starts jobs on demand, and ends with its command.
 
     Args:
+        connection: to the command. It receives why jobs can't be forked, or an empty string, or an exception if the
+            application can't be loaded; then (number, `End`) of each job. It sends a `JobRequest` for each job, and
+            None to interrupt the running ones.
         sweep: of the jobs.
-        connection: to the command. It sends an `Application`, then a `JobRequest` for each job, and None to interrupt
-            the running ones. It receives ("ready", why not forked) or ("failed", why), then (number, `End`).
+        application: of the jobs.
         lock: the sweep's, locked by the command.
     """
 
-    def __init__(self, sweep: SweepFolder, connection: Connection, lock: int) -> None:
-        self.sweep = sweep
+    def __init__(self, connection: Connection, sweep: SweepFolder, application: Application, lock: int) -> None:
         self.connection: Connection | None = connection
+        self.sweep = sweep
+        self.application = application
         self.lock = lock
         self.running: dict[int, Running] = {}
         self.task: Callable[[Any], Any] | None = None  # None: each job loads the application itself
-        self.application: Application | None = None
 
     def serve(self) -> None:
-        """Serve the command until it is gone, and the jobs until they have ended."""
+        """Load the application, then serve the command until it is gone, and the jobs until they have ended."""
+        self._load()
         while self.connection is not None or self.running:
             watched: list[Any] = [job.descriptor for job in self.running.values()]
             if self.connection is not None:
@@ -103,9 +102,7 @@ class Server:
             received = self.connection.recv()
         except (EOFError, OSError):
             self.connection = received = None
-        if isinstance(received, Application):
-            self._load(received)
-        elif isinstance(received, JobRequest):
+        if isinstance(received, JobRequest):
             try:
                 self._start(received)
             except OSError as error:  # such as no process left
@@ -115,19 +112,18 @@ class Server:
                 job.interrupted = True
                 self._stop(job, signal.SIGINT)
 
-    def _send(self, message: tuple[Any, Any]) -> None:
+    def _send(self, message: object) -> None:
         if self.connection is not None:
             with suppress(OSError):
                 self.connection.send(message)
 
-    def _load(self, application: Application) -> None:
-        self.application = application
+    def _load(self) -> None:
         try:
             with environment({NVML: "1"}):
-                self.task = load(application)
+                self.task = load(self.application)
         except BaseException as error:
             text = str(error) if isinstance(error, SoloError) else "".join(traceback.format_exception(error))
-            self._send(("failed", text))
+            self._send(PresetError(text))
             self.connection = None
             return
         why = why_not_fork()
@@ -135,56 +131,35 @@ class Server:
             self.task = None
         gc.collect()
         gc.freeze()  # all jobs share the objects that exist now
-        self._send(("ready", why))
+        self._send(why)
 
     def _start(self, request: JobRequest) -> None:
         with output_file(request.folder).open("ab") as output:
-            pid = (self._fork if self.task else self._spawn)(request, output.fileno())
-        self.running[request.number] = Running(request, pid, os.pidfd_open(pid), time.monotonic(), oom_kills())
+            if self.task is None:
+                child = start(f"{__name__}:run_job", self.application, request, self.sweep, output=output)
+            else:
+                _flush()
+                child = fork(partial(self._run_forked, self.task, request, output.fileno()))
+        self.running[request.number] = Running(request, child, os.pidfd_open(child.pid), time.monotonic())
 
-    def _fork(self, request: JobRequest, output: int) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        server = os.getpid()
-        pid = os.fork()
-        if not pid:
-            self._become(request, output, server)
-        return pid
-
-    def _become(self, request: JobRequest, output: int, server: int) -> NoReturn:
-        """Turn a fork into the job, without any state of the server."""
-        status = 1
+    def _run_forked(self, task: Callable[[Any], Any], request: JobRequest, output: int, connection: Connection) -> int:
+        """Run a job in a fork, without any state of the server, and end as a script does."""
         try:
-            end_with_parent(server)
             os.setsid()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in the background ignores it
             redirect_output(output)
             for descriptor in (output, self.lock, *(job.descriptor for job in self.running.values())):
                 os.close(descriptor)
-            if self.connection is not None:
-                self.connection.close()
+            for each in (connection, self.connection, *(job.child.connection for job in self.running.values())):
+                if each is not None:
+                    each.close()
             seed_afresh()
-            assert self.task is not None
-            status = run(self.task, request, self.sweep.job(request.number))
+            status = run(task, request, self.sweep.job(request.number))
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-        except BaseException:
-            traceback.print_exc()
+            return status
         finally:
             with suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
-
-    def _spawn(self, request: JobRequest, output: int) -> int:
-        with tempfile.TemporaryFile() as file:
-            pickle.dump((self.application, request), file)
-            file.flush()
-            file.seek(0)
-            command = interpreter(f"{__name__}:run_job", str(self.sweep.path), str(os.getpid()))
-            process = subprocess.Popen(command, stdin=file, stdout=output, stderr=output, start_new_session=True)
-        process.returncode = 0  # `_ended` waits for it
-        return process.pid
+                _flush()
 
     def _watch(self, job: Running) -> None:
         now, limit = time.monotonic(), job.request.settings.timeout_s
@@ -199,45 +174,44 @@ class Server:
         if job.stopped_at is not None:
             number = signal.SIGKILL  # second signal
         job.stopped_at = time.monotonic()
-        with suppress(ProcessLookupError):
-            os.killpg(job.pid, number)
+        job.child.signal(number)
 
     def _ended(self, job: Running) -> None:
         request, settings = job.request, job.request.settings
-        _, wait_status, usage = os.wait4(job.pid, 0)
+        exit_code = job.child.close()  # ends processes that the job has left running
         os.close(job.descriptor)
         del self.running[request.number]
-        with suppress(ProcessLookupError, PermissionError):  # processes that the job started and left behind
-            os.killpg(job.pid, signal.SIGKILL)
         cut_output(output_file(request.folder), settings.output_mib * 2**20)
         files = self.sweep.job(request.number)
         result = files.result_of(request.attempt)
         if self.connection is None and "error" in (result or {}):
             files.result.unlink()  # it failed because of the interrupt, so this is not its result
         status, detail = outcome(
-            os.waitstatus_to_exitcode(wait_status),
+            exit_code,
             result,
             timed_out=job.timed_out,
             interrupted=job.interrupted,
-            oom_kills=oom_kills() - job.oom_kills,
+            oom_kills=job.child.oom_kills,
         )
         if status == "timed out":
             detail = f"after {settings.timeout_s:g} s (hydra.launcher.timeout_s), {detail}".removesuffix(", ")
         seconds = time.monotonic() - job.started
-        self._send((request.number, End(status, detail, seconds, usage.ru_maxrss * 1024)))
+        self._send((request.number, End(status, detail, seconds, job.child.peak_bytes)))
 
 
-def serve(folder: str, connection: str, lock: str) -> None:
-    """Run the server of a sweep's folder in this fresh interpreter, given the numbers of two open files."""
-    for descriptor in (connection, lock):
-        os.set_inheritable(int(descriptor), False)
-    Server(SweepFolder(Path(folder)), Connection(int(connection)), int(lock)).serve()
-
-
-def run_job(folder: str, server: str) -> NoReturn:
-    """Run the job whose request is on standard input in this fresh interpreter, and exit."""
-    end_with_parent(int(server))
+def serve(connection: Connection, sweep: SweepFolder, application: Application, lock: int) -> None:
+    """Run the server of a sweep in this fresh interpreter."""
+    # its jobs inherit this; a command in the background ignores Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    application, request = pickle.load(sys.stdin.buffer)
-    redirect_output(1)
-    raise SystemExit(run(load(application), request, SweepFolder(Path(folder)).job(request.number)))
+    Server(connection, sweep, application, lock).serve()
+
+
+def run_job(connection: Connection, application: Application, request: JobRequest, sweep: SweepFolder) -> NoReturn:
+    """Run a job in this fresh interpreter, and exit."""
+    connection.close()
+    raise SystemExit(run(load(application), request, sweep.job(request.number)))
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

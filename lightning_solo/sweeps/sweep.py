@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from socket import socketpair
 from typing import Any
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.machine import versions
-from lightning_solo.processes import interpreter
+from lightning_solo.processes import Child, ProcessError, start
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
@@ -63,7 +60,7 @@ class Sweep:
         self._full: tuple[Path, str] | None = None  # a file that could not be written, and why; then no job starts
         self._opened: ExitStack | None = None
         self._lock = -1
-        self._server: Connection | None = None
+        self._server: Child | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -173,45 +170,39 @@ class Sweep:
                     server.send(None)
                     forwarded += 1
                 self.look(list(running))
-                if running and server.poll(LOOK_S):
-                    number, end = server.recv()
+                if running and server.connection.poll(LOOK_S):
+                    number, end = server.receive()
                     self._ended(waiting, running.pop(number), end)
                 if not running:
                     self._check_signals()
                     if self._full is not None:
                         return
-        except (EOFError, ConnectionError):
+        except ProcessError as error:
             raise CheckpointError(
-                f"{self.folder.path}: the process that starts the jobs died; its last output is in"
+                f"{self.folder.path}: the process that starts the jobs died of {error}; its last output is in"
                 f" {self.folder.server_log}; the same command resumes"
             ) from None
 
-    def _serve(self) -> Connection:
+    def _serve(self) -> Child:
         """Start the process that starts the jobs, and wait until it has loaded the application."""
         assert self._opened is not None
-        ours, theirs = socketpair()
-        numbers = (theirs.fileno(), self._lock)
-        with self.folder.server_log.open("ab") as log, theirs:
-            process = subprocess.Popen(
-                interpreter(f"{serve.__module__}:serve", str(self.folder.path.absolute()), *map(str, numbers)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=numbers,
-                start_new_session=True,
-            )
-        server = Connection(ours.detach())
-        self._opened.callback(process.wait)
-        self._opened.callback(server.close)
-        server.send(self.application)
-        while not server.poll(LOOK_S):
+        folder = SweepFolder(self.folder.path.absolute())
+        with self.folder.server_log.open("ab") as log:
+            server = start(
+                f"{serve.__module__}:serve", folder, self.application, self._lock,
+                output=log, inherited=[self._lock], killed_with_parent=False,
+            )  # fmt: skip
+        self._opened.callback(server.wait)
+        self._opened.callback(server.connection.close)  # which ends it, after its jobs
+        while not server.connection.poll(LOOK_S):
             self._check_signals()
-        what, value = server.recv()
-        if what == "failed":
+        try:
+            why_not_forked = server.receive()
+        except PresetError as error:
             where = self.application.file or self.application.module
-            raise PresetError(f"hydra/launcher=solo: a job's own process can't load {where}:\n{value}")
-        if value:
-            self.tell("spawning", None, value)
+            raise PresetError(f"hydra/launcher=solo: a job's own process can't load {where}:\n{error}") from None
+        if why_not_forked:
+            self.tell("spawning", None, why_not_forked)
         self._server = server
         return server
 
@@ -223,7 +214,7 @@ class Sweep:
         """Return whether no further job is to start."""
         return bool(self._signals) or self._full is not None
 
-    def _start(self, server: Connection, one: Try, running: dict[int, Try]) -> None:
+    def _start(self, server: Child, one: Try, running: dict[int, Try]) -> None:
         job = one.job
         if not self.wanted(job):
             return

@@ -13,7 +13,7 @@ import pytest
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.outcome import STATUSES, oom_kills, outcome
+from lightning_solo.sweeps.outcome import STATUSES, outcome
 from tests.messages import lines_with, mentions
 
 
@@ -59,13 +59,6 @@ def test_each_end_has_its_name(
     assert status == expected[0]
     assert status in STATUSES
     assert lines_with(detail, expected[1]) if expected[1] else detail == ""
-
-
-def test_the_kernels_count_is_read(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 5\noom_kill 7\noom_kill_other 3\n")
-    assert oom_kills(tmp_path) == 7
-    assert oom_kills(tmp_path / "nowhere") == 0
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,9 +18,8 @@ from lightning_solo.errors import CapabilityError
 from lightning_solo.sweeps import forking, server
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings
-from lightning_solo.sweeps.output import KEPT_BYTES, cut_output, output_file
+from lightning_solo.sweeps.output import KEPT_BYTES, cut_output
 from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
 from tests.messages import lines_with
@@ -118,28 +116,11 @@ def test_a_job_gets_a_ctrl_c_that_its_command_ignores_and_finds_what_was_preload
     assert row.returned == [True, True]
 
 
-# --- how it ends one ---
-
-
-def running(folder: Path, pid: int = 0, **settings: int) -> server.Running:
-    """Return a job with a process of ours."""
-    request = JobRequest(0, 1, False, str(folder), b"", Settings(**settings))
-    return server.Running(request, pid, -1, time.monotonic(), 0)
-
-
-def test_what_has_not_ended_by_a_signal_is_killed_by_the_next(tmp_path: Path, ctrl_c_ignored: None) -> None:
-    with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
-        job = running(tmp_path, process.pid)
-        for _ in range(2):
-            server.Server(SweepFolder(tmp_path), None, -1)._stop(job, signal.SIGINT)  # type: ignore[arg-type]
-        assert process.wait(60) == -signal.SIGKILL
-
-
-def test_the_output_of_a_job_that_runs_is_cut(tmp_path: Path) -> None:
-    job, file = running(tmp_path, output_mib=1), output_file(str(tmp_path))
+def test_output_is_cut_to_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "output.log"
     for size, kept in [(2**20, 2**20), (2**20 + 1, 2**19)]:
         file.write_bytes(b"a" * (size - 3) + b"end")
-        server.Server(SweepFolder(tmp_path), None, -1)._watch(job)  # type: ignore[arg-type]
+        cut_output(file, 2**20)
         assert kept <= file.stat().st_size <= kept + 100
         assert file.read_bytes().endswith(b"aend")
     assert b"hydra.launcher.output_mib" in file.read_bytes()[:100]
@@ -166,8 +147,8 @@ def test_a_row_says_when_and_with_what_a_job_ran(tmp_path: Path) -> None:
 
 
 def test_the_kernels_kills_count_for_the_job_in_whose_time_they_were(tmp_path: Path) -> None:
-    count = "from lightning_solo.sweeps import server\ncounts = iter([5, 6, 6, 6])\n"
-    count += "server.oom_kills = lambda: next(counts)\n\nclass Model:"
+    count = "from lightning_solo import processes\ncounts = iter([5, 6, 6, 6])\n"
+    count += "processes.oom_kills = lambda: next(counts)\n\nclass Model:"
     sweep(tmp_path, "n=1,2", "kind=killed", script=TRAIN.replace("class Model:", count), code=1)
     assert [row.status for row in rows(tmp_path)] == ["out of host memory", "killed"]
 
