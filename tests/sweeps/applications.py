@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Job, Settings
+from lightning_solo.sweeps.results import Row, read
 from lightning_solo.sweeps.sweep import Sweep
 
 ROOT = Path(__file__).parents[2]
@@ -104,8 +105,14 @@ def begun(folder: Path) -> list[int]:
     return sorted(map(int, (folder / "begun.txt").read_text().split()))
 
 
-THREAD = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n\nclass Model:"
-"""In the place of `class Model:` a thread that runs after the import, which can't be forked."""
+THREAD = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()"
+"""Code that starts a thread, which can't be forked."""
+
+
+def training(end: str = "", before: str = "") -> str:
+    """Return the application with another end of `do`, and with code before its class `Model`."""
+    script = TRAIN.replace("return cfg.n * 1.5", end.strip()) if end else TRAIN
+    return script.replace("class Model:", f"{before}\n\nclass Model:") if before else script
 
 
 def command(*overrides: str, launcher: str = "solo") -> list[str]:
@@ -114,33 +121,43 @@ def command(*overrides: str, launcher: str = "solo") -> list[str]:
 
 
 def environment(threads: int | None = 1) -> dict[str, str]:
-    """Return an environment in which this checkout is found, and torch takes one core, or with None all."""
+    """Return an environment in which this checkout is found; torch uses ``threads`` cores, None for all."""
     one = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {**os.environ, "PYTHONPATH": str(ROOT), **one, "COLUMNS": "200"}
 
 
-def sweep(
-    folder: Path, *overrides: str, code: int | None = 0, script: str = TRAIN, threads: int | None = 1
+def run(
+    folder: Path, command: Sequence[str], *, code: int = 0, threads: int | None = 1, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Write the application and sweep it; ``code`` is what it should exit with."""
-    (folder / "train.py").write_text(script)
-    done = subprocess.run(
-        command(*overrides),
-        cwd=folder,
-        env=environment(threads),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert code is None or done.returncode == code, done.stderr
+    """Run a command with the standard input ``given``, and check its exit code."""
+    streams: dict[str, Any] = {"input": given, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=folder, env=environment(threads), timeout=500, check=False, **streams)
+    assert done.returncode == code, done.stdout + done.stderr
     return done
 
 
+def sweep(
+    folder: Path, *overrides: str, code: int = 0, script: str = TRAIN, threads: int | None = 1
+) -> subprocess.CompletedProcess[str]:
+    """Write the application, sweep it, and check the exit code."""
+    (folder / "train.py").write_text(script)
+    return run(folder, command(*overrides), code=code, threads=threads)
+
+
 def sweep_folder(folder: Path) -> Path:
-    """Return the one sweep's folder that there is."""
+    """Return the folder of the only sweep."""
     (found,) = (folder / "multirun").iterdir()
     return found
+
+
+def rows_of(folder: Path) -> list[Row]:
+    """Return the rows of the only sweep."""
+    return read(sweep_folder(folder) / "results.jsonl")
+
+
+def returned(folder: Path) -> list[Any]:
+    """Return the values of the jobs of the only sweep."""
+    return [row.returned for row in rows_of(folder)]
 
 
 def starts(folder: Path) -> dict[int, int]:

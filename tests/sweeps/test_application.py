@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_solo.sweeps.application import application_of
-from lightning_solo.sweeps.results import read
 from tests.conftest import long
-from tests.sweeps.applications import THREAD, TRAIN, environment, sweep, sweep_folder
+from tests.sweeps.applications import THREAD, TRAIN, returned, rows_of, run, sweep, training
 
 PLUGIN = """
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -30,9 +28,9 @@ def test_a_resolver_of_a_plugin_of_hydras_is_there_in_a_job(tmp_path: Path) -> N
     """Though neither the script nor anything that it imports registers it."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "twice.py").write_text(PLUGIN)
-    script = TRAIN.replace("n: int = 0", 'n: int = 0\n    doubled: int = "${twice:${n}}"')
-    sweep(tmp_path, "n=1,2", script=script.replace("return cfg.n * 1.5", "return cfg.doubled"))
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [2, 4]
+    script = training("return cfg.doubled").replace("n: int = 0", 'n: int = 0\n    doubled: int = "${twice:${n}}"')
+    sweep(tmp_path, "n=1,2", script=script)
+    assert returned(tmp_path) == [2, 4]
 
 
 OUTER = """import functools
@@ -47,11 +45,7 @@ def outer(function):
 @hydra.main"""
 
 
-def run(folder: Path, *arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments, "-m", "hydra/launcher=solo", "n=1"]
-    return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, input=given
-    )
+AS_A_SWEEP = ["-m", "hydra/launcher=solo", "n=1"]
 
 
 @pytest.mark.parametrize(
@@ -61,16 +55,15 @@ def run(folder: Path, *arguments: str, given: str | None = None) -> subprocess.C
 )
 def test_it_is_found_however_it_was_run(tmp_path: Path, file: str, arguments: list[str], name: str) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(TRAIN.replace("return cfg.n * 1.5", "return __name__"))
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [name]
+    (tmp_path / file).write_text(training("return __name__"))
+    run(tmp_path, [sys.executable, *arguments, *AS_A_SWEEP])
+    assert returned(tmp_path) == [name]
 
 
 def test_decorators_above_hydras_are_no_part_of_the_task(tmp_path: Path) -> None:
     """These give None to whoever calls them with a configuration."""
     sweep(tmp_path, "n=1", script=TRAIN.replace("@hydra.main", OUTER))
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [1.5]
+    assert returned(tmp_path) == [1.5]
 
 
 # --- those that can't be imported ---
@@ -103,11 +96,11 @@ SCRIPTS = {
     "a lambda": TRAIN.replace(CALL, f"    {MAIN}(lambda cfg: cfg.n * 1.5 + 10)()\n"),
     "a closure": TRAIN.replace(CALL, CLOSURE),
     "a method": TRAIN.replace(CALL, METHOD),
-    "no guard": TRAIN.replace(GUARD + CALL, "train()\n").replace("return cfg.n * 1.5", OWN_CLASS),
-    "a resolver below the guard": TRAIN.replace(CALL, RESOLVER)
-    .replace("n: int = 0", 'n: int = 0\n    y: float = "${mine:${n}}"')
-    .replace("return cfg.n * 1.5", "return cfg.y"),
-    "a class of no module": TRAIN.replace("node=Config", MADE).replace("return cfg.n * 1.5", "return cfg.n * 1.5 + 10"),
+    "no guard": training(OWN_CLASS).replace(GUARD + CALL, "train()\n"),
+    "a resolver below the guard": training("return cfg.y")
+    .replace(CALL, RESOLVER)
+    .replace("n: int = 0", 'n: int = 0\n    y: float = "${mine:${n}}"'),
+    "a class of no module": training("return cfg.n * 1.5 + 10").replace("node=Config", MADE),
 }
 
 
@@ -121,19 +114,19 @@ SCRIPTS = {
 )
 def test_any_task_function_runs(tmp_path: Path, script: str) -> None:
     sweep(tmp_path, "n=1,2", script=script)
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [11.5, 13.0]
+    assert returned(tmp_path) == [11.5, 13.0]
 
 
 def test_a_closure_runs_in_fresh_interpreters_too_and_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
     for told in ("fresh interpreter", "by an earlier command"):
         script = SCRIPTS["a closure"].replace("class Model:", "PRELOAD = ('in_a_thread',)\n\nclass Model:")
-        (tmp_path / "in_a_thread.py").write_text(f"import time\n{THREAD}\n    pass\n")
+        (tmp_path / "in_a_thread.py").write_text(f"import time\n{THREAD}\n")
         assert told in sweep(tmp_path, "n=1,2", script=script).stdout
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert [(row.returned, row.attempt) for row in rows] == [(11.5, 1), (13.0, 1)]
 
 
-USES_ITS_CLASS = TRAIN.replace("return cfg.n * 1.5", OWN_CLASS)
+USES_ITS_CLASS = training(OWN_CLASS)
 
 
 @pytest.mark.parametrize(
@@ -142,19 +135,13 @@ USES_ITS_CLASS = TRAIN.replace("return cfg.n * 1.5", OWN_CLASS)
     ids=["python -c", "standard input"],
 )
 def test_what_has_no_file_runs(tmp_path: Path, given: str | None, arguments: list[str]) -> None:
-    done = run(tmp_path, *arguments, given=given)
-    assert done.returncode == 0, done.stderr
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [11.5]
+    run(tmp_path, [sys.executable, *arguments, *AS_A_SWEEP], given=given)
+    assert returned(tmp_path) == [11.5]
 
 
 def test_what_can_not_be_carried_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        TRAIN.replace("class Model:", "import threading\nLOCK = threading.Lock()\n\nclass Model:")
-        .replace("return cfg.n * 1.5", "return LOCK.locked()")
-        .replace(GUARD + CALL, "train()\n")
-    )
-    done = run(tmp_path, "train.py")
-    assert done.returncode == 1
+    script = training("return LOCK.locked()", "import threading\nLOCK = threading.Lock()")
+    done = sweep(tmp_path, "n=1", script=script.replace(GUARD + CALL, "train()\n"), code=1)
     assert "another process" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "multirun").glob("*"))
@@ -169,13 +156,12 @@ def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").touch()
     found = "return [name for name in ('first', 'second') if name in sys.modules]"
-    script = TRAIN.replace("return cfg.n * 1.5", found).replace("class Model:", "PRELOAD = ('first',)\n\nclass Model:")
-    returned = []
+    script = training(found, "PRELOAD = ('first',)")
+    values = []
     for preload in ("[]", "[second]"):
         sweep(tmp_path, "n=1", f"hydra.launcher.preload={preload}", "hydra.launcher.rerun=all", script=script)
-        (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
-        returned.append(row.returned)
-    assert returned == [["first"], ["second"]]
+        values += returned(tmp_path)
+    assert values == [["first"], ["second"]]
 
 
 def test_modules_to_preload_are_the_applications_or_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

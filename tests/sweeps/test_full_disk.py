@@ -12,15 +12,15 @@ from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.results import read
 from tests.messages import lines_with, mentions
 from tests.sweeps.applications import (
-    TRAIN,
     begun,
     command,
     environment,
     plain_jobs,
     plain_sweep,
+    rows_of,
     starts,
     sweep,
-    sweep_folder,
+    training,
 )
 
 MOUNT = "mkdir -p disk && mount -t tmpfs -o size=1m none disk"
@@ -39,7 +39,7 @@ FILL = """    if cfg.n == 2 and not os.path.exists("filled"):
 @pytest.mark.skipif(not MAY_MOUNT, reason="no disk may be mounted here")
 def test_a_full_disk_ends_the_sweep_and_with_room_it_goes_on(tmp_path: Path) -> None:
     """The second job fills the disk, so that its row or its result can't be written; then it runs again."""
-    (tmp_path / "train.py").write_text(TRAIN.replace("    return cfg.n * 1.5", FILL))
+    (tmp_path / "train.py").write_text(training(FILL))
     same = shlex.join(command("n=1,2,3", "hydra.sweep.dir=disk/sweep"))
     lines = [
         MOUNT,
@@ -63,23 +63,19 @@ def test_a_full_disk_ends_the_sweep_and_with_room_it_goes_on(tmp_path: Path) -> 
 
 
 def test_a_result_that_can_not_be_written_is_a_failure_that_says_so(tmp_path: Path) -> None:
-    once = "server.run.__globals__['write_json'] = once"
-    script = TRAIN.replace("    return cfg.n * 1.5", f"    {once}\n    return 'x'").replace("class Model:", ONCE)
-    sweep(tmp_path, "n=1", script=script, code=1)
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    sweep(tmp_path, "n=1", script=training("job_process.write_json = once\n    return 'x'", ONCE), code=1)
+    (row,) = rows_of(tmp_path)
     assert (row.status, lines_with(row.detail, "OSError: ", "[Errno 28] no room")) == ("failed", [row.detail])
 
 
 ONCE = """
-from lightning_solo.sweeps import server
 from lightning_solo.atomic_files import write_json
+from lightning_solo.sweeps import job_process
 
 def once(path, data):
     if "returned" in data:
         raise OSError(28, "no room")
-    write_json(path, data)
-
-class Model:"""
+    write_json(path, data)"""
 
 
 def test_a_row_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import hydra
 import pytest
 
-from lightning_solo.sweeps.results import read
 from tests.conftest import long
-from tests.sweeps.applications import environment, sweep_folder
+from tests.sweeps.applications import rows_of, run, sweep_folder
 
 TRAIN = """
 import inspect
@@ -50,17 +48,8 @@ def test_jobs_run_under_the_commands_hydra_and_nobody_warns(tmp_path: Path, swee
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "in_a_thread.py").write_text(THREAD)
     overrides = ["hydra/launcher=solo", f"hydra.launcher.preload={preload}", "hydra.job_logging.root.level=WARNING"]
-    done = subprocess.run(
-        [sys.executable, "train.py", "-m", *overrides, *sweeper, "x=1,2"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    done = run(tmp_path, [sys.executable, "train.py", "-m", *overrides, *sweeper, "x=1,2"])
+    rows = rows_of(tmp_path)
     assert [row.returned for row in rows] == [float(row.overrides[0].removeprefix("x=")) for row in rows]
     outputs = [(sweep_folder(tmp_path) / str(row.number) / "output.log").read_text() for row in rows]
     assert [output.splitlines()[-1] for output in outputs] == [f"Hydra {hydra.__version__}"] * 2

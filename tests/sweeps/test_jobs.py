@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 
 from lightning_solo.atomic_files import read_json, try_lock, write_json
 from lightning_solo.errors import PresetError
+from lightning_solo.sweeps import job_process
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.job_process import returned
 from lightning_solo.sweeps.jobs import Job, check_folders
 from lightning_solo.sweeps.observer import figures
 from lightning_solo.sweeps.results import Row, append, read, read_all
@@ -32,9 +31,13 @@ from tests.sweeps.applications import (
     environment,
     plain_jobs,
     plain_sweep,
+    returned,
+    rows_of,
+    run,
     starts,
     sweep,
     sweep_folder,
+    training,
 )
 
 
@@ -79,7 +82,7 @@ class Odd:
     ],
 )
 def test_plain_values_are_kept(value: object, kept: dict[str, Any]) -> None:
-    assert returned(value) == kept
+    assert job_process.returned(value) == kept
 
 
 def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ from lightning_solo.sweeps.observer import JobObserver
 observer = pickle.loads(pickle.dumps(JobObserver(pathlib.Path({str(tmp_path / "1")!r}))))
 assert isinstance(observer, {home.__name__}.Callback), type(observer).__mro__
 assert not {{"pytorch_lightning", "lightning.pytorch"}} <= set(sys.modules)"""
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=tmp_path)
+    run(tmp_path, [sys.executable, "-c", code])
 
 
 def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
@@ -124,9 +127,9 @@ def test_figures_are_taken_from_every_callback_that_has_numbers() -> None:
 @pytest.mark.long
 def test_a_device_that_is_gone_does_not_hide_why(tmp_path: Path) -> None:
     """After an error of CUDA's each further call to it raises too, that of the one who asks for the peak as well."""
-    script = TRAIN.replace("return cfg.n * 1.5", CUDA_ERROR)
+    script = training(CUDA_ERROR)
     sweep(tmp_path, "n=1", script=script, code=1)
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     assert (row.status, row.detail) == ("failed", "RuntimeError: CUDA error: device-side assert triggered")
     assert (row.steps, row.peak_device_bytes) == (1, None)
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
@@ -162,13 +165,12 @@ def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork has none of them, and would wait for them in its first parallel operation."""
-    script = TRAIN.replace(
-        "class Model:", "import torch\ntorch.set_num_threads(2)\ntorch.randn(10**6).exp().sum()\n\nclass Model:"
-    ).replace("return cfg.n * 1.5", "return float(torch.ones(10**6).exp().sum())")
+    threads = "import torch\ntorch.set_num_threads(2)\ntorch.randn(10**6).exp().sum()"
+    script = training("return float(torch.ones(10**6).exp().sum())", threads)
     done = sweep(tmp_path, "n=1", "hydra.launcher.timeout_s=60", script=script)
     assert "fresh interpreter" in done.stdout
     assert "native" in done.stdout
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     assert row.returned == pytest.approx(2.718281828 * 10**6, rel=1e-3)
 
 
@@ -176,12 +178,11 @@ def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
 def test_imports_of_torch_and_lightning_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are imported with all cores, threads of numpy's included."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script = TRAIN.replace("class Model:", "import torch, lightning.pytorch\n\nclass Model:").replace(
-        "return cfg.n * 1.5", "return [os.getppid(), float(torch.ones(10**6).exp().sum())]"
-    )
+    value = "return [os.getppid(), float(torch.ones(10**6).exp().sum())]"
+    script = training(value, "import torch, lightning.pytorch")
     done = sweep(tmp_path, "n=1,2", "hydra.launcher.timeout_s=60", script=script, threads=None)
     assert "fresh interpreter" not in done.stdout
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert len({row.returned[0] for row in rows}) == 1
     assert [row.returned[1] for row in rows] == [pytest.approx(2.718281828 * 10**6, rel=1e-3)] * 2
 
@@ -192,11 +193,8 @@ START = "import subprocess\n    return subprocess.Popen(['sleep', '200'], close_
 
 @pytest.mark.parametrize(("leave", "fresh"), [(FORK, False), long(FORK, True), long(START, True)])
 def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, leave: str, fresh: bool) -> None:
-    script = TRAIN.replace("return cfg.n * 1.5", leave)
-    if fresh:
-        script = script.replace("class Model:", THREAD)
-    sweep(tmp_path, "n=1", script=script)
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    sweep(tmp_path, "n=1", script=training(leave, THREAD if fresh else ""))
+    (row,) = rows_of(tmp_path)
     assert Path(f"/proc/{row.returned}").exists()  # a session of its own: nobody here may end it
     with (sweep_folder(tmp_path) / ".sweep" / "lock").open("a") as file:
         assert try_lock(file.fileno())
@@ -207,21 +205,17 @@ def test_a_jobs_environment_is_the_commands(tmp_path: Path) -> None:
     """And what lies in the folder one stands in shadows nothing."""
     (tmp_path / "random.py").write_text("raise OSError('shadowed')")
     value = "[os.environ['PYTHONPATH'], sys.path[0], sys.argv[0], sys.modules['__main__'] is sys.modules[__name__]]"
-    script = TRAIN.replace("return cfg.n * 1.5", f"return {value}")
+    script = training(f"return {value}")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(script)
     command = [sys.executable, "src/train.py", "-m", "hydra/launcher=solo", "n=1"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    run(tmp_path, command)
+    (row,) = rows_of(tmp_path)
     assert row.returned == [environment()["PYTHONPATH"], str(tmp_path / "src"), "src/train.py", True]
 
 
 def test_a_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
-    script = TRAIN.replace(
-        "return cfg.n * 1.5",
-        "from hydra.utils import instantiate\n    instantiate({'_target_': 'json.loads', 's': 'x'})",
-    )
+    script = training("from hydra.utils import instantiate\n    instantiate({'_target_': 'json.loads', 's': 'x'})")
     sweep(tmp_path, "n=1", script=script, code=1)
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
     assert "JSONDecodeError" in told
@@ -229,9 +223,9 @@ def test_a_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
 
 
 def test_a_jobs_store_of_configurations_is_that_of_the_import(tmp_path: Path) -> None:
-    script = TRAIN.replace("return cfg.n * 1.5", "return 'config.yaml' in ConfigStore.instance().repo")
+    script = training("return 'config.yaml' in ConfigStore.instance().repo")
     sweep(tmp_path, "n=1", script=script)
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [True]
+    assert returned(tmp_path) == [True]
 
 
 # --- interrupts ---
@@ -322,9 +316,9 @@ def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Pat
     measure = """open(os.path.join(os.environ["LIGHTNING_SOLO_JOB"], "progress.json"), "w").write('{"step": 7}')"""
     script = TRAIN.replace('raise ValueError("the first time")', f'{measure}; raise ValueError("the first time")')
     sweep(tmp_path, "n=1", "kind=once", script=script, code=1)
-    assert [row.steps for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [7]
+    assert [row.steps for row in rows_of(tmp_path)] == [7]
     sweep(tmp_path, "n=1", "kind=once", "hydra.launcher.retries=1", script=script)
-    assert [(row.attempt, row.steps) for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [(2, None)]
+    assert [(row.attempt, row.steps) for row in rows_of(tmp_path)] == [(2, None)]
 
 
 @pytest.mark.long

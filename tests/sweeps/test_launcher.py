@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,20 @@ from typing import Any
 import pytest
 
 from lightning_solo.processes import is_running
-from lightning_solo.sweeps.results import read
 from tests.conftest import long
 from tests.messages import lines_with
-from tests.sweeps.applications import THREAD, TRAIN, command, environment, popen, starts, sweep, sweep_folder
+from tests.sweeps.applications import (
+    THREAD,
+    TRAIN,
+    popen,
+    returned,
+    rows_of,
+    run,
+    starts,
+    sweep,
+    sweep_folder,
+    training,
+)
 
 KINDS = ["fine", "raise", "segfault", "killed", "exit_3", "exit_0", "memory", "cuda", "object"]
 EXPECTED = {
@@ -46,7 +57,7 @@ def until(condition: object, seconds: float = 500.0) -> None:
 
 def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> None:
     done = sweep(tmp_path, f"kind={','.join(KINDS)}", "n=1,2", code=1)
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert [row.number for row in rows] == list(range(18))
     assert {row.overrides[0].removeprefix("kind="): row.status for row in rows} == EXPECTED
     assert starts(tmp_path) == {1: 9, 2: 9}
@@ -67,9 +78,9 @@ def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> No
 
 
 def test_each_job_is_a_process_of_its_own_under_the_scripts_own_name(tmp_path: Path) -> None:
-    script = TRAIN.replace("return cfg.n * 1.5", "return [os.getpid(), os.getppid(), Model.__module__, do.__module__]")
+    script = training("return [os.getpid(), os.getppid(), Model.__module__, do.__module__]")
     sweep(tmp_path, "n=1,2,3", script=script)
-    found = [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")]
+    found = returned(tmp_path)
     assert len({pid for pid, *_ in found}) == 3
     assert len({parent for _, parent, *_ in found}) == 1  # which has imported the application once
     assert {tuple(names) for _, _, *names in found} == {("train", "train")}
@@ -77,12 +88,11 @@ def test_each_job_is_a_process_of_its_own_under_the_scripts_own_name(tmp_path: P
 
 
 def test_a_job_starts_from_clean_memory_and_draws_numbers_of_its_own(tmp_path: Path) -> None:
-    script = TRAIN.replace(
-        "return cfg.n * 1.5",
-        "import numpy, random; state.append(cfg.n); return [len(state), random.random(), float(numpy.random.rand())]",
-    ).replace("class Model:", "import numpy.random\nstate = []\n\nclass Model:")
+    draw = "import numpy, random; state.append(cfg.n)\n"
+    draw += "    return [len(state), random.random(), float(numpy.random.rand())]"
+    script = training(draw, "import numpy.random\nstate = []")
     sweep(tmp_path, "n=1,2,3", script=script)
-    found = [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")]
+    found = returned(tmp_path)
     assert [seen for seen, *_ in found] == [1, 1, 1]
     assert len({number for _, number, _ in found}) == len({number for *_, number in found}) == 3
 
@@ -99,34 +109,34 @@ MEET = """
 @pytest.mark.parametrize(("parallel", "kind"), [long(1, "fine"), (2, "meet")])
 def test_jobs_run_side_by_side_where_asked(tmp_path: Path, parallel: int, kind: str) -> None:
     """Each of two that meet ends only when the other has begun."""
-    script = TRAIN.replace("    return cfg.n * 1.5", MEET)
+    script = training(MEET)
     sweep(tmp_path, "n=1,2", f"kind={kind}", f"hydra.launcher.parallel={parallel}", script=script)
-    (first, second) = (row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl"))
+    (first, second) = returned(tmp_path)
     assert (second[0] < first[1]) is (parallel == 2)
 
 
 @pytest.mark.long
 def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
-    script = TRAIN.replace("class Model:", THREAD).replace("return cfg.n * 1.5", "return os.getppid()")
+    script = training("return os.getppid()", THREAD)
     done = sweep(tmp_path, "n=1,2", "kind=fine,raise", script=script, code=1)
     assert "fresh interpreter" in done.stdout
     assert "threads" in done.stdout
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert [row.status for row in rows] == ["finished", "failed"] * 2
     assert not list(sweep_folder(tmp_path).rglob("request.pickle"))
 
 
 def test_a_failed_job_is_tried_again_where_asked(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1")
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert [(row.status, row.attempt) for row in rows] == [("finished", 2)] * 2
     assert (tmp_path / "starts.txt").read_text().split() == ["1", "1", "2", "2"]
 
 
 def test_a_try_goes_on_in_the_folder_of_the_one_before_and_is_told(tmp_path: Path) -> None:
-    script = TRAIN.replace("return cfg.n * 1.5", "return os.environ.get('LIGHTNING_SOLO_RESUMES')")
+    script = training("return os.environ.get('LIGHTNING_SOLO_RESUMES')")
     sweep(tmp_path, "n=1", "kind=fine,once", "hydra.launcher.retries=1", script=script)
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [None, "1"]
+    assert returned(tmp_path) == [None, "1"]
     assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == ["0", "1"]
 
 
@@ -141,7 +151,7 @@ def test_tries_are_counted_over_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "by"), [("hang", "SIGTERM"), long("deaf", "SIGKILL")])
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path, kind: str, by: str) -> None:
     sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=4", "hydra.launcher.grace_s=0.5", code=1)
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     assert (row.status, row.detail) == ("timed out", f"after 4 s (hydra.launcher.timeout_s), ended by {by}")
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
     assert "train.py" in told  # where it hung
@@ -159,9 +169,9 @@ def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
     size = os.path.getsize(output)
     print("y" * 3 * 10**6 + " the last word")
     return size"""
-    script = TRAIN.replace("return cfg.n * 1.5", wait)
+    script = training(wait)
     sweep(tmp_path, "n=1", "kind=loud", "hydra.launcher.output_mib=2", script=script)
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     assert row.returned <= 2 * 2**20
     output = sweep_folder(tmp_path) / "0" / "output.log"
     assert output.stat().st_size <= 2 * 2**20
@@ -170,9 +180,9 @@ def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
 
 
 def test_what_a_job_left_running_is_ended_with_it(tmp_path: Path) -> None:
-    script = TRAIN.replace("return cfg.n * 1.5", "import subprocess; return subprocess.Popen(['sleep', '1000']).pid")
+    script = training("import subprocess; return subprocess.Popen(['sleep', '1000']).pid")
     sweep(tmp_path, "n=1", script=script)
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     until(lambda: not is_running(row.returned))
 
 
@@ -209,13 +219,13 @@ def test_another_script_under_the_same_command_runs_again_but_where_only_failed_
     edited = TRAIN.replace('raise ValueError("bad luck")', "return 7")
     sweep(tmp_path, "n=1,2", "kind=raise,fine", "hydra.launcher.rerun=failed", script=edited)
     assert starts(tmp_path) == {1: 3, 2: 3}
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [7, 1.5, 7, 3.0]
+    assert returned(tmp_path) == [7, 1.5, 7, 3.0]
     sweep(tmp_path, "n=1,2", "kind=raise,fine", script=edited)
     assert starts(tmp_path) == {1: 4, 2: 4}  # those that ran under the former script
 
 
 def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Path) -> None:
-    script = TRAIN.replace("class Model:", "from mine import times\n\nclass Model:").replace("n * 1.5", "n * times")
+    script = training("return cfg.n * times", "from mine import times")
     for times in (2, 2, 3):
         # of another length, since Python tells a file of bytecode that is out of date by length and second
         (tmp_path / "mine.py").write_text("times = " + "1 + " * (times - 1) + "1\n")
@@ -223,7 +233,7 @@ def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Pat
     assert starts(tmp_path) == {1: 2}
     assert lines_with(done.stdout, " mine.py ", "0.attempt-1")
     assert not lines_with(done.stdout, "train.py")
-    assert [row.returned for row in read(sweep_folder(tmp_path) / "results.jsonl")] == [3]
+    assert returned(tmp_path) == [3]
 
 
 @pytest.mark.long
@@ -245,7 +255,7 @@ def test_killed_at_random_moments_no_job_is_missing_and_none_that_ended_runs_aga
                 break
     sweep(tmp_path, *overrides)
     lines = (sweep_folder(tmp_path) / "results.jsonl").read_text().splitlines()
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert len(lines) == len(rows) == 20
     assert [row.returned for row in rows] == [1.5 * n for n in range(20)]
     assert sum(row.attempt for row in rows) <= 20 + 2 * kills  # a kill ends two jobs at most
@@ -270,8 +280,7 @@ def pids(folder: Path) -> list[int]:
 @forked_or_fresh
 @pytest.mark.parametrize("wait", [WAIT, long(DEAF)], ids=["hears", "deaf"])
 def test_a_job_ends_with_its_command_and_the_same_command_resumes_it(tmp_path: Path, wait: str, fresh: bool) -> None:
-    script = TRAIN.replace("    return cfg.n * 1.5", wait)
-    script = script.replace("class Model:", THREAD) if fresh else script
+    script = training(wait, THREAD if fresh else "")
     with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1", script=script) as process:
         until(lambda: pids(tmp_path))
         process.kill()
@@ -282,14 +291,13 @@ def test_a_job_ends_with_its_command_and_the_same_command_resumes_it(tmp_path: P
         assert not is_running(job)
         (tmp_path / "go").touch()
         assert process.wait(timeout=500) == 0
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     assert (row.status, row.attempt, row.returned) == ("finished", 2, "1")
 
 
 @forked_or_fresh
 def test_if_the_process_between_dies_its_jobs_do_and_the_same_command_resumes(tmp_path: Path, fresh: bool) -> None:
-    script = TRAIN.replace("    return cfg.n * 1.5", WAIT)
-    script = script.replace("class Model:", THREAD) if fresh else script
+    script = training(WAIT, THREAD if fresh else "")
     with popen(tmp_path, "n=1,2", script=script) as process:
         until(lambda: pids(tmp_path))
         (job,) = pids(tmp_path)
@@ -302,7 +310,7 @@ def test_if_the_process_between_dies_its_jobs_do_and_the_same_command_resumes(tm
     until(lambda: not is_running(job))
     (tmp_path / "go").touch()
     sweep(tmp_path, "n=1,2", script=script)
-    rows = read(sweep_folder(tmp_path) / "results.jsonl")
+    rows = rows_of(tmp_path)
     assert [(row.status, row.attempt, row.returned) for row in rows] == [("finished", 2, "1"), ("finished", 1, None)]
 
 
@@ -310,7 +318,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
     """A terminal sends it to all processes of the command's group."""
     restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
     arguments: dict[str, Any] = {"preexec_fn": restore, "start_new_session": True}
-    script = TRAIN.replace("    return cfg.n * 1.5", WAIT)
+    script = training(WAIT)
     same = ["n=1,2,3", "hydra.launcher.grace_s=100"]
     with popen(tmp_path, *same, script=script, **arguments) as process:
         until(lambda: pids(tmp_path))
@@ -319,7 +327,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
     assert process.returncode == 130
     assert lines_with(said, "interrupted", "0 of 3 jobs", "same command")
     assert "Traceback" not in said
-    (row,) = read(sweep_folder(tmp_path) / "results.jsonl")
+    (row,) = rows_of(tmp_path)
     assert row.status == "interrupted"
     (tmp_path / "go").touch()
     sweep(tmp_path, *same, "hydra.launcher.parallel=3", script=script)
@@ -329,23 +337,22 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
 @pytest.mark.long
 def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGINT, lambda *_: open('asked', 'w').close()); time.sleep(60)"
-    script = TRAIN.replace("return cfg.n * 1.5", deaf)
+    script = training(deaf)
     with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1000", script=script) as process:
         until(lambda: starts(tmp_path) == {1: 1})
         process.send_signal(signal.SIGTERM)
         until(lambda: (tmp_path / "asked").exists())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=500) == 130
-    assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"]
+    assert [row.status for row in rows_of(tmp_path)] == ["interrupted"]
 
 
 @pytest.mark.long
 @forked_or_fresh
 def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fresh: bool) -> None:
     """Its shell lets it ignore Ctrl-C; its jobs end one after the other, and none is started in between."""
-    end = "    try: time.sleep(60)\n    except KeyboardInterrupt:\n        time.sleep(cfg.n - 1); raise\n"
-    script = TRAIN.replace("    return cfg.n * 1.5\n", end)
-    script = script.replace("class Model:", THREAD) if fresh else script
+    end = "try: time.sleep(60)\n    except KeyboardInterrupt:\n        time.sleep(cfg.n - 1); raise"
+    script = training(end, THREAD if fresh else "")
     ignore = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     settings = ["hydra.launcher.parallel=2", "hydra.launcher.grace_s=1000"]
     with popen(tmp_path, "n=1,2,3", *settings, script=script, preexec_fn=ignore) as process:
@@ -354,11 +361,11 @@ def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fr
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=500) == 130
     assert starts(tmp_path) == {1: 1, 2: 1}
-    assert [row.status for row in read(sweep_folder(tmp_path) / "results.jsonl")] == ["interrupted"] * 2
+    assert [row.status for row in rows_of(tmp_path)] == ["interrupted"] * 2
 
 
 def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
-    script = TRAIN.replace("    return cfg.n * 1.5", WAIT)
+    script = training(WAIT)
     with popen(tmp_path, "n=1", script=script) as first:
         until(lambda: pids(tmp_path))
         second = sweep(tmp_path, "n=1", script=script, code=1)
@@ -412,22 +419,14 @@ def test_a_folder_may_be_named_by_what_hydra_knows_of_the_job(tmp_path: Path) ->
         assert (sweep_folder(tmp_path) / folder / ".hydra" / "overrides.yaml").is_file()
 
 
-NOT_HERE = "if __name__ != '__main__':\n    raise OSError('not here')\n\nclass Model:"
-DIES = "if __name__ != '__main__':\n    os._exit(5)\n\nclass Model:"
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        long("class Model:", NOT_HERE, "not here"),
-        ("class Model:", DIES, " died"),
-    ],
+    ("statement", "said"),
+    [long("raise OSError('not here')", "not here"), ("os._exit(5)", "died of exit status 5")],
     ids=["import fails", "import ends the process"],
 )
-def test_an_application_that_another_process_cannot_have_is_refused(
-    tmp_path: Path, old: str, new: str, said: str
-) -> None:
-    done = sweep(tmp_path, "n=1,2", script=TRAIN.replace(old, new), code=1)
+def test_application_that_another_process_cannot_import_is_refused(tmp_path: Path, statement: str, said: str) -> None:
+    script = training(before=f"if __name__ != '__main__':\n    {statement}")
+    done = sweep(tmp_path, "n=1,2", script=script, code=1)
     assert said in done.stderr
     assert starts(tmp_path) == {}
 
@@ -437,10 +436,7 @@ def test_an_application_that_another_process_cannot_have_is_refused(
 
 def test_the_plugin_loads_without_torch(tmp_path: Path) -> None:
     code = "import sys; from hydra.core.plugins import Plugins; Plugins.instance(); print('torch' in sys.modules)"
-    run = subprocess.run(
-        [command()[0], "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "False"
+    assert run(tmp_path, [sys.executable, "-c", code]).stdout.strip() == "False"
 
 
 def test_the_state_is_plain_data(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from lightning_solo.sweeps.pruning import storage
-from lightning_solo.sweeps.results import Row, read
 from tests.conftest import long
-from tests.sweeps.applications import environment
+from tests.sweeps.applications import command as sweep_command
+from tests.sweeps.applications import environment, popen, rows_of, run, sweep_folder
 
 TRAIN = """
 import hydra, os, sys, time
@@ -62,26 +62,19 @@ ConfigStore.instance().store(name="config", node=Config)
 if __name__ == "__main__":
     train()
 """
+SEARCH = ("hydra/sweeper=solo_optuna",)
 SPACE = ("x=interval(0,3)", "width=choice(1,2,4)")
 
 
 def command(*overrides: str) -> list[str]:
-    return [sys.executable, "train.py", "-m", "hydra/launcher=solo", "hydra/sweeper=solo_optuna", *overrides]
+    return sweep_command(*SEARCH, *overrides)
 
 
 @contextmanager
-def begun(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def begun(folder: Path, *overrides: str, script: str = TRAIN) -> Iterator[subprocess.Popen[str]]:
     """Start a search in a session of its own, and yield when its first trial has begun; leave no process behind."""
-    process = subprocess.Popen(
-        command(*overrides),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-    )
+    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+    process = popen(folder, *SEARCH, *overrides, script=script, start_new_session=True, preexec_fn=restore)
     with process:
         try:
             deadline = time.monotonic() + 500
@@ -97,26 +90,7 @@ def begun(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
 def search(folder: Path, *overrides: str, code: int = 0, script: str = TRAIN) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
-    done = subprocess.run(
-        command(*overrides),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
-def sweep_folder(folder: Path) -> Path:
-    (found,) = (folder / "multirun").iterdir()
-    return found
-
-
-def rows(folder: Path) -> list[Row]:
-    return read(sweep_folder(folder) / "results.jsonl")
+    return run(folder, command(*overrides), code=code)
 
 
 def trials(folder: Path) -> list[FrozenTrial]:
@@ -139,7 +113,7 @@ def test_a_search_draws_what_optuna_alone_would(tmp_path: Path) -> None:
     found = trials(tmp_path)
     assert [trial.params for trial in found] == drawn_by_optuna_alone(13)  # the first ten by chance, then by TPE
     assert [trial.state for trial in found] == [TrialState.COMPLETE] * 13
-    assert [trial.value for trial in found] == [row.returned for row in rows(tmp_path)]
+    assert [trial.value for trial in found] == [row.returned for row in rows_of(tmp_path)]
     assert starts(tmp_path) == [(t.number, f"{t.params['x']} {t.params['width']}") for t in found]
     best = min(found, key=lambda trial: trial.value)
     assert f"best: trial {best.number}, value {best.value:.6g}: x={best.params['x']}" in done.stdout
@@ -174,7 +148,7 @@ def test_two_objectives_of_which_the_sweep_measures_the_second(tmp_path: Path) -
     done = search(tmp_path, *space, "hydra.sweeper.direction=[minimize,minimize]", "hydra.sweeper.n_trials=8")
     found = trials(tmp_path)
     assert [trial.values for trial in found] == [
-        [row.returned, float(row.peak_host_bytes or 0)] for row in rows(tmp_path)
+        [row.returned, float(row.peak_host_bytes or 0)] for row in rows_of(tmp_path)
     ]
     peaks = {t.params["width"]: t.values[1] for t in found}
     assert len(peaks) > 1
@@ -221,7 +195,7 @@ def test_failing_trials_are_marked_and_named_at_the_end_only(tmp_path: Path) -> 
         "nan": TrialState.FAIL,
     }
     assert len(trials(tmp_path)) == 10
-    failed = [row for row in rows(tmp_path) if row.status != "finished"]
+    failed = [row for row in rows_of(tmp_path) if row.status != "finished"]
     assert done.stderr.count(" of 10 jobs") == 1
     assert f"{len(failed)} of 10 jobs" in done.stderr
     assert "ValueError: bad luck" in done.stderr
@@ -256,8 +230,8 @@ def test_killed_at_random_moments_each_trial_keeps_its_parameters(tmp_path: Path
     assert [trial.params for trial in found] == drawn_by_optuna_alone(6)
     assert set(starts(tmp_path)) == {(t.number, f"{t.params['x']} {t.params['width']}") for t in found}
     assert [trial.state for trial in found] == [TrialState.COMPLETE] * 6
-    assert [(row.number, row.status) for row in rows(tmp_path)] == [(n, "finished") for n in range(6)]
-    assert sum(row.attempt for row in rows(tmp_path)) <= 6 + 8  # a kill ends one job at most
+    assert [(row.number, row.status) for row in rows_of(tmp_path)] == [(n, "finished") for n in range(6)]
+    assert sum(row.attempt for row in rows_of(tmp_path)) <= 6 + 8  # a kill ends one job at most
 
 
 KILLED = """
@@ -313,9 +287,8 @@ def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, coun
 @pytest.mark.long
 def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) -> None:
     script = TRAIN.replace("    time.sleep(cfg.sleep)\n", "    while not os.path.exists('go'): time.sleep(0.02)\n")
-    (tmp_path / "train.py").write_text(script)
     overrides = (*SPACE, "hydra.sweeper.n_trials=2")
-    with begun(tmp_path, *overrides) as process:
+    with begun(tmp_path, *overrides, script=script) as process:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=500)
     assert process.returncode == 130, said
@@ -370,7 +343,7 @@ def test_a_task_function_without_a_number_is_refused_at_once(tmp_path: Path) -> 
     assert "job 0 returned None" in done.stderr
     assert "trainer.callback_metrics" in done.stderr
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL]
-    (row,) = rows(tmp_path)
+    (row,) = rows_of(tmp_path)
     assert (row.status, row.detail.startswith("returned None")) == ("failed", True)
 
 
@@ -384,7 +357,6 @@ def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, versi
 
 @pytest.mark.long
 def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
     overrides = (*SPACE, "sleep=250", "hydra.sweeper.n_trials=1")
     with begun(tmp_path, *overrides) as first:
         assert f"process {first.pid} works on this sweep" in search(tmp_path, *overrides, code=1).stderr
@@ -396,4 +368,4 @@ def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
 
 def test_the_plugin_loads_without_torch_or_optuna(tmp_path: Path) -> None:
     code = "import sys, hydra_plugins.lightning_solo.sweeper; assert not {'torch', 'optuna'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=tmp_path)
+    run(tmp_path, [sys.executable, "-c", code])

@@ -15,7 +15,7 @@ pytest.importorskip("optuna")
 from optuna.trial import TrialState
 
 from tests.sweeps import test_optuna
-from tests.sweeps.applications import environment
+from tests.sweeps.applications import rows_of, run
 
 EPOCHS = 4
 TRAIN = """
@@ -73,17 +73,7 @@ SEARCH = ("level=interval(0,9)", "hydra.sweeper.sampler=random", "hydra.sweeper.
 
 def search(folder: Path, *overrides: str, code: int = 0, home: str = "lightning") -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(TRAIN.format(home=home, epochs=EPOCHS))
-    done = subprocess.run(
-        test_optuna.command(*SEARCH, *overrides),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    return run(folder, test_optuna.command(*SEARCH, *overrides), code=code)
 
 
 def by_the_rule(levels: list[float], after: int) -> list[TrialState]:
@@ -103,7 +93,7 @@ def test_what_is_above_the_median_ends_after_its_first_epoch(tmp_path: Path, hom
     done = search(
         tmp_path, "hydra.sweeper.n_trials=5", "hydra.sweeper.prune_after_trials=2", "hydra.sweeper.seed=3", home=home
     )
-    trials, rows = test_optuna.trials(tmp_path), test_optuna.rows(tmp_path)
+    trials, rows = test_optuna.trials(tmp_path), rows_of(tmp_path)
     expected = by_the_rule([trial.params["level"] for trial in trials], after=2)
     assert [trial.state for trial in trials] == expected
     assert 0 < expected.count(TrialState.PRUNED) < 5
@@ -126,7 +116,7 @@ def test_none_is_ended_where_it_was_not_asked_for(tmp_path: Path) -> None:
     search(tmp_path, "hydra.sweeper.pruning=false", "hydra.sweeper.n_trials=3", "hydra.sweeper.prune_after_trials=0")
     trials = test_optuna.trials(tmp_path)
     assert [(trial.state, len(trial.intermediate_values)) for trial in trials] == [(TrialState.COMPLETE, 0)] * 3
-    assert [row.steps for row in test_optuna.rows(tmp_path)] == [3 * EPOCHS] * 3
+    assert [row.steps for row in rows_of(tmp_path)] == [3 * EPOCHS] * 3
 
 
 @pytest.mark.long
@@ -159,7 +149,7 @@ def test_a_metric_that_no_trial_reports_is_named(tmp_path: Path) -> None:
 def test_a_trial_that_was_cut_off_reports_once(tmp_path: Path) -> None:
     """Killed in its third epoch, it is tried again and reports only what is new."""
     search(tmp_path, "die_at=2", "hydra.launcher.retries=1", "hydra.sweeper.n_trials=2")
-    trials, rows = test_optuna.trials(tmp_path), test_optuna.rows(tmp_path)
+    trials, rows = test_optuna.trials(tmp_path), rows_of(tmp_path)
     assert [row.attempt for row in rows] == [2, 1]
     assert [list(trial.intermediate_values) for trial in trials] == [[1, 2, 3, 4]] * 2
     assert "already reported" not in (tmp_path / rows[0].folder / "output.log").read_text()
@@ -170,15 +160,10 @@ def test_a_pruned_trial_stays_pruned_when_the_command_is_killed_before_it_is_tol
     script = TRAIN.format(home="lightning", epochs=EPOCHS)
     (tmp_path / "train.py").write_text(test_optuna.with_kill(script, "Study", "tell", 4))
     overrides = (*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.prune_after_trials=1", "hydra.sweeper.seed=1")
-    codes = [
-        subprocess.run(
-            test_optuna.command(*overrides), cwd=tmp_path, env=environment(), check=False, timeout=500
-        ).returncode
-        for _ in range(2)
-    ]
-    assert codes == [-signal.SIGKILL, 0]
+    for code in (-signal.SIGKILL, 0):
+        run(tmp_path, test_optuna.command(*overrides), code=code)
     trials = test_optuna.trials(tmp_path)
     expected = by_the_rule([trial.params["level"] for trial in trials], after=1)
     assert expected[3] == TrialState.PRUNED  # the one that was told after the kill
     assert [trial.state for trial in trials] == expected
-    assert [row.attempt for row in test_optuna.rows(tmp_path)] == [1] * 4
+    assert [row.attempt for row in rows_of(tmp_path)] == [1] * 4

@@ -15,22 +15,16 @@ import pytest
 import torch
 
 from lightning_solo.errors import CapabilityError
-from lightning_solo.sweeps import forking, server
+from lightning_solo.processes import NVML
+from lightning_solo.sweeps import forking
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Job, Settings
 from lightning_solo.sweeps.output import KEPT_BYTES, cut_output
-from lightning_solo.sweeps.results import Row, read
+from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.sweep import Sweep
 from tests.messages import lines_with
-from tests.sweeps.applications import TRAIN, starts, sweep, sweep_folder
-
-LAST = "return cfg.n * 1.5"
-
-
-def rows(folder: Path) -> list[Row]:
-    return read(sweep_folder(folder) / "results.jsonl")
-
+from tests.sweeps.applications import returned, rows_of, starts, sweep, sweep_folder, training
 
 # --- when it forks ---
 
@@ -46,14 +40,14 @@ def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytes
 
 @pytest.mark.long
 def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = TRAIN.replace("class Model:", f"imported = os.environ.get({server.NVML!r})\n\nclass Model:")
-    script = script.replace(LAST, f"return [imported, os.environ.get({server.NVML!r})]")
-    monkeypatch.delenv(server.NVML, raising=False)  # Lightning has set it here
+    look = f"os.environ.get({NVML!r})"
+    script = training(f"return [imported, {look}]", f"imported = {look}")
+    monkeypatch.delenv(NVML, raising=False)  # Lightning has set it here
     sweep(tmp_path, "n=1", script=script)
-    assert [row.returned for row in rows(tmp_path)] == [["1", None]]
-    monkeypatch.setenv(server.NVML, "0")
+    assert returned(tmp_path) == [["1", None]]
+    monkeypatch.setenv(NVML, "0")
     sweep(tmp_path, "n=1", "hydra.launcher.rerun=all", script=script)
-    assert [row.returned for row in rows(tmp_path)] == [["1", "0"]]
+    assert returned(tmp_path) == [["1", "0"]]
 
 
 def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +65,8 @@ def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyP
 
 def test_a_job_holds_nothing_of_the_server(tmp_path: Path) -> None:
     held = "of = '/proc/self/fd/%s'; return [os.readlink(of % n) for n in range(100) if os.path.lexists(of % n)]"
-    sweep(tmp_path, "n=1,2", "sleep=0.5", "hydra.launcher.parallel=2", script=TRAIN.replace(LAST, held))
-    for row in rows(tmp_path):
+    sweep(tmp_path, "n=1,2", "sleep=0.5", "hydra.launcher.parallel=2", script=training(held))
+    for row in rows_of(tmp_path):
         own = [name for name in row.returned if name.startswith(("socket:", "anon_inode:[pidfd]"))]
         assert own == []
         assert str(sweep_folder(tmp_path) / ".sweep" / "lock") not in row.returned
@@ -82,7 +76,7 @@ def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
     """Its threads are waited for, and what it registered for its end is called."""
     end = "import threading, atexit; atexit.register(print, 'at exit')\n"
     end += "    threading.Thread(target=lambda: (time.sleep(0.5), print('thread'))).start()\n    return 1"
-    sweep(tmp_path, "n=1", script=TRAIN.replace(LAST, end))
+    sweep(tmp_path, "n=1", script=training(end))
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text().split("\n")
     assert told[-3:] == ["thread", "at exit", ""]
 
@@ -90,10 +84,10 @@ def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
 def test_a_job_knows_its_number_and_folder(tmp_path: Path) -> None:
     hydra = "hydra.core.hydra_config.HydraConfig.get()"
     value = f"return [{hydra}.job.num, {hydra}.job.id, {hydra}.sweep.dir, {hydra}.runtime.output_dir]"
-    sweep(tmp_path, "n=1,2", script=TRAIN.replace(LAST, value))
+    sweep(tmp_path, "n=1,2", script=training(value))
     folder = sweep_folder(tmp_path)
     expected = [[n, str(n), str(folder.relative_to(tmp_path)), str(folder / str(n))] for n in range(2)]
-    assert [row.returned for row in rows(tmp_path)] == expected
+    assert returned(tmp_path) == expected
 
 
 @pytest.fixture
@@ -138,7 +132,7 @@ def test_output_is_cut_to_its_end(tmp_path: Path) -> None:
 def test_a_row_says_when_and_with_what_a_job_ran(tmp_path: Path) -> None:
     begun = time.time()
     sweep(tmp_path, "n=1", "sleep=0.5")
-    (row,) = rows(tmp_path)
+    (row,) = rows_of(tmp_path)
     assert row.started is not None
     assert row.seconds is not None
     assert begun < row.started < row.started + 0.5 < row.started + row.seconds < time.time()
@@ -148,9 +142,9 @@ def test_a_row_says_when_and_with_what_a_job_ran(tmp_path: Path) -> None:
 
 def test_the_kernels_kills_count_for_the_job_in_whose_time_they_were(tmp_path: Path) -> None:
     count = "from lightning_solo import processes\ncounts = iter([5, 6, 6, 6])\n"
-    count += "processes.oom_kills = lambda: next(counts)\n\nclass Model:"
-    sweep(tmp_path, "n=1,2", "kind=killed", script=TRAIN.replace("class Model:", count), code=1)
-    assert [row.status for row in rows(tmp_path)] == ["out of host memory", "killed"]
+    count += "processes.oom_kills = lambda: next(counts)"
+    sweep(tmp_path, "n=1,2", "kind=killed", script=training(before=count), code=1)
+    assert [row.status for row in rows_of(tmp_path)] == ["out of host memory", "killed"]
 
 
 def test_a_refusal_has_no_trace_and_a_message_may_be_anything(tmp_path: Path) -> None:
@@ -159,12 +153,9 @@ class Mute(Exception):
     def __str__(self):
         raise OSError
 
-ERRORS = [CompactHydraException("a refusal\\n  in lines"), Mute(), ValueError("x" * 10**5)]
-
-class Model:"""
-    script = TRAIN.replace("class Model:", errors).replace(LAST, "raise ERRORS[cfg.n]")
-    sweep(tmp_path, "n=0,1,2", script=script, code=1)
-    refusal, mute, long = (row.detail for row in rows(tmp_path))
+ERRORS = [CompactHydraException("a refusal\\n  in lines"), Mute(), ValueError("x" * 10**5)]"""
+    sweep(tmp_path, "n=0,1,2", script=training("raise ERRORS[cfg.n]", errors), code=1)
+    refusal, mute, long = (row.detail for row in rows_of(tmp_path))
     assert refusal == "a refusal in lines"
     assert mute.startswith("Mute: ")
     assert len(long) < 2100
@@ -186,13 +177,13 @@ def test_a_job_that_can_not_be_started_is_a_row(tmp_path: Path) -> None:
 def no_room(file: str) -> str:
     """Return the application with a first job that makes a file impossible: a folder stands in its place."""
     make = f"os.path.exists({file}) or os.mkdir({file}); return os.getppid()"
-    return TRAIN.replace(LAST, make)
+    return training(make)
 
 
 @pytest.mark.long
 def test_a_job_that_can_not_write_its_word_ends_as_its_process_did(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/result.json'"), code=1)
-    (row,) = rows(tmp_path)
+    (row,) = rows_of(tmp_path)
     assert lines_with(row.detail, "status 1", "task function")
 
 
