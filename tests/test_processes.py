@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lightning_solo import processes
 from lightning_solo.processes import ProcessError, fork, is_running, oom_kills, reply, start
 
 
@@ -71,14 +70,6 @@ def test_death_is_an_error_that_says_how_and_what_was_printed_last(code: str, ho
         assert str(caught.value) == how
     with pytest.raises(ProcessError):
         child.send("")
-    child.close()
-
-
-def test_kill_by_the_kernel_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([5, 6])
-    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
-    child = fork(lambda _: os.kill(os.getpid(), signal.SIGKILL) or 0)
-    assert child.death() == "SIGKILL by the kernel, for lack of memory"
     child.close()
 
 

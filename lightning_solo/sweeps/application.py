@@ -42,7 +42,7 @@ class Application:
         arguments: `sys.argv` of the command.
         preload: modules to import before the first job; by default ``PRELOAD`` of its module.
         resolvers: the command's OmegaConf resolvers, pickled; None for one that can't be pickled.
-        carried: Hydra's state, and the function or None if it can be imported; pickled.
+        carried: the function (None if it can be imported) and Hydra's state, pickled.
         code: a hash of each file that defines it, see `_code_of`.
     """
 
@@ -60,8 +60,8 @@ class Application:
     @property
     def name(self) -> str:
         """The name of the script or module, or else of the function."""
-        by = self.function if self.file is None and self.module == "__main__" else self.module
-        return by.rpartition(".")[2].strip("<>")
+        name = self.function if self.file is None and self.module == "__main__" else self.module
+        return name.rpartition(".")[2].strip("<>")
 
     def dumps(self, value: object) -> bytes:
         """Return an object as bytes for a process that has loaded this application.
@@ -119,12 +119,11 @@ def _code_of(module: ModuleType | None) -> dict[str, str]:
     """
     folder = Path(*sys.path[:1]).absolute()
     # read __dict__ directly: attribute access would import lazy modules
-    known = [object.__getattribute__(m, "__dict__") for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-    files = {Path(file) for names in known if isinstance(file := names.get("__file__"), str)}
-    own = {file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts}
-    own |= {Path(getattr(module, "__file__", None) or "")}
+    modules = [object.__getattribute__(m, "__dict__") for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    imported = {Path(file) for names in modules if isinstance(file := names.get("__file__"), str)}
+    files = {file for file in imported if file.is_relative_to(folder) and "site-packages" not in file.parts}
     hashes = {}
-    for file in sorted(own):
+    for file in sorted(files | {Path(getattr(module, "__file__", None) or "")}):
         if file.is_file():
             digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
             hashes[str(file.relative_to(folder) if file.is_relative_to(folder) else file.name)] = digest
@@ -143,13 +142,13 @@ def _is_guarded(script: Path) -> bool:
 
 def _decorators(task: Callable[..., Any], function: str) -> int | None:
     """Return the number of decorators around a module's function, or None if the module lacks it."""
-    found: Any = sys.modules.get(task.__module__)
+    member: Any = sys.modules.get(task.__module__)
     for part in function.split("."):
-        found = getattr(found, part, None)
+        member = getattr(member, part, None)
     count = 0
-    while found is not None and found is not task:
-        found, count = getattr(found, "__wrapped__", None), count + 1
-    return None if found is None else count
+    while member is not None and member is not task:
+        member, count = getattr(member, "__wrapped__", None), count + 1
+    return None if member is None else count
 
 
 def _dumps(value: object, *, by_value: bool) -> bytes:
@@ -161,9 +160,9 @@ def _dumps(value: object, *, by_value: bool) -> bytes:
         dumped: bytes = cloudpickle.dumps(value)
     except Exception as error:  # a user's object may raise anything
         raise ConflictError(
-            f"hydra/launcher=solo: the task function, the configuration or one of hydra.callbacks can't be handed to"
-            f" another process: {error}; define it at the top level of a module that can be imported, or make what"
-            " can't be pickled inside the task function"
+            f"hydra/launcher=solo: the task function, the configuration or one of hydra.callbacks can't be pickled for"
+            f" another process: {error}; define it at the top level of a module that can be imported, or create the"
+            " object that can't be pickled inside the task function"
         ) from None
     return dumped
 
@@ -179,7 +178,7 @@ def _pickled_resolvers() -> dict[str, bytes | None]:
 
 
 def load(application: Application) -> Callable[[Any], Any]:
-    """Return the task function in this process; its argument is a configuration, or that of a plain call.
+    """Load the task function in this process, and return it; it takes a configuration, or a plain call's argument.
 
     Raises:
         ConflictError: a resolver of the command can neither be registered by an import nor be pickled.
@@ -211,9 +210,9 @@ def _register(application: Application) -> None:
             continue
         if pickled is None:
             raise ConflictError(
-                f"{name}: a resolver that can't be handed to another process, and that"
+                f"{name}: a resolver that can't be pickled for another process, and that"
                 f" {application.file or application.module} doesn't register when it is imported there; register it at"
-                ' its top level, not below `if __name__ == "__main__"`'
+                ' the top level of the file, not below `if __name__ == "__main__"`'
             )
         BaseContainer._resolvers[name] = pickle.loads(pickled)
 

@@ -28,7 +28,7 @@ SHOWN = 12
 
 
 class Display:
-    """The state of each job, by number with its overrides, shown live on a console: by default standard error."""
+    """Shows the state of each job live on a console, by default on standard error; ``names`` are its overrides."""
 
     def __init__(
         self, folder: SweepFolder, names: Mapping[int, str], parallel: int, console: Console | None = None

@@ -65,16 +65,16 @@ class SweepFolder:
         return JobFiles(self.state / "jobs" / str(number))
 
     def jobs(self) -> list[int]:
-        """Return the numbers of the jobs that were ever started or are to be, in order."""
+        """Return the numbers of all jobs that were started or listed, in order."""
         started = {int(path.name) for path in (self.state / "jobs").glob("*") if path.name.isdigit()}
         return sorted(started | {int(number) for number in read_json(self.listed) or {}})
 
     @contextmanager
     def lock(self, look: Callable[[], None] = lambda: None) -> Iterator[int]:
-        """Hold the sweep's lock; yield the locked file.
+        """Hold the sweep's lock, and yield the number of the locked file.
 
-        The kernel releases the lock when this process and those that inherited the file have ended. After a killed
-        command this waits for the end of its jobs.
+        The kernel releases the lock when this process and those that inherited the file have ended. If the former
+        command was killed, this waits for the end of its jobs.
 
         Raises:
             CheckpointError: another command works on the sweep; names its process.

@@ -75,8 +75,10 @@ class Job:
 class Try(NamedTuple):
     """An attempt at a job.
 
-    ``failures`` counts the earlier attempts against `Settings.retries`; ``anew`` is the reason not to resume them;
-    ``seconds`` is the time of the attempts that it resumes.
+    Attributes:
+        failures: earlier attempts that count against `Settings.retries`.
+        anew: the reason to start from the beginning; empty for an attempt that resumes the earlier ones.
+        seconds: the time of the attempts that it resumes.
     """
 
     job: Job
@@ -87,7 +89,7 @@ class Try(NamedTuple):
 
     @property
     def resumes(self) -> bool:
-        """Whether the job's folder is as an earlier attempt left it."""
+        """Whether it continues in the folder of an earlier attempt."""
         return self.attempt > 1 and not self.anew
 
 

@@ -133,7 +133,7 @@ class JobsFailed(CompactHydraException):
 
 
 class FailedJob(JobReturn):
-    """A job that did not finish; its error names all such jobs, once, unlike Hydra's own `JobReturn`."""
+    """The `JobReturn` of a job that did not finish; unlike Hydra's own, it raises its error without printing a line."""
 
     @property
     def return_value(self) -> Any:
@@ -219,7 +219,7 @@ def config_hash(config: DictConfig) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return any text as the value of an override."""
+    """Return a text in quotes, as the value of an override."""
     return QuotedString(text, Quote.single).with_quotes()  # a backslash is literal except before a quote
 
 

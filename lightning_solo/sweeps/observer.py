@@ -52,17 +52,17 @@ class JobObserver(Callback):  # type: ignore[misc]
             self.write(trainer)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        """Report to the search of this trial; a pruned trial ends as after its last step."""
+        """Report to the search of this trial; a pruned trial ends like one that took all steps."""
         if self._pruning is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._pruning.report(trainer)
 
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        """Report here if nothing is validated."""
+        """Report after an epoch if the Trainer doesn't validate."""
         if self._pruning is not None and not trainer.enable_validation:
             self._pruning.report(trainer)
 
     def write(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Write the steps so far and in all, the metrics of this run of the Trainer, and the memory."""
+        """Write the steps done and planned, the metrics of this run of the Trainer, and the memory."""
         self._written = time.monotonic()
         try:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)

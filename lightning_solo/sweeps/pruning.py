@@ -38,7 +38,7 @@ class Pruning:
         job: the folder of the job's `JobFiles`, in a sweep that prunes.
 
     Attributes:
-        pruned_at: the step, as the study counts, at which the trial was pruned; None before.
+        pruned_at: the step of the study at which the trial was pruned; None for a trial that continues.
     """
 
     def __init__(self, job: Path) -> None:

@@ -37,7 +37,7 @@ from lightning_solo.sweeps.study import describe, open_study, quiet, suggest, su
 
 
 class Search:
-    """One command's work on one study.
+    """Runs the trials of a study, for one command.
 
     Raises:
         PresetError: a setting is out of range.
@@ -75,7 +75,7 @@ class Search:
             NothingToDoError: there is nothing to search.
             PresetError: the space can't be searched, or the task function returned no number.
             CheckpointError: the folder holds another study, or another command works on it.
-            JobsFailed: at the end, if jobs failed.
+            JobsFailed: some jobs failed; raised at the end.
         """
         space = search_space(arguments, self.loader)
         for overrides in space.samples():  # refuse an unknown key or choice before the study stores it

@@ -1,4 +1,4 @@
-"""The study of a search: opened or created, its trials drawn, its result described."""
+"""The study of a search: opens it, draws the parameters of trials, describes its result."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def suggest(trial: Trial, space: SearchSpace) -> None:
-    """Draw the parameters that a trial lacks, with the same result as if no killed command had drawn some of them."""
+    """Draw the parameters that a trial lacks; an interruption between two draws doesn't change them."""
     for name, distribution in space.distributions.items():
         if name in trial.params and name not in trial.relative_params and not distribution.single():
             # stored by a killed command: draw it again, so that the sampler's next draw is the usual one

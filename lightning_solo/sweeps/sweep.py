@@ -32,7 +32,7 @@ SHOWN_FILES = 3
 
 @dataclass(eq=False, repr=False)
 class Sweep:
-    """One command's work on one sweep's folder.
+    """Runs jobs in the folder of a sweep, for one command.
 
     Args:
         folder: of the sweep.
@@ -41,7 +41,7 @@ class Sweep:
         tell: called with (event, job's number, details); events are "kept", "started", "ended", "again", "anew" and
             "spawning".
         look: called several times a second with the numbers of the running jobs.
-        wanted: called before a job starts; an unwanted job is left out, without a row.
+        wanted: whether a job is still wanted when its turn comes; an unwanted one gets no row.
     """
 
     folder: SweepFolder
@@ -211,7 +211,7 @@ class Sweep:
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether no further job is to start."""
+        """Return whether to start no further job."""
         return bool(self._signals) or self._full is not None
 
     def _start(self, server: Child, one: Try, running: dict[int, Try]) -> None:

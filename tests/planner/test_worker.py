@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def hangs(fifo: Path) -> Callable[[], Any]:
 # --- an answer whatever it does ---
 
 
-def test_a_module_that_is_there_is_planned_and_left_as_it_is() -> None:
+def test_module_is_planned_and_left_unchanged() -> None:
     module = dense()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     found = asked(module, vectors())
@@ -102,7 +103,7 @@ def test_a_module_that_is_there_is_planned_and_left_as_it_is() -> None:
     assert module._trainer is None
 
 
-def test_what_a_module_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_module_is_not_read_as_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
     def what() -> None:
         print("printed", flush=True)
         os.write(1, b"\x00\xff" * 1000)
@@ -112,7 +113,7 @@ def test_what_a_module_prints_is_no_answer(capfd: pytest.CaptureFixture[str]) ->
     assert "printed" not in capfd.readouterr().out
 
 
-def test_a_module_that_reads_its_standard_input_finds_nothing() -> None:
+def test_standard_input_of_a_module_is_empty() -> None:
     def what() -> None:
         assert sys.stdin.read() == ""
 
@@ -122,30 +123,28 @@ def test_a_module_that_reads_its_standard_input_finds_nothing() -> None:
 # --- an error whatever it does ---
 
 
-@pytest.mark.long
-def test_an_abort_is_an_error_here_and_the_next_plan_works() -> None:
-    with pytest.raises(PlanError, match="SIGABRT"):
-        asked(lambda: Does(os.abort), vectors())
+def aborts() -> None:
+    os.write(2, b"out of luck\n")
+    os.abort()
+
+
+@pytest.mark.parametrize(
+    ("dies", "how"),
+    [
+        (aborts, r"SIGABRT.*\nout of luck"),
+        long(partial(os._exit, 3), "exit status 3"),
+        (sys.exit, "exit status 1"),
+    ],
+    ids=["abort", "exit", "sys.exit"],
+)
+def test_death_of_the_process_is_an_error_and_the_next_plan_works(dies: Callable[[], Any], how: str) -> None:
+    with pytest.raises(PlanError, match=how):
+        asked(Does(dies), vectors())
     assert_works()
-
-
-def test_an_exit_is_an_error_here_and_the_next_plan_works() -> None:
-    with pytest.raises(PlanError):
-        asked(lambda: Does(lambda: os._exit(3)), vectors())
-    assert_works()
-
-
-def test_what_it_said_last_is_in_the_error() -> None:
-    def what() -> None:
-        os.write(2, b"out of luck\n")
-        os.abort()
-
-    with pytest.raises(PlanError, match=r"SIGABRT[^\0]*out of luck"):
-        asked(lambda: Does(what), vectors())
 
 
 @pytest.mark.long  # the module has to come to where it waits, on a busy machine too
-def test_one_that_never_ends_is_ended(tmp_path: Path) -> None:
+def test_plan_that_never_ends_is_killed_after_its_time_limit(tmp_path: Path) -> None:
     assert_works()  # the process has imported all it needs
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -159,7 +158,7 @@ def test_one_that_never_ends_is_ended(tmp_path: Path) -> None:
     assert_works()
 
 
-def test_an_exception_of_the_module_names_its_line() -> None:
+def test_exception_of_the_module_names_its_line() -> None:
     def what() -> None:
         raise ZeroDivisionError("by nothing")
 
@@ -167,12 +166,12 @@ def test_an_exception_of_the_module_names_its_line() -> None:
         asked(lambda: Does(what), vectors())
 
 
-def test_a_batch_of_the_wrong_shape_names_the_line() -> None:
+def test_batch_of_the_wrong_shape_names_the_line() -> None:
     with pytest.raises(PlanError, match=r"RuntimeError: .*modules.py:\d+"):
         asked(dense, (torch.randn(4, 17), torch.randint(5, (4,))))
 
 
-def test_a_module_that_fails_by_itself_is_no_presets_fault() -> None:
+def test_module_that_fails_under_every_preset_is_one_error() -> None:
     told: dict[str, Any] = {}
     asked_for: dict[str, Any] = {"presets": ["checkpointing", "baseline"], "device": "cpu", "tell": told.__setitem__}
     with pytest.raises(PlanError, match=r"RuntimeError: .*modules.py:\d+"):
@@ -182,7 +181,7 @@ def test_a_module_that_fails_by_itself_is_no_presets_fault() -> None:
     assert [type(answer) for answer in told.values()] == [PlanError, Plan], "it has no repeated blocks"
 
 
-def test_what_is_no_module_is_refused_before_any_process() -> None:
+def test_object_that_is_no_module_is_refused() -> None:
     with pytest.raises(PresetError, match=mentions("LightningModule", "write plan(lambda")):
         asked(3, vectors())
 
@@ -198,18 +197,18 @@ class OfItsOwn(Classifier):
 
 
 @pytest.mark.long
-def test_without_a_batch_it_is_the_first_of_its_own() -> None:
+def test_batch_defaults_to_the_first_of_the_train_dataloader() -> None:
     found = asked(OfItsOwn(nn.Linear(16, 5)))
     assert found.micro_batch == 7
     assert found.peak_bytes == asked(OfItsOwn(nn.Linear(16, 5)), vectors(7)).peak_bytes
 
 
-def test_without_any_it_says_how() -> None:
+def test_module_without_a_dataloader_needs_a_batch() -> None:
     with pytest.raises(PresetError, match=mentions("batch: ", "Classifier.train_dataloader()")):
         asked(dense)
 
 
-def test_a_function_gives_the_batch() -> None:
+def test_function_may_return_the_batch() -> None:
     assert asked(dense, lambda: vectors(6)).micro_batch == 6
 
 
@@ -250,7 +249,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("as_cell", [False, long(True)], ids=["script", "cell"])
-def test_from_a_script_without_a_guard_and_no_process_is_left(tmp_path: Path, as_cell: bool) -> None:
+def test_script_without_a_guard_plans_and_leaves_no_process(tmp_path: Path, as_cell: bool) -> None:
     script = SCRIPT.format(body="pass")
     (tmp_path / "mine.py").write_text(CELL.format(script=script) if as_cell else script)
     done = subprocess.run(
@@ -289,7 +288,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 # --- started before there is a request ---
 
 
-def test_a_process_that_is_started_early_answers_and_is_closed() -> None:
+def test_process_that_is_started_early_answers_and_is_closed() -> None:
     before = children()
     worker = Worker()
     try:
@@ -331,7 +330,7 @@ print(open("/proc/thread-self/children").read(), flush=True)
     ],
     ids=["end", "kill", "error", "refusal", "interrupt"],
 )
-def test_a_process_that_is_started_early_ends_however_this_one_does(tmp_path: Path, then: str) -> None:
+def test_process_that_is_started_early_ends_with_its_parent(tmp_path: Path, then: str) -> None:
     (tmp_path / "early.py").write_text(EARLY.format(then=then))
     done = subprocess.run(
         [sys.executable, "early.py"], cwd=tmp_path, capture_output=True, env=environment(), check=False
@@ -366,7 +365,7 @@ class DiesInWindows(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_preset_at_which_the_process_dies_does_not_lose_the_others() -> None:
+def test_other_presets_are_planned_after_a_death() -> None:
     told: dict[str, Any] = {}
     names = ["bf16", "accumulation", "baseline"]
     made = DiesInWindows(nn.Linear(16, 5))
@@ -374,8 +373,3 @@ def test_a_preset_at_which_the_process_dies_does_not_lose_the_others() -> None:
     assert {p.preset for p in plans} == {"bf16", "baseline"}  # type: ignore[union-attr]
     assert list(told) == names
     assert "process" in str(told["accumulation"])
-
-
-def test_a_module_that_exits_is_answered_at_once() -> None:
-    with pytest.raises(PlanError, match="exit status 1"):
-        asked(Does(sys.exit), vectors())

@@ -24,7 +24,7 @@ class Twice(SearchPathPlugin):
 """
 
 
-def test_a_resolver_of_a_plugin_of_hydras_is_there_in_a_job(tmp_path: Path) -> None:
+def test_job_has_the_resolvers_of_a_hydra_plugin(tmp_path: Path) -> None:
     """Though neither the script nor anything that it imports registers it."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "twice.py").write_text(PLUGIN)
@@ -53,14 +53,16 @@ AS_A_SWEEP = ["-m", "hydra/launcher=solo", "n=1"]
     [("run-it", ["run-it"], "run-it"), ("mine/train.py", ["-m", "mine.train"], "mine.train")],
     ids=["a script without .py", "python -m"],
 )
-def test_it_is_found_however_it_was_run(tmp_path: Path, file: str, arguments: list[str], name: str) -> None:
+def test_script_without_py_and_module_run_by_name_are_imported(
+    tmp_path: Path, file: str, arguments: list[str], name: str
+) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(training("return __name__"))
     run(tmp_path, [sys.executable, *arguments, *AS_A_SWEEP])
     assert returned(tmp_path) == [name]
 
 
-def test_decorators_above_hydras_are_no_part_of_the_task(tmp_path: Path) -> None:
+def test_decorators_above_hydra_main_are_not_called_in_jobs(tmp_path: Path) -> None:
     """These give None to whoever calls them with a configuration."""
     sweep(tmp_path, "n=1", script=TRAIN.replace("@hydra.main", OUTER))
     assert returned(tmp_path) == [1.5]
@@ -117,7 +119,7 @@ def test_any_task_function_runs(tmp_path: Path, script: str) -> None:
     assert returned(tmp_path) == [11.5, 13.0]
 
 
-def test_a_closure_runs_in_fresh_interpreters_too_and_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
+def test_closure_runs_in_fresh_interpreters_and_is_not_run_twice(tmp_path: Path) -> None:
     for told in ("fresh interpreter", "by an earlier command"):
         script = SCRIPTS["a closure"].replace("class Model:", "PRELOAD = ('in_a_thread',)\n\nclass Model:")
         (tmp_path / "in_a_thread.py").write_text(f"import time\n{THREAD}\n")
@@ -134,12 +136,12 @@ USES_ITS_CLASS = training(OWN_CLASS)
     [(None, ["-c", USES_ITS_CLASS]), long(USES_ITS_CLASS, ["-"])],
     ids=["python -c", "standard input"],
 )
-def test_what_has_no_file_runs(tmp_path: Path, given: str | None, arguments: list[str]) -> None:
+def test_application_without_a_file_runs(tmp_path: Path, given: str | None, arguments: list[str]) -> None:
     run(tmp_path, [sys.executable, *arguments, *AS_A_SWEEP], given=given)
     assert returned(tmp_path) == [11.5]
 
 
-def test_what_can_not_be_carried_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_task_that_cannot_be_pickled_is_refused_before_a_job_runs(tmp_path: Path) -> None:
     script = training("return LOCK.locked()", "import threading\nLOCK = threading.Lock()")
     done = sweep(tmp_path, "n=1", script=script.replace(GUARD + CALL, "train()\n"), code=1)
     assert "another process" in done.stderr
@@ -151,7 +153,7 @@ def test_what_can_not_be_carried_is_refused_before_anything_runs(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
+def test_preloaded_modules_are_imported_before_the_first_job(tmp_path: Path) -> None:
     """Those that the application names as PRELOAD, or those of `hydra.launcher.preload`."""
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").touch()
@@ -164,13 +166,13 @@ def test_modules_are_imported_first_where_asked(tmp_path: Path) -> None:
     assert values == [["first"], ["second"]]
 
 
-def test_modules_to_preload_are_the_applications_or_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preload_of_the_command_replaces_that_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "PRELOAD", ("first",), raising=False)
     assert application_of(lambda: None).preload == ("first",)
     assert application_of(lambda: None, ("second",)).preload == ("second",)
 
 
-def test_a_module_that_is_imported_when_it_is_used_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lazy_module_is_not_imported_by_the_hash_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lazily.py").write_text("raise RuntimeError\n")
     spec = importlib.util.spec_from_file_location("lazily", tmp_path / "lazily.py")
     assert spec is not None

@@ -23,7 +23,7 @@ def display(folder: Path, jobs: int, parallel: int = 1) -> tuple[Display, io.Str
     return Display(SweepFolder(folder), {n: f"lr={n}" for n in range(jobs)}, parallel, console), shown
 
 
-def test_a_terminal_shows_the_jobs_that_run_and_counts_the_others(tmp_path: Path) -> None:
+def test_terminal_shows_running_jobs_and_counts_the_others(tmp_path: Path) -> None:
     on_terminal, shown = display(tmp_path, 3)
     progress = {"step": 5, "of_steps": 10, "loss": 0.25, "peak_device_bytes": 3 * 2**29}
     write_json(SweepFolder(tmp_path).job(1).progress, progress)
@@ -47,7 +47,7 @@ def test_a_terminal_shows_the_jobs_that_run_and_counts_the_others(tmp_path: Path
         assert words in told
 
 
-def test_the_time_left_is_that_of_the_jobs_so_far_and_of_the_steps_so_far(tmp_path: Path) -> None:
+def test_time_left_follows_from_ended_jobs_and_steps_of_running_ones(tmp_path: Path) -> None:
     shown, _ = display(tmp_path, 3, parallel=2)
     assert shown.seconds_left([]) is None
     shown.seconds = [10.0, 10.0]
@@ -62,7 +62,7 @@ def test_the_time_left_is_that_of_the_jobs_so_far_and_of_the_steps_so_far(tmp_pa
     assert shown.seconds_left([0]) == pytest.approx(15, abs=1)  # steps since the last report aren't known
 
 
-def test_the_tail_is_the_last_lines(tmp_path: Path) -> None:
+def test_tail_returns_the_last_lines(tmp_path: Path) -> None:
     (tmp_path / "output.log").write_text("".join(f"line {n}\n" for n in range(1000)))
     assert tail(tmp_path / "output.log", 2) == ["line 998", "line 999"]
     assert tail(tmp_path / "output.log", 0) == tail(tmp_path / "missing.log", 2) == []

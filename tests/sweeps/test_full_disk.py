@@ -37,7 +37,7 @@ FILL = """    if cfg.n == 2 and not os.path.exists("filled"):
 
 
 @pytest.mark.skipif(not MAY_MOUNT, reason="no disk may be mounted here")
-def test_a_full_disk_ends_the_sweep_and_with_room_it_goes_on(tmp_path: Path) -> None:
+def test_full_disk_ends_the_sweep_and_the_same_command_resumes_it(tmp_path: Path) -> None:
     """The second job fills the disk, so that its row or its result can't be written; then it runs again."""
     (tmp_path / "train.py").write_text(training(FILL))
     same = shlex.join(command("n=1,2,3", "hydra.sweep.dir=disk/sweep"))
@@ -62,7 +62,7 @@ def test_a_full_disk_ends_the_sweep_and_with_room_it_goes_on(tmp_path: Path) -> 
     ]
 
 
-def test_a_result_that_can_not_be_written_is_a_failure_that_says_so(tmp_path: Path) -> None:
+def test_result_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=training("job_process.write_json = once\n    return 'x'", ONCE), code=1)
     (row,) = rows_of(tmp_path)
     assert (row.status, lines_with(row.detail, "OSError: ", "[Errno 28] no room")) == ("failed", [row.detail])
@@ -78,7 +78,9 @@ def once(path, data):
     write_json(path, data)"""
 
 
-def test_a_row_that_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_cannot_be_written_is_written_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No job is started any more, and those that run are seen to their ends."""
     jobs = plain_jobs(tmp_path, 4)
     with monkeypatch.context() as patched:

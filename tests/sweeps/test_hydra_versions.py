@@ -44,7 +44,7 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)
     "sweeper", [[], ["hydra/sweeper=solo_optuna", "hydra.sweeper.n_trials=2"]], ids=["sweep", "search"]
 )
 @pytest.mark.parametrize("preload", ["[]", long("[in_a_thread]")], ids=["forked", "fresh"])
-def test_jobs_run_under_the_commands_hydra_and_nobody_warns(tmp_path: Path, sweeper: list[str], preload: str) -> None:
+def test_sweep_and_search_run_without_warnings(tmp_path: Path, sweeper: list[str], preload: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "in_a_thread.py").write_text(THREAD)
     overrides = ["hydra/launcher=solo", f"hydra.launcher.preload={preload}", "hydra.job_logging.root.level=WARNING"]

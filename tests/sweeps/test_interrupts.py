@@ -10,7 +10,7 @@ import pytest
 from lightning_solo.sweeps.interrupts import caught_signals
 
 
-def test_signals_are_counted_and_then_as_before() -> None:
+def test_signals_are_recorded_and_handlers_restored() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with caught_signals() as signals:
@@ -26,7 +26,7 @@ def test_signals_are_counted_and_then_as_before() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_what_is_ignored_stays_so() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with caught_signals() as signals:
@@ -36,7 +36,7 @@ def test_what_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_in_another_thread_no_signal_arrives() -> None:
+def test_another_thread_records_no_signal() -> None:
     entered = []
 
     def count() -> None:

@@ -56,7 +56,9 @@ def job(folder: Path, number: int = 0) -> Job:
         ([""], ["below"]),
     ],
 )
-def test_folders_that_would_be_in_each_others_way(tmp_path: Path, folders: list[str], said: list[str]) -> None:
+def test_folders_outside_the_sweep_or_inside_one_another_are_refused(
+    tmp_path: Path, folders: list[str], said: list[str]
+) -> None:
     with pytest.raises(PresetError, match=mentions(*said)):
         check_folders(tmp_path, [job(tmp_path / folder, number) for number, folder in enumerate(folders)])
     check_folders(tmp_path, [job(tmp_path / "a" / "b"), job(tmp_path / "a" / "c", 1)])
@@ -81,11 +83,11 @@ class Odd:
         (Odd(), {"not_kept": "Odd"}),
     ],
 )
-def test_plain_values_are_kept(value: object, kept: dict[str, Any]) -> None:
+def test_plain_values_are_kept_and_others_named(value: object, kept: dict[str, Any]) -> None:
     assert job_process.returned(value) == kept
 
 
-def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
+def test_brackets_are_not_read_as_markup(tmp_path: Path) -> None:
     row = Row(0, ("paths=[/data/a,b]",), "failed", "ValueError: expected [batch, width] in [/data/a]", str(tmp_path))
     told = failures([row], tmp_path)
     assert "paths=[/data/a,b]" in told
@@ -101,7 +103,7 @@ def test_brackets_are_text_and_no_markup(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_observer_goes_with_its_trainer_into_another_process(home: ModuleType, tmp_path: Path) -> None:
+def test_observer_can_be_pickled_with_its_trainer(home: ModuleType, tmp_path: Path) -> None:
     """In a process that has either home alone, a job of which another process observes too."""
     code = f"""import sys, pickle, pathlib, {home.__name__}
 from lightning_solo.sweeps.observer import JobObserver
@@ -111,7 +113,7 @@ assert not {{"pytorch_lightning", "lightning.pytorch"}} <= set(sys.modules)"""
     run(tmp_path, [sys.executable, "-c", code])
 
 
-def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
+def test_callback_without_figures_is_skipped() -> None:
     class Throughput:
         pass
 
@@ -119,13 +121,13 @@ def test_a_users_own_callback_of_our_name_is_left_alone() -> None:
     assert figures(trainer) == {}
 
 
-def test_figures_are_taken_from_every_callback_that_has_numbers() -> None:
+def test_figures_are_numbers_of_all_callbacks() -> None:
     callbacks = [type("Callback", (), {"figures": value})() for value in ({"a/b": 2}, {"plot": object()}, [3.0])]
     assert figures(type("Trainer", (), {"callbacks": callbacks})()) == {"a/b": 2.0}
 
 
 @pytest.mark.long
-def test_a_device_that_is_gone_does_not_hide_why(tmp_path: Path) -> None:
+def test_lost_device_does_not_hide_the_error(tmp_path: Path) -> None:
     """After an error of CUDA's each further call to it raises too, that of the one who asks for the peak as well."""
     script = training(CUDA_ERROR)
     sweep(tmp_path, "n=1", script=script, code=1)
@@ -161,7 +163,7 @@ CUDA_ERROR = """
 
 
 @pytest.mark.long
-def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
+def test_import_that_starts_native_threads_gets_fresh_interpreters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork has none of them, and would wait for them in its first parallel operation."""
@@ -175,7 +177,9 @@ def test_an_import_that_starts_native_threads_gets_fresh_interpreters(
 
 
 @pytest.mark.long
-def test_imports_of_torch_and_lightning_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_application_that_imports_torch_and_lightning_is_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As they are imported with all cores, threads of numpy's included."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     value = "return [os.getppid(), float(torch.ones(10**6).exp().sum())]"
@@ -192,7 +196,7 @@ START = "import subprocess\n    return subprocess.Popen(['sleep', '200'], close_
 
 
 @pytest.mark.parametrize(("leave", "fresh"), [(FORK, False), long(FORK, True), long(START, True)])
-def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, leave: str, fresh: bool) -> None:
+def test_process_left_by_a_job_does_not_hold_the_lock(tmp_path: Path, leave: str, fresh: bool) -> None:
     sweep(tmp_path, "n=1", script=training(leave, THREAD if fresh else ""))
     (row,) = rows_of(tmp_path)
     assert Path(f"/proc/{row.returned}").exists()  # a session of its own: nobody here may end it
@@ -201,7 +205,7 @@ def test_what_a_job_has_left_does_not_hold_the_sweep(tmp_path: Path, leave: str,
     os.kill(row.returned, 9)
 
 
-def test_a_jobs_environment_is_the_commands(tmp_path: Path) -> None:
+def test_job_has_the_environment_of_the_command(tmp_path: Path) -> None:
     """And what lies in the folder one stands in shadows nothing."""
     (tmp_path / "random.py").write_text("raise OSError('shadowed')")
     value = "[os.environ['PYTHONPATH'], sys.path[0], sys.argv[0], sys.modules['__main__'] is sys.modules[__name__]]"
@@ -214,7 +218,7 @@ def test_a_jobs_environment_is_the_commands(tmp_path: Path) -> None:
     assert row.returned == [environment()["PYTHONPATH"], str(tmp_path / "src"), "src/train.py", True]
 
 
-def test_a_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
+def test_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
     script = training("from hydra.utils import instantiate\n    instantiate({'_target_': 'json.loads', 's': 'x'})")
     sweep(tmp_path, "n=1", script=script, code=1)
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
@@ -222,7 +226,7 @@ def test_a_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
     assert "train.py" in told
 
 
-def test_a_jobs_store_of_configurations_is_that_of_the_import(tmp_path: Path) -> None:
+def test_job_has_the_config_store_of_the_import(tmp_path: Path) -> None:
     script = training("return 'config.yaml' in ConfigStore.instance().repo")
     sweep(tmp_path, "n=1", script=script)
     assert returned(tmp_path) == [True]
@@ -232,7 +236,7 @@ def test_a_jobs_store_of_configurations_is_that_of_the_import(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_between_two_jobs_starts_no_other(
+def test_interrupt_between_two_jobs_starts_no_other(
     tmp_path: Path, number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
     def between(event: str, job: int | None, _: str) -> None:
@@ -253,7 +257,7 @@ def test_an_interrupt_between_two_jobs_starts_no_other(
     assert begun(tmp_path) == [0, 1, 2]
 
 
-def test_all_jobs_of_a_command_are_listed_and_a_list_that_cannot_be_written_stops_none(tmp_path: Path) -> None:
+def test_jobs_are_listed_before_they_start(tmp_path: Path) -> None:
     sweep = plain_sweep(tmp_path)
     sweep.wanted = lambda _: False
     with sweep.opened():
@@ -268,7 +272,7 @@ def test_all_jobs_of_a_command_are_listed_and_a_list_that_cannot_be_written_stop
 # --- tries ---
 
 
-def test_an_interrupted_job_continues_and_counts_the_time_of_both_attempts(tmp_path: Path) -> None:
+def test_time_of_a_resumed_job_includes_the_interrupted_attempt(tmp_path: Path) -> None:
     [row] = plain_sweep(tmp_path).run(plain_jobs(tmp_path, 1))
     append(SweepFolder(tmp_path).results, replace(row, status="interrupted", seconds=100.0))
     told: list[tuple[str, int | None, str]] = []
@@ -278,7 +282,7 @@ def test_an_interrupted_job_continues_and_counts_the_time_of_both_attempts(tmp_p
     assert ["attempt 2" in detail for event, _, detail in told if event == "started"] == [True]
 
 
-def test_a_failure_that_the_job_told_counts_though_its_row_was_not_written(tmp_path: Path) -> None:
+def test_failure_counts_if_the_command_ended_before_its_row(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", "kind=raise", code=1)
     state = SweepFolder(sweep_folder(tmp_path))
     state.results.unlink()
@@ -288,7 +292,7 @@ def test_a_failure_that_the_job_told_counts_though_its_row_was_not_written(tmp_p
 
 
 @pytest.mark.long
-def test_what_an_earlier_try_said_is_none_of_the_next_ones(tmp_path: Path) -> None:
+def test_result_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
     """The machine went down between the note that a try starts and the removal of what the one before has left."""
     sweep(tmp_path, "n=1")
     state = SweepFolder(sweep_folder(tmp_path))
@@ -298,7 +302,7 @@ def test_what_an_earlier_try_said_is_none_of_the_next_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_peak_is_that_of_the_last_try(tmp_path: Path) -> None:
+def test_result_of_the_last_attempt_is_taken_without_its_row(tmp_path: Path) -> None:
     """The command was killed before it wrote the row of the second try, which had said how it ended."""
     sweep(tmp_path, "n=1")
     state = SweepFolder(sweep_folder(tmp_path))
@@ -312,7 +316,7 @@ def test_a_peak_is_that_of_the_last_try(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Path) -> None:
+def test_progress_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
     measure = """open(os.path.join(os.environ["LIGHTNING_SOLO_JOB"], "progress.json"), "w").write('{"step": 7}')"""
     script = TRAIN.replace('raise ValueError("the first time")', f'{measure}; raise ValueError("the first time")')
     sweep(tmp_path, "n=1", "kind=once", script=script, code=1)
@@ -322,7 +326,7 @@ def test_what_an_earlier_try_has_measured_is_none_of_the_next_ones(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:
+def test_lost_attempt_does_not_count_as_a_retry(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", "kind=raise", code=1)
     state = SweepFolder(sweep_folder(tmp_path))
     write_json(state.job(0).result, {})  # as if it had been cut off
@@ -331,45 +335,36 @@ def test_a_try_that_was_lost_is_none_of_the_retries(tmp_path: Path) -> None:
     assert starts(tmp_path) == {1: 3}  # lost, failed, tried again
 
 
-@pytest.mark.long
-def test_a_sweep_of_an_older_version_runs_again(tmp_path: Path) -> None:
-    sweep(tmp_path, "n=1")
-    files = SweepFolder(sweep_folder(tmp_path)).job(0)
-    write_json(files.start, {"attempt": 1})  # all that it wrote
-    sweep(tmp_path, "n=1")
-    assert starts(tmp_path) == {1: 2}
-
-
 @pytest.mark.parametrize(
-    ("written", "attempt", "anew"),
+    ("start", "attempt", "why"),
     [
-        ({}, 2, True),
-        ({"config_hash": "hash"}, 2, True),
-        ({"config_hash": "hash", "code": "0123"}, 2, True),
-        ({"config_hash": "hash", "code": {}}, 1, False),
+        ({}, 2, "its configuration has changed"),
+        ({"config_hash": "hash"}, 2, "another version of lightning-solo"),
+        ({"config_hash": "hash", "code": "0123"}, 2, "another version of lightning-solo"),
+        ({"config_hash": "hash", "code": {}}, 1, ""),
+        ({"config_hash": "hash", "code": {"a": "1", "b": "1"}}, 2, "a, b changed"),
+        ({"config_hash": "hash", "code": dict.fromkeys("abcde", "1")}, 2, "a, b, c and 2 more files changed"),
     ],
-    ids=["a number alone", "no code", "one hash", "no failures"],
+    ids=["number alone", "no code", "one hash", "same code", "two files", "five files"],
 )
-def test_what_an_older_version_wrote_of_a_job_is_read(
-    tmp_path: Path, written: dict[str, Any], attempt: int, anew: bool
+def test_job_runs_again_if_its_configuration_or_code_has_changed(
+    tmp_path: Path, start: dict[str, Any], attempt: int, why: str
 ) -> None:
-    sweep, row = plain_sweep(tmp_path), Row(0, (), "failed")
-    write_json(sweep.folder.job(0).start, {"attempt": 1, **written})
-    kept = sweep._row_or_try(job(tmp_path / "0"), row)
-    assert (kept.attempt, getattr(kept, "anew", "") != "") == (attempt, anew)
-    assert kept is row or anew
+    """Also if an older version wrote what it started with."""
+    told: list[tuple[str, str]] = []
+    sweep = plain_sweep(tmp_path, tell=lambda event, _, detail: told.append((event, detail)))
+    jobs = plain_jobs(tmp_path, 1)
+    jobs[0].folder.mkdir()
+    write_json(sweep.folder.job(0).start, {"attempt": 1, **start})
     (begun,) = read_all(sweep.folder)
     assert (begun.status, begun.overrides, begun.folder) == ("begun, no result yet", (), "")
+    append(sweep.folder.results, Row(0, (), "finished"))
+    (row,) = sweep.run(jobs)
+    assert row.attempt == attempt
+    assert [detail.startswith(why) for event, detail in told if event == "anew"] == [True][: bool(why)]
 
 
-def test_at_most_three_changed_files_are_named(tmp_path: Path) -> None:
-    sweep = plain_sweep(tmp_path)
-    for names, said in (("ab", "a, b changed"), ("abcde", "a, b, c and 2 more files changed")):
-        start = {"config_hash": "hash", "code": dict.fromkeys(names, "1")}
-        assert sweep._changed(job(tmp_path), start) == said
-
-
-def test_rerun_all_begins_in_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_rerun_all_starts_in_a_new_folder(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1")
     SweepFolder(sweep_folder(tmp_path)).results.unlink()  # the command was killed before the row
     sweep(tmp_path, "n=1", "hydra.launcher.rerun=all")

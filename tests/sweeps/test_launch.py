@@ -24,7 +24,7 @@ LOADER = Mock(ConfigLoader)  # composes the first job, and has no groups
 APPLICATION = Application("train", "/a/train.py", "train", 1, (), ())
 
 
-def test_another_application_configuration_or_override_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_folder_differs_by_application_configuration_and_overrides(tmp_path: Path) -> None:
     for name in ("config", "other"):
         (tmp_path / f"{name}.yaml").write_text("n: 0\n")
 
@@ -50,7 +50,7 @@ def config(target: str, *overrides: str, **params: str) -> Any:
     return OmegaConf.create({"hydra": {"sweeper": sweeper, "overrides": {"task": list(overrides)}}})
 
 
-def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
+def test_jobs_of_the_basic_sweeper_are_counted() -> None:
     basic = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
     check_product(config(basic, "a=1,2", "b=range(5)"), 10, LOADER)
     with pytest.raises(PresetError, match=mentions("10 jobs (5 x 2)")):
@@ -65,11 +65,11 @@ def test_jobs_are_counted_where_hydras_own_sweeper_makes_them() -> None:
 @pytest.mark.parametrize(
     "text", ["plain", "it's", r"back\slash", "ends\\", r"a\'b", r"\\'", "a,b=[c]", "{a: b}", " spaces ", '"']
 )
-def test_a_quoted_text_is_the_text(text: str) -> None:
+def test_quoted_text_is_parsed_as_the_text(text: str) -> None:
     assert OverridesParser.create().parse_override(f"a={quoted(text)}").value() == text
 
 
-def test_any_sweeper_is_told_a_value_or_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_return_has_the_value_or_raises_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     config = OmegaConf.create({"n": 1, "hydra": {"job": {"name": "train"}}})
     row = Row(0, ("n=1",), "finished", returned=1.5, folder="a/0")
     done = job_return(config, row, KeyError())
@@ -88,6 +88,6 @@ def test_any_sweeper_is_told_a_value_or_the_error(capsys: pytest.CaptureFixture[
         ("rerun", "some", "never, failed, all"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(name: str, value: Any, said: str) -> None:
+def test_settings_out_of_range_are_refused(name: str, value: Any, said: str) -> None:
     with pytest.raises(PresetError, match=mentions(f"hydra.launcher.{name}={value!r}: ", said)):
         Settings(**{name: value})

@@ -55,7 +55,7 @@ def until(condition: object, seconds: float = 500.0) -> None:
 # --- acted ---
 
 
-def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> None:
+def test_status_of_each_job_and_table_of_failures(tmp_path: Path) -> None:
     done = sweep(tmp_path, f"kind={','.join(KINDS)}", "n=1,2", code=1)
     rows = rows_of(tmp_path)
     assert [row.number for row in rows] == list(range(18))
@@ -77,7 +77,7 @@ def test_each_job_ends_in_its_own_way_and_the_others_go_on(tmp_path: Path) -> No
     assert " in do" in (tmp_path / crashed.folder / "output.log").read_text()  # where it was
 
 
-def test_each_job_is_a_process_of_its_own_under_the_scripts_own_name(tmp_path: Path) -> None:
+def test_each_job_has_a_process_and_the_name_of_the_script(tmp_path: Path) -> None:
     script = training("return [os.getpid(), os.getppid(), Model.__module__, do.__module__]")
     sweep(tmp_path, "n=1,2,3", script=script)
     found = returned(tmp_path)
@@ -87,7 +87,7 @@ def test_each_job_is_a_process_of_its_own_under_the_scripts_own_name(tmp_path: P
     assert "job 1 of train" in (sweep_folder(tmp_path) / "0" / "output.log").read_text()
 
 
-def test_a_job_starts_from_clean_memory_and_draws_numbers_of_its_own(tmp_path: Path) -> None:
+def test_jobs_share_neither_state_nor_random_numbers(tmp_path: Path) -> None:
     draw = "import numpy, random; state.append(cfg.n)\n"
     draw += "    return [len(state), random.random(), float(numpy.random.rand())]"
     script = training(draw, "import numpy.random\nstate = []")
@@ -107,7 +107,7 @@ MEET = """
 
 
 @pytest.mark.parametrize(("parallel", "kind"), [long(1, "fine"), (2, "meet")])
-def test_jobs_run_side_by_side_where_asked(tmp_path: Path, parallel: int, kind: str) -> None:
+def test_parallel_jobs_run_at_the_same_time(tmp_path: Path, parallel: int, kind: str) -> None:
     """Each of two that meet ends only when the other has begun."""
     script = training(MEET)
     sweep(tmp_path, "n=1,2", f"kind={kind}", f"hydra.launcher.parallel={parallel}", script=script)
@@ -116,7 +116,7 @@ def test_jobs_run_side_by_side_where_asked(tmp_path: Path, parallel: int, kind: 
 
 
 @pytest.mark.long
-def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
+def test_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path) -> None:
     script = training("return os.getppid()", THREAD)
     done = sweep(tmp_path, "n=1,2", "kind=fine,raise", script=script, code=1)
     assert "fresh interpreter" in done.stdout
@@ -126,14 +126,14 @@ def test_an_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Pa
     assert not list(sweep_folder(tmp_path).rglob("request.pickle"))
 
 
-def test_a_failed_job_is_tried_again_where_asked(tmp_path: Path) -> None:
+def test_failed_job_is_retried(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1")
     rows = rows_of(tmp_path)
     assert [(row.status, row.attempt) for row in rows] == [("finished", 2)] * 2
     assert (tmp_path / "starts.txt").read_text().split() == ["1", "1", "2", "2"]
 
 
-def test_a_try_goes_on_in_the_folder_of_the_one_before_and_is_told(tmp_path: Path) -> None:
+def test_retry_resumes_in_the_same_folder(tmp_path: Path) -> None:
     script = training("return os.environ.get('LIGHTNING_SOLO_RESUMES')")
     sweep(tmp_path, "n=1", "kind=fine,once", "hydra.launcher.retries=1", script=script)
     assert returned(tmp_path) == [None, "1"]
@@ -141,7 +141,7 @@ def test_a_try_goes_on_in_the_folder_of_the_one_before_and_is_told(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_tries_are_counted_over_commands(tmp_path: Path) -> None:
+def test_retries_are_counted_over_commands(tmp_path: Path) -> None:
     for retries, tries in ((1, 2), (1, 2), (2, 3)):
         sweep(tmp_path, "n=1", "kind=raise", f"hydra.launcher.retries={retries}", code=1)
         assert starts(tmp_path) == {1: tries}
@@ -149,7 +149,7 @@ def test_tries_are_counted_over_commands(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "by"), [("hang", "SIGTERM"), long("deaf", "SIGKILL")])
-def test_a_job_that_takes_too_long_is_ended(tmp_path: Path, kind: str, by: str) -> None:
+def test_job_past_its_time_limit_is_ended(tmp_path: Path, kind: str, by: str) -> None:
     sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=4", "hydra.launcher.grace_s=0.5", code=1)
     (row,) = rows_of(tmp_path)
     assert (row.status, row.detail) == ("timed out", f"after 4 s (hydra.launcher.timeout_s), ended by {by}")
@@ -159,7 +159,7 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path: Path, kind: str, by: str) 
 
 
 @pytest.mark.long
-def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
+def test_output_of_a_job_is_cut_while_it_runs(tmp_path: Path) -> None:
     """30 MB of output, of which 2 MiB may stay: it is cut while the job runs, and again when it has ended."""
     wait = """sys.stdout.flush()
     output = os.path.join(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir, "output.log")
@@ -179,7 +179,7 @@ def test_what_a_job_prints_is_cut(tmp_path: Path) -> None:
     assert output.read_text().endswith("yyy the last word\n")
 
 
-def test_what_a_job_left_running_is_ended_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_job_end_with_it(tmp_path: Path) -> None:
     script = training("import subprocess; return subprocess.Popen(['sleep', '1000']).pid")
     sweep(tmp_path, "n=1", script=script)
     (row,) = rows_of(tmp_path)
@@ -200,7 +200,7 @@ def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path) -> None:
+def test_changed_configuration_runs_again(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2")
     done = sweep(tmp_path, "n=1,2", script=TRAIN.replace("sleep: float = 0.0", "sleep: float = 0.01"))
     assert len(lines_with(done.stdout, "configuration", ".attempt-1")) == 2
@@ -214,7 +214,7 @@ def test_another_configuration_under_the_same_command_runs_again(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_another_script_under_the_same_command_runs_again_but_where_only_failed_jobs_are_to(tmp_path: Path) -> None:
+def test_changed_script_runs_again_except_with_rerun_failed(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2", "kind=raise,fine", code=1)
     edited = TRAIN.replace('raise ValueError("bad luck")', "return 7")
     sweep(tmp_path, "n=1,2", "kind=raise,fine", "hydra.launcher.rerun=failed", script=edited)
@@ -224,7 +224,7 @@ def test_another_script_under_the_same_command_runs_again_but_where_only_failed_
     assert starts(tmp_path) == {1: 4, 2: 4}  # those that ran under the former script
 
 
-def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Path) -> None:
+def test_changed_module_of_the_application_runs_again(tmp_path: Path) -> None:
     script = training("return cfg.n * times", "from mine import times")
     for times in (2, 2, 3):
         # of another length, since Python tells a file of bytecode that is out of date by length and second
@@ -238,7 +238,7 @@ def test_another_module_beside_the_script_makes_its_jobs_run_again(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_random_moments_no_job_is_missing_and_none_that_ended_runs_again(tmp_path: Path, seed: int) -> None:
+def test_command_killed_at_random_moments_loses_and_repeats_no_job(tmp_path: Path, seed: int) -> None:
     """20 kills in all; the last command is left to end."""
     moments = random.Random(seed)
     overrides = ["n=range(20)", "sleep=0.1", "hydra.launcher.parallel=2"]
@@ -279,7 +279,7 @@ def pids(folder: Path) -> list[int]:
 
 @forked_or_fresh
 @pytest.mark.parametrize("wait", [WAIT, long(DEAF)], ids=["hears", "deaf"])
-def test_a_job_ends_with_its_command_and_the_same_command_resumes_it(tmp_path: Path, wait: str, fresh: bool) -> None:
+def test_job_of_a_killed_command_ends_and_is_resumed(tmp_path: Path, wait: str, fresh: bool) -> None:
     script = training(wait, THREAD if fresh else "")
     with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1", script=script) as process:
         until(lambda: pids(tmp_path))
@@ -296,7 +296,7 @@ def test_a_job_ends_with_its_command_and_the_same_command_resumes_it(tmp_path: P
 
 
 @forked_or_fresh
-def test_if_the_process_between_dies_its_jobs_do_and_the_same_command_resumes(tmp_path: Path, fresh: bool) -> None:
+def test_jobs_of_a_killed_server_end_and_are_resumed(tmp_path: Path, fresh: bool) -> None:
     script = training(WAIT, THREAD if fresh else "")
     with popen(tmp_path, "n=1,2", script=script) as process:
         until(lambda: pids(tmp_path))
@@ -314,7 +314,7 @@ def test_if_the_process_between_dies_its_jobs_do_and_the_same_command_resumes(tm
     assert [(row.status, row.attempt, row.returned) for row in rows] == [("finished", 2, "1"), ("finished", 1, None)]
 
 
-def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_jobs_which_the_same_command_runs_again(tmp_path: Path) -> None:
     """A terminal sends it to all processes of the command's group."""
     restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
     arguments: dict[str, Any] = {"preexec_fn": restore, "start_new_session": True}
@@ -335,7 +335,7 @@ def test_ctrl_c_ends_the_jobs_and_the_same_command_runs_them_again(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_a_job_that_ignores_the_first(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGINT, lambda *_: open('asked', 'w').close()); time.sleep(60)"
     script = training(deaf)
     with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1000", script=script) as process:
@@ -349,7 +349,7 @@ def test_the_second_ctrl_c_ends_a_job_that_ignores_the_first(tmp_path: Path) -> 
 
 @pytest.mark.long
 @forked_or_fresh
-def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fresh: bool) -> None:
+def test_command_in_the_background_interrupts_its_jobs(tmp_path: Path, fresh: bool) -> None:
     """Its shell lets it ignore Ctrl-C; its jobs end one after the other, and none is started in between."""
     end = "try: time.sleep(60)\n    except KeyboardInterrupt:\n        time.sleep(cfg.n - 1); raise"
     script = training(end, THREAD if fresh else "")
@@ -364,7 +364,7 @@ def test_a_command_in_the_background_asks_its_jobs_to_end_too(tmp_path: Path, fr
     assert [row.status for row in rows_of(tmp_path)] == ["interrupted"] * 2
 
 
-def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
+def test_second_command_on_a_sweep_is_refused(tmp_path: Path) -> None:
     script = training(WAIT)
     with popen(tmp_path, "n=1", script=script) as first:
         until(lambda: pids(tmp_path))
@@ -388,7 +388,7 @@ def test_two_commands_on_one_sweep_are_one_too_many(tmp_path: Path) -> None:
         (["m=1,2"], "m"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_job_runs(tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_sweep_is_refused_before_a_job_runs(tmp_path: Path, overrides: list[str], said: str) -> None:
     done = sweep(tmp_path, *overrides, code=1)  # within its limit: a million jobs are counted, not composed
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -406,13 +406,13 @@ def test_odd_characters_in_the_sweeps_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_names_with_slashes_make_folders_below_the_sweeps(tmp_path: Path) -> None:
+def test_job_folder_may_have_slashes(tmp_path: Path) -> None:
     sweep(tmp_path, "kind=a/b,c", "'hydra.sweep.subdir=${hydra.job.override_dirname}'".strip("'"))
     assert (sweep_folder(tmp_path) / "kind=a" / "b" / "output.log").is_file()
 
 
 @pytest.mark.long
-def test_a_folder_may_be_named_by_what_hydra_knows_of_the_job(tmp_path: Path) -> None:
+def test_job_folder_may_be_named_by_a_resolver_of_hydra(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1,2", "hydra.sweep.subdir='job-${hydra:job.num}'")
     for folder in ("job-0", "job-1"):
         assert (sweep_folder(tmp_path) / folder / "output.log").is_file()
@@ -434,12 +434,12 @@ def test_application_that_another_process_cannot_import_is_refused(tmp_path: Pat
 # --- what it costs ---
 
 
-def test_the_plugin_loads_without_torch(tmp_path: Path) -> None:
+def test_launcher_plugin_loads_without_torch(tmp_path: Path) -> None:
     code = "import sys; from hydra.core.plugins import Plugins; Plugins.instance(); print('torch' in sys.modules)"
     assert run(tmp_path, [sys.executable, "-c", code]).stdout.strip() == "False"
 
 
-def test_the_state_is_plain_data(tmp_path: Path) -> None:
+def test_state_files_are_json(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1")
     for file in (sweep_folder(tmp_path) / ".sweep" / "jobs" / "0").iterdir():
         assert json.loads(file.read_text())

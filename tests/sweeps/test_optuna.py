@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from lightning_solo.sweeps.pruning import storage
 from tests.conftest import long
 from tests.sweeps.applications import command as sweep_command
-from tests.sweeps.applications import environment, popen, rows_of, run, sweep_folder
+from tests.sweeps.applications import popen, rows_of, run, sweep_folder
 
 TRAIN = """
 import hydra, os, sys, time
@@ -108,7 +107,7 @@ def starts(folder: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.long
-def test_a_search_draws_what_optuna_alone_would(tmp_path: Path) -> None:
+def test_search_draws_the_same_parameters_as_optuna_alone(tmp_path: Path) -> None:
     done = search(tmp_path, *SPACE, "hydra.sweeper.n_trials=13")
     found = trials(tmp_path)
     assert [trial.params for trial in found] == drawn_by_optuna_alone(13)  # the first ten by chance, then by TPE
@@ -135,7 +134,7 @@ def drawn_by_optuna_alone(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-def test_the_space_may_be_in_the_configuration_too(tmp_path: Path) -> None:
+def test_space_may_be_in_the_configuration(tmp_path: Path) -> None:
     search(tmp_path, "+hydra.sweeper.params.x='interval(2,3)'", "width=3", "hydra.sweeper.n_trials=3")
     assert [list(trial.params) for trial in trials(tmp_path)] == [["x"]] * 3
     assert all(2 <= trial.params["x"] <= 3 for trial in trials(tmp_path))
@@ -143,7 +142,7 @@ def test_the_space_may_be_in_the_configuration_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_objectives_of_which_the_sweep_measures_the_second(tmp_path: Path) -> None:
+def test_second_objective_is_peak_memory(tmp_path: Path) -> None:
     space = ("x=1,2", "width=range(1,121,40)")
     done = search(tmp_path, *space, "hydra.sweeper.direction=[minimize,minimize]", "hydra.sweeper.n_trials=8")
     found = trials(tmp_path)
@@ -173,7 +172,7 @@ MEETS = """
 
 
 @pytest.mark.long
-def test_trials_side_by_side(tmp_path: Path) -> None:
+def test_parallel_trials_run_at_the_same_time(tmp_path: Path) -> None:
     """Each of a pair ends only when the other has begun; each says which ones had ended before it began."""
     (tmp_path / "begun").mkdir()
     (tmp_path / "ended").mkdir()
@@ -184,7 +183,7 @@ def test_trials_side_by_side(tmp_path: Path) -> None:
     assert len({trial.params["x"] for trial in trials(tmp_path)}) == 5
 
 
-def test_failing_trials_are_marked_and_named_at_the_end_only(tmp_path: Path) -> None:
+def test_failed_trials_are_named_once_at_the_end(tmp_path: Path) -> None:
     space = ("kind=choice(fine,raise,killed,nan)", "x=interval(0,3)", "hydra.sweeper.sampler=random")
     done = search(tmp_path, *space, "hydra.sweeper.n_trials=10", code=1)
     states = {trial.params["kind"]: trial.state for trial in trials(tmp_path)}
@@ -206,32 +205,11 @@ def test_failing_trials_are_marked_and_named_at_the_end_only(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_the_same_command_adds_what_is_missing_and_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+def test_same_command_adds_the_missing_trials(tmp_path: Path) -> None:
     for trials_so_far in (2, 2, 12):
         search(tmp_path / "bits", *SPACE, f"hydra.sweeper.n_trials={trials_so_far}")
     assert [trial.params for trial in trials(tmp_path / "bits")] == drawn_by_optuna_alone(12)
     assert [number for number, _ in starts(tmp_path / "bits")] == list(range(12))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments_each_trial_keeps_its_parameters(tmp_path: Path, seed: int) -> None:
-    """The command is killed up to eight times, and its job with it, which the next command resumes."""
-    moments = random.Random(seed)
-    (tmp_path / "train.py").write_text(TRAIN)
-    overrides = (*SPACE, "sleep=0.3", "hydra.sweeper.n_trials=6")
-    for _ in range(8):
-        process = subprocess.Popen(command(*overrides), cwd=tmp_path, env=environment(), stdout=-3, stderr=-3)
-        time.sleep(moments.uniform(1.0, 3.0))
-        process.kill()
-        process.wait()
-    search(tmp_path, *overrides)
-    found = trials(tmp_path)
-    assert [trial.params for trial in found] == drawn_by_optuna_alone(6)
-    assert set(starts(tmp_path)) == {(t.number, f"{t.params['x']} {t.params['width']}") for t in found}
-    assert [trial.state for trial in found] == [TrialState.COMPLETE] * 6
-    assert [(row.number, row.status) for row in rows_of(tmp_path)] == [(n, "finished") for n in range(6)]
-    assert sum(row.attempt for row in rows_of(tmp_path)) <= 6 + 8  # a kill ends one job at most
 
 
 KILLED = """
@@ -272,7 +250,7 @@ def with_kill(script: str, owner: str, name: str, count: int) -> str:
         ("Study", "tell", 3),  # finished, not told
     ],
 )
-def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, count: int) -> None:
+def test_search_killed_at_any_step_is_resumed(tmp_path: Path, owner: str, name: str, count: int) -> None:
     script = with_kill(TRAIN, owner, name, count)
     overrides = (*SPACE, f"hydra.sweeper.n_trials={count + 2}")
     search(tmp_path, *overrides, script=script, code=-signal.SIGKILL)
@@ -285,7 +263,7 @@ def test_killed_at_the_worst_moments(tmp_path: Path, owner: str, name: str, coun
 
 
 @pytest.mark.long
-def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_trial_which_the_same_command_runs_again(tmp_path: Path) -> None:
     script = TRAIN.replace("    time.sleep(cfg.sleep)\n", "    while not os.path.exists('go'): time.sleep(0.02)\n")
     overrides = (*SPACE, "hydra.sweeper.n_trials=2")
     with begun(tmp_path, *overrides, script=script) as process:
@@ -304,7 +282,7 @@ def test_ctrl_c_leaves_a_trial_that_the_same_command_runs_again(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_another_search_in_the_same_folder_is_refused_with_every_difference(tmp_path: Path) -> None:
+def test_another_search_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     search(tmp_path, "hydra.sweep.dir=multirun/mine", "x=interval(0,3)", "width=2", "hydra.sweeper.n_trials=1")
     other = ("x=interval(0,4)", "kind=choice(fine,nan)", "hydra.sweep.dir=multirun/mine", "hydra.sweeper.n_trials=2")
     done = search(tmp_path, *other, code=1)
@@ -332,13 +310,13 @@ def test_another_search_in_the_same_folder_is_refused_with_every_difference(tmp_
         (["x=interval(0,1)", "hydra.launcher.rerun=failed"], "hydra.sweeper.n_trials"),
     ],
 )
-def test_refused_before_a_study_is_made(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_search_is_refused_before_a_study_is_created(tmp_path: Path, overrides: list[str], words: str) -> None:
     assert words in search(tmp_path, *overrides, code=1).stderr
     assert not list(tmp_path.rglob("optuna.db"))
     assert not starts(tmp_path)
 
 
-def test_a_task_function_without_a_number_is_refused_at_once(tmp_path: Path) -> None:
+def test_task_function_that_returns_no_number_is_refused(tmp_path: Path) -> None:
     done = search(tmp_path, "kind=nothing", "x=interval(0,1)", code=1)
     assert "job 0 returned None" in done.stderr
     assert "trainer.callback_metrics" in done.stderr
@@ -348,7 +326,7 @@ def test_a_task_function_without_a_number_is_refused_at_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("version", ["none", long("2.10.1")])
-def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, version: str) -> None:
+def test_missing_or_old_optuna_is_refused(tmp_path: Path, version: str) -> None:
     lacks = "sys.modules['optuna'] = None; " if version == "none" else ""
     fakes = f"    {lacks}import importlib.metadata as m; m.version = lambda name: {version!r}\n    train()\n"
     done = search(tmp_path, *SPACE, script=TRAIN.replace("    train()\n", fakes), code=1)
@@ -356,7 +334,7 @@ def test_without_a_recent_optuna_it_says_how_to_install_it(tmp_path: Path, versi
 
 
 @pytest.mark.long
-def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
+def test_second_command_on_a_study_is_refused(tmp_path: Path) -> None:
     overrides = (*SPACE, "sleep=250", "hydra.sweeper.n_trials=1")
     with begun(tmp_path, *overrides) as first:
         assert f"process {first.pid} works on this sweep" in search(tmp_path, *overrides, code=1).stderr
@@ -366,6 +344,6 @@ def test_two_commands_on_one_study_are_one_too_many(tmp_path: Path) -> None:
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.RUNNING]  # the first command's alone
 
 
-def test_the_plugin_loads_without_torch_or_optuna(tmp_path: Path) -> None:
+def test_sweeper_plugin_loads_without_torch_and_optuna(tmp_path: Path) -> None:
     code = "import sys, hydra_plugins.lightning_solo.sweeper; assert not {'torch', 'optuna'} & set(sys.modules)"
     run(tmp_path, [sys.executable, "-c", code])

@@ -23,7 +23,7 @@ MODULE = ["model._target_=my_project.MyModule", "allow=[my_project]"]
 @pytest.mark.parametrize(
     ("arguments", "searched"), [(["experiment=search_byte_gpt"], 6), (["experiment=search_fine_tuning", *MODULE], 4)]
 )
-def test_each_value_is_one_that_the_application_takes(arguments: list[str], searched: int) -> None:
+def test_values_of_the_ready_spaces_are_accepted(arguments: list[str], searched: int) -> None:
     check_command_line(["-m", *arguments])
     sweeper = OmegaConf.to_container(compose_application(arguments).hydra.sweeper)
     assert isinstance(sweeper, dict)
@@ -61,9 +61,7 @@ ACCURACY = ["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maxim
 
 @pytest.mark.long
 @pytest.mark.parametrize(("more", "metric"), [([], "val_loss"), long(ACCURACY, "val_accuracy")])
-def test_a_module_of_ones_own_is_searched_for_what_it_calls_its_validation_loss(
-    tmp_path: Path, more: list[str], metric: str
-) -> None:
+def test_module_of_the_user_is_searched_by_its_metric(tmp_path: Path, more: list[str], metric: str) -> None:
     (tmp_path / "my_project.py").write_text(MINE)
     few = ["hydra.sweeper.n_trials=1", "trainer.max_steps=4", "trainer.val_check_interval=4"]
     command_output(tmp_path, "train", "experiment=search_fine_tuning", *MODULE, "run=search", *few, *more)

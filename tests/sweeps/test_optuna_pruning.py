@@ -89,7 +89,7 @@ def by_the_rule(levels: list[float], after: int) -> list[TrialState]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("home", ["lightning", "pytorch_lightning"])
-def test_what_is_above_the_median_ends_after_its_first_epoch(tmp_path: Path, home: str) -> None:
+def test_trial_above_the_median_is_pruned_after_its_first_epoch(tmp_path: Path, home: str) -> None:
     done = search(
         tmp_path, "hydra.sweeper.n_trials=5", "hydra.sweeper.prune_after_trials=2", "hydra.sweeper.seed=3", home=home
     )
@@ -112,7 +112,7 @@ def test_what_is_above_the_median_ends_after_its_first_epoch(tmp_path: Path, hom
 
 
 @pytest.mark.long
-def test_none_is_ended_where_it_was_not_asked_for(tmp_path: Path) -> None:
+def test_search_without_pruning_prunes_no_trial(tmp_path: Path) -> None:
     search(tmp_path, "hydra.sweeper.pruning=false", "hydra.sweeper.n_trials=3", "hydra.sweeper.prune_after_trials=0")
     trials = test_optuna.trials(tmp_path)
     assert [(trial.state, len(trial.intermediate_values)) for trial in trials] == [(TrialState.COMPLETE, 0)] * 3
@@ -120,7 +120,7 @@ def test_none_is_ended_where_it_was_not_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_none_is_ended_before_the_steps_it_has_at_least(tmp_path: Path) -> None:
+def test_no_trial_is_pruned_before_prune_after_steps(tmp_path: Path) -> None:
     ranges = ("hydra.sweeper.prune_after_trials=1", "hydra.sweeper.prune_after_steps=3", "hydra.sweeper.n_trials=3")
     search(tmp_path, *ranges)
     trials = test_optuna.trials(tmp_path)
@@ -130,7 +130,7 @@ def test_none_is_ended_before_the_steps_it_has_at_least(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_more_is_better_where_it_is_to_be_maximized(tmp_path: Path) -> None:
+def test_maximized_metric_is_pruned_below_the_median(tmp_path: Path) -> None:
     more = ("hydra.sweeper.direction=maximize", "hydra.sweeper.monitor=val_accuracy", "metric=val_accuracy")
     search(tmp_path, *more, "hydra.sweeper.n_trials=3", "hydra.sweeper.prune_after_trials=1")
     trials = test_optuna.trials(tmp_path)
@@ -139,14 +139,14 @@ def test_more_is_better_where_it_is_to_be_maximized(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_metric_that_no_trial_reports_is_named(tmp_path: Path) -> None:
+def test_pruning_without_a_reported_metric_is_named(tmp_path: Path) -> None:
     done = search(tmp_path, "metric=val_accuracy", "hydra.sweeper.n_trials=1")
     assert lines_with(done.stdout, "validation loss", "val_accuracy")
     assert "hydra.sweeper.monitor=" in done.stdout
 
 
 @pytest.mark.long
-def test_a_trial_that_was_cut_off_reports_once(tmp_path: Path) -> None:
+def test_resumed_trial_reports_each_step_once(tmp_path: Path) -> None:
     """Killed in its third epoch, it is tried again and reports only what is new."""
     search(tmp_path, "die_at=2", "hydra.launcher.retries=1", "hydra.sweeper.n_trials=2")
     trials, rows = test_optuna.trials(tmp_path), rows_of(tmp_path)
@@ -156,7 +156,7 @@ def test_a_trial_that_was_cut_off_reports_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_pruned_trial_stays_pruned_when_the_command_is_killed_before_it_is_told(tmp_path: Path) -> None:
+def test_pruned_trial_of_a_killed_command_stays_pruned(tmp_path: Path) -> None:
     script = TRAIN.format(home="lightning", epochs=EPOCHS)
     (tmp_path / "train.py").write_text(test_optuna.with_kill(script, "Study", "tell", 4))
     overrides = (*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.prune_after_trials=1", "hydra.sweeper.seed=1")

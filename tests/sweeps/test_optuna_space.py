@@ -54,7 +54,7 @@ DEFAULTS = {
         ("x=tag(log,int(interval(2,8)))", IntDistribution(2, 8, log=True)),
     ],
 )
-def test_the_grammar(text: str, expected: BaseDistribution) -> None:
+def test_overrides_become_distributions(text: str, expected: BaseDistribution) -> None:
     space = search_space([text])
     assert space.distributions == {"x": expected}
     for overrides in space.samples():  # each is an override that Hydra reads, and no sweep
@@ -62,14 +62,14 @@ def test_the_grammar(text: str, expected: BaseDistribution) -> None:
         assert not parsed.is_sweep_override()
 
 
-def test_the_command_line_goes_before_the_configuration() -> None:
+def test_later_override_of_a_key_wins() -> None:
     space = search_space(["x=interval(0,1)", "+y=1,2", "z=3", "x=0.5", "z=4"])
     assert space.fixed == ("x=0.5", "z=4")
     assert list(space.distributions) == ["+y"]
     assert space.overrides({"+y": "2"}) == ["x=0.5", "z=4", "+y=2"]
 
 
-def test_each_choice_and_each_end_stands_once_beside_the_others_first() -> None:
+def test_samples_cover_each_choice_and_each_end() -> None:
     space = search_space(["x=a,b,c", "y=interval(1,2)"])
     assert space.samples() == [["x=a", "y=1.0"], ["x=b", "y=1.0"], ["x=c", "y=1.0"], ["x=a", "y=2.0"]]
 
@@ -87,7 +87,7 @@ def test_each_choice_and_each_end_stands_once_beside_the_others_first() -> None:
         (["x=tag(log,range(1,9,2))"], PresetError, ["step"]),
     ],
 )
-def test_a_space_that_cannot_be(texts: list[str], error: type[Exception], words: list[str]) -> None:
+def test_invalid_space_is_refused(texts: list[str], error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         search_space(texts)
     assert all(word in str(caught.value) for word in words), caught.value
@@ -109,13 +109,13 @@ def test_a_space_that_cannot_be(texts: list[str], error: type[Exception], words:
         ({"objectives": ["peak_memory"], "pruning": True}, ConflictError, ["peak_memory", "value"]),
     ],
 )
-def test_settings_that_cannot_be(given: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], error: type[Exception], words: list[str]) -> None:
     with pytest.raises(error) as caught:
         settings({**DEFAULTS, **given}, 1)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_what_is_left_out_is_filled_in() -> None:
+def test_missing_settings_get_defaults() -> None:
     assert settings(DEFAULTS, 3).n_jobs == 3
     assert settings(DEFAULTS, 3).objectives == ["value"]
     assert settings({**DEFAULTS, "direction": ["minimize"] * 2}, 1).objectives == ["value", "peak_memory"]
@@ -123,13 +123,13 @@ def test_what_is_left_out_is_filled_in() -> None:
     assert two.direction == ["maximize", "maximize"]
 
 
-def test_peak_memory_is_the_devices_where_there_is_one() -> None:
+def test_peak_memory_is_that_of_the_device_if_there_is_one() -> None:
     row = Row(0, (), "finished", peak_device_bytes=5, peak_host_bytes=7)
     assert OBJECTIVES["peak_memory"](row) == 5
     assert OBJECTIVES["peak_memory"](Row(0, (), "finished", peak_host_bytes=7)) == 7
 
 
-def test_a_trial_without_a_number_is_a_failed_job(tmp_path: Path) -> None:
+def test_trial_without_a_number_is_a_failed_job(tmp_path: Path) -> None:
     search = object.__new__(Search)
     search.folder, search.settings = SweepFolder(tmp_path), Settings()
     study = optuna.create_study()

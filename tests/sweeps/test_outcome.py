@@ -52,7 +52,7 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
         (130, error("KeyboardInterrupt"), {}, ("interrupted", "")),
     ],
 )
-def test_each_end_has_its_name(
+def test_status_of_each_ending(
     exit_code: int, said: dict[str, Any] | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
     status, detail = outcome(exit_code, said, **more)
@@ -61,7 +61,7 @@ def test_each_end_has_its_name(
     assert lines_with(detail, expected[1]) if expected[1] else detail == ""
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_json_file_is_complete_or_missing(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b.json"
     write_json(file, {"x": 1})
     with pytest.raises(TypeError):
@@ -81,7 +81,7 @@ def hold(folder: Path, ready: Any, done: Any) -> None:
         done.wait(120)
 
 
-def test_a_sweep_is_one_commands_at_a_time(tmp_path: Path) -> None:
+def test_lock_of_a_sweep_is_held_by_one_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready, done = context.Event(), context.Event()
     process = context.Process(target=hold, args=(tmp_path, ready, done))

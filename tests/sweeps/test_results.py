@@ -20,7 +20,7 @@ from tests.messages import mentions
 ROW = Row(number=0, overrides=("solo=bf16", "lr=1"), status="finished", returned=[1, {"a": 0.5}], metrics={"loss": 2.0})
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_rows_are_read(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     rows = [ROW, replace(ROW, number=2, status="failed", detail="ValueError: ü"), replace(ROW, number=1)]
     for row in rows:
@@ -31,14 +31,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(file)[2] == again  # the last of a job counts
 
 
-def test_without_a_file_there_are_none(tmp_path: Path) -> None:
+def test_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert read(tmp_path / "results.jsonl") == []
     (tmp_path / "file").touch()
     assert read(tmp_path / "file" / "results.jsonl") == []
 
 
 @given(cut=st.integers(min_value=0, max_value=len(line_of(ROW)) - 1))
-def test_a_write_that_was_cut_off_costs_its_own_row_only(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_interrupted_write_loses_only_its_row(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
     append(file, replace(ROW, number=1))
     with file.open("ab") as torn:
@@ -49,7 +49,7 @@ def test_a_write_that_was_cut_off_costs_its_own_row_only(tmp_path_factory: pytes
 
 
 @given(position=st.integers(min_value=0, max_value=len(line_of(ROW)) - 2), bit=st.integers(min_value=0, max_value=7))
-def test_a_flipped_bit_is_no_row(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
+def test_row_with_a_flipped_bit_is_skipped(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
     line = bytearray(line_of(ROW))
     line[position] ^= 1 << bit
@@ -65,7 +65,7 @@ def test_rows_of_another_version_are_refused(tmp_path: Path, change: dict[str, o
         read(tmp_path / "results.jsonl")
 
 
-def test_the_loss_is_what_was_returned_else_the_validations() -> None:
+def test_loss_is_the_returned_number_else_the_validation_loss() -> None:
     assert replace(ROW, returned=0.25).loss == 0.25
     assert replace(ROW, returned=None, metrics={"train/loss": 1.0, "validation/loss": 3.0}).loss == 3.0
     assert replace(ROW, returned=True, metrics={}).loss is None
@@ -76,7 +76,7 @@ costs = st.one_of(st.none(), st.integers(min_value=0, max_value=4).map(float))
 
 
 @given(st.lists(st.tuples(costs, costs), max_size=12))
-def test_the_front_is_what_no_other_beats(points: list[tuple[float | None, float | None]]) -> None:
+def test_front_has_the_rows_that_no_other_beats(points: list[tuple[float | None, float | None]]) -> None:
     rows = [replace(ROW, number=i, returned=loss, metrics={}, seconds=s) for i, (loss, s) in enumerate(points)]
     front = front_of(rows, "seconds")
     known = [(r, (r.loss, r.seconds)) for r in rows if r.loss is not None and r.seconds is not None]
@@ -88,6 +88,6 @@ def test_the_front_is_what_no_other_beats(points: list[tuple[float | None, float
     assert {row.number for row in front} == {row.number for row, _ in known} - beaten
 
 
-def test_only_jobs_that_finished_are_on_the_front() -> None:
+def test_front_has_only_finished_jobs() -> None:
     rows = [replace(ROW, returned=1.0, seconds=1.0, status="failed"), replace(ROW, returned=2.0, seconds=2.0, number=1)]
     assert [row.number for row in front_of(rows, "seconds")] == [1]

@@ -29,7 +29,7 @@ from tests.sweeps.applications import returned, rows_of, starts, sweep, sweep_fo
 # --- when it forks ---
 
 
-def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_application_that_uses_cuda_on_import_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
         assert "starts CUDA" in str(forking.why_not_fork())
@@ -39,7 +39,7 @@ def test_what_touches_cuda_while_it_is_imported_is_not_forked(monkeypatch: pytes
 
 
 @pytest.mark.long
-def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_looks_for_a_device_by_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = f"os.environ.get({NVML!r})"
     script = training(f"return [imported, {look}]", f"imported = {look}")
     monkeypatch.delenv(NVML, raising=False)  # Lightning has set it here
@@ -50,7 +50,7 @@ def test_a_look_for_a_device_while_importing_starts_no_cuda(tmp_path: Path, monk
     assert returned(tmp_path) == [["1", "0"]]
 
 
-def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_openblas_follow_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.__version__  # brings a copy of OpenBLAS
     found = []
     for threads in ("1", "2", "4"):
@@ -63,7 +63,7 @@ def test_openblas_has_as_many_threads_as_it_was_told(monkeypatch: pytest.MonkeyP
 # --- what a job has of it ---
 
 
-def test_a_job_holds_nothing_of_the_server(tmp_path: Path) -> None:
+def test_job_holds_no_file_of_the_server(tmp_path: Path) -> None:
     held = "of = '/proc/self/fd/%s'; return [os.readlink(of % n) for n in range(100) if os.path.lexists(of % n)]"
     sweep(tmp_path, "n=1,2", "sleep=0.5", "hydra.launcher.parallel=2", script=training(held))
     for row in rows_of(tmp_path):
@@ -72,7 +72,7 @@ def test_a_job_holds_nothing_of_the_server(tmp_path: Path) -> None:
         assert str(sweep_folder(tmp_path) / ".sweep" / "lock") not in row.returned
 
 
-def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
+def test_job_waits_for_threads_and_calls_exit_functions(tmp_path: Path) -> None:
     """Its threads are waited for, and what it registered for its end is called."""
     end = "import threading, atexit; atexit.register(print, 'at exit')\n"
     end += "    threading.Thread(target=lambda: (time.sleep(0.5), print('thread'))).start()\n    return 1"
@@ -81,7 +81,7 @@ def test_a_job_ends_as_a_script_does(tmp_path: Path) -> None:
     assert told[-3:] == ["thread", "at exit", ""]
 
 
-def test_a_job_knows_its_number_and_folder(tmp_path: Path) -> None:
+def test_job_knows_its_number_and_folder(tmp_path: Path) -> None:
     hydra = "hydra.core.hydra_config.HydraConfig.get()"
     value = f"return [{hydra}.job.num, {hydra}.job.id, {hydra}.sweep.dir, {hydra}.runtime.output_dir]"
     sweep(tmp_path, "n=1,2", script=training(value))
@@ -98,9 +98,7 @@ def ctrl_c_ignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_job_gets_a_ctrl_c_that_its_command_ignores_and_finds_what_was_preloaded(
-    tmp_path: Path, ctrl_c_ignored: None
-) -> None:
+def test_job_of_a_command_that_ignores_ctrl_c_does_not_ignore_it(tmp_path: Path, ctrl_c_ignored: None) -> None:
     (tmp_path / "first.py").touch()
     found = "signal.getsignal(signal.SIGINT) is signal.default_int_handler, 'first' in sys.modules"
     (tmp_path / "mine.py").write_text(f"import signal, sys\ndef found(_):\n    return [{found}]\n")
@@ -129,7 +127,7 @@ def test_output_is_cut_to_its_end(tmp_path: Path) -> None:
 # --- what it says of a job's end ---
 
 
-def test_a_row_says_when_and_with_what_a_job_ran(tmp_path: Path) -> None:
+def test_row_has_time_versions_and_hardware(tmp_path: Path) -> None:
     begun = time.time()
     sweep(tmp_path, "n=1", "sleep=0.5")
     (row,) = rows_of(tmp_path)
@@ -140,14 +138,14 @@ def test_a_row_says_when_and_with_what_a_job_ran(tmp_path: Path) -> None:
     assert row.hardware.startswith(f"{os.cpu_count()} CPU cores")
 
 
-def test_the_kernels_kills_count_for_the_job_in_whose_time_they_were(tmp_path: Path) -> None:
+def test_kill_for_lack_of_memory_counts_for_the_running_job(tmp_path: Path) -> None:
     count = "from lightning_solo import processes\ncounts = iter([5, 6, 6, 6])\n"
     count += "processes.oom_kills = lambda: next(counts)"
     sweep(tmp_path, "n=1,2", "kind=killed", script=training(before=count), code=1)
     assert [row.status for row in rows_of(tmp_path)] == ["out of host memory", "killed"]
 
 
-def test_a_refusal_has_no_trace_and_a_message_may_be_anything(tmp_path: Path) -> None:
+def test_errors_of_jobs_are_described(tmp_path: Path) -> None:
     errors = """from hydra.errors import CompactHydraException
 class Mute(Exception):
     def __str__(self):
@@ -165,7 +163,7 @@ ERRORS = [CompactHydraException("a refusal\\n  in lines"), Mute(), ValueError("x
 # --- where there is no room, or no process ---
 
 
-def test_a_job_that_can_not_be_started_is_a_row(tmp_path: Path) -> None:
+def test_job_that_cannot_be_started_is_a_failed_row(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "1").touch()  # where its folder should be
     sweep(tmp_path, "n=1,2,3", "hydra.sweep.dir=here", code=1)
@@ -181,14 +179,14 @@ def no_room(file: str) -> str:
 
 
 @pytest.mark.long
-def test_a_job_that_can_not_write_its_word_ends_as_its_process_did(tmp_path: Path) -> None:
+def test_job_without_a_result_has_the_status_of_its_process(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", script=no_room("os.environ['LIGHTNING_SOLO_JOB'] + '/result.json'"), code=1)
     (row,) = rows_of(tmp_path)
     assert lines_with(row.detail, "status 1", "task function")
 
 
 @pytest.mark.long
-def test_rows_that_can_not_be_written_are_missed_at_the_end_and_written_by_the_same_command(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_written_are_written_by_the_same_command(tmp_path: Path) -> None:
     file = tmp_path / "here" / "results.jsonl"
     script = no_room(repr(str(file)))
     done = sweep(tmp_path, "n=1,2", "hydra.sweep.dir=here", script=script, code=1)
@@ -200,7 +198,7 @@ def test_rows_that_can_not_be_written_are_missed_at_the_end_and_written_by_the_s
     assert [row.status for row in read(file)] == ["finished"] * 2
 
 
-def test_elsewhere_than_on_linux_it_says_what_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_system_than_linux_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     with pytest.raises(CapabilityError, match="write hydra/launcher=basic"):
         Sweep(SweepFolder(tmp_path), Application("m", None, "f", 0, (), ()), Settings())
