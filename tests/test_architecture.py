@@ -23,7 +23,7 @@ LEVELS = {
     "errors": 0,
     "machine": 0,
     "out_of_memory": 0.1,
-    "processes": 0,
+    "processes": 0.1,
     "tables": 0.1,
     "units": 0,
     "cards": 0.8,
