@@ -187,16 +187,6 @@ def test_until_stops_at_the_first_that_fits_and_goes_on_from_there(tmp_path: Pat
     assert set(starts(tmp_path).values()) == {1}  # nothing was measured twice
 
 
-def test_until_takes_the_first_that_fits_of_what_was_measured_before(tmp_path: Path) -> None:
-    does = {"b": {"peak_bytes": 600}, "c": {"peak_bytes": 400}}
-    stub(tmp_path, does).run()
-    ladder = stub(tmp_path, does, until=600)
-    assert [row.name for row in ladder.run()] == ["baseline", "a", "b", "c"]
-    fits = ladder.fitting()
-    assert fits is not None
-    assert fits.name == "b"
-
-
 def test_a_module_that_is_refused_is_refused_once_and_tried_anew(tmp_path: Path) -> None:
     refused = {"baseline": {"raise": "PresetError", "message": "no module 'mine'"}}
     for _ in range(2):  # the second time it could have been mended
@@ -247,13 +237,6 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
             chosen(wrong)
     with pytest.raises(PresetError, match=nearest("activation_checkpointing")):
         chosen("activation_checkpoint")
-
-
-@pytest.mark.parametrize("technique", techniques().values(), ids=lambda technique: technique.name)
-def test_every_technique_is_one_that_the_library_has(technique: LadderTechnique) -> None:
-    own = [text.replace("solo/", "").replace("solo.", "") for text in overrides_of([technique], [])[1:]]
-    baseline, config = compose("baseline"), compose("baseline", own)
-    assert config != baseline
 
 
 def test_every_rung_is_what_its_name_says() -> None:

@@ -11,6 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_solo.planner.plan import Plan
+from lightning_solo.units import GiB
+
+
+def plan_with(**fields: Any) -> Plan:
+    """Return a plan with these fields, and any values in the others."""
+    return Plan(
+        **{
+            "preset": "zero_offload",
+            "device": "rtx_4090",
+            "micro_batch": 4,
+            "peak_bytes": GiB,
+            "breakdown": {"weights": GiB},
+            "phases": {"forward": 2, "optimizer_step": 3},
+            "needed_bytes": 2 * GiB,
+            "reserved_bytes": 3 * GiB,
+            "budget_bytes": 20 * GiB,
+            "verdict": "fits",
+            "host_bytes": 10 * GiB,
+            "seconds_per_step": 1.0,
+            "flops": 1,
+            "bytes_moved": 1,
+            "largest_micro_batch": 3,
+            **fields,
+        }
+    )
+
 
 class Classifier(L.LightningModule):
     """Any network of (batch, ...) -> (batch, classes)."""

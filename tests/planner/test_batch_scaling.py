@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -178,31 +178,6 @@ def test_the_order_of_deaths_in_a_row_changes_nothing(sizes: list[int], random: 
     found = canonical(log, [])
     assert found.events == [*births, *sorted(deaths)]
     assert found.peak() == log.peak()
-
-
-# --- more takes more ---
-
-one_trace_each = cache(of_two)
-
-
-@pytest.mark.long
-@given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(sorted(MODULES)))
-@settings(max_examples=20)
-def test_a_larger_micro_batch_takes_no_less(first: int, second: int, name: str) -> None:
-    both = one_trace_each(name)
-    less, more = (both.at(size).log.peak()[0] for size in sorted((first, second)))
-    assert less < more or first == second or less == more == both.at(1).log.peak()[0]
-
-
-@pytest.mark.long
-@given(st.integers(4, 12), st.integers(1, 3), st.sampled_from(["width", "depth"]))
-@settings(max_examples=3)
-def test_a_wider_or_deeper_module_takes_more(half: int, depth: int, larger: str) -> None:
-    width = 2 * half
-    small = capture(partial(byte_gpt, width, depth), text(2), {})
-    large = capture(partial(byte_gpt, *((width + 2, depth) if larger == "width" else (width, depth + 1))), text(2), {})
-    assert small.log.peak()[0] < large.log.peak()[0]
-    assert all(small.log.breakdown(0)[name] <= large.log.breakdown(0)[name] for name in small.log.breakdown(0))
 
 
 class Contrastive(Classifier):

@@ -22,30 +22,7 @@ from lightning_solo.presets.files import preset_files
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import GiB
 from tests.messages import lines_with, mentions
-
-
-def planned(**given: Any) -> Plan:
-    return Plan(
-        **{
-            "preset": "zero_offload",
-            "device": "rtx_4090",
-            "micro_batch": 4,
-            "peak_bytes": GiB,
-            "breakdown": {"weights": GiB},
-            "phases": {"forward": 2, "optimizer_step": 3},
-            "needed_bytes": 2 * GiB,
-            "reserved_bytes": 3 * GiB,
-            "budget_bytes": 20 * GiB,
-            "verdict": "fits",
-            "host_bytes": 10 * GiB,
-            "seconds_per_step": 1.0,
-            "flops": 1,
-            "bytes_moved": 1,
-            "largest_micro_batch": 3,
-            **given,
-        }
-    )
-
+from tests.planner.modules import plan_with
 
 # --- host memory ---
 
@@ -61,7 +38,7 @@ def planned(**given: Any) -> Plan:
     ],
 )
 def test_a_host_that_has_too_little_is_in_the_verdict(on: str, gib: float, verdict: str, largest: int) -> None:
-    found = with_host_memory(planned(device=on), int(gib * GiB))
+    found = with_host_memory(plan_with(device=on), int(gib * GiB))
     assert (found.verdict, found.largest_micro_batch, found.fits) == (verdict, largest, verdict != "does not fit")
     assert bool(found.host_shortage) == (verdict != "fits")
     assert found.missing_bytes == (max(found.host_needed_bytes - int(gib * GiB), 0))
@@ -69,25 +46,25 @@ def test_a_host_that_has_too_little_is_in_the_verdict(on: str, gib: float, verdi
 
 
 def test_a_shortage_in_words() -> None:
-    found = with_host_memory(planned(), 9 * GiB)
+    found = with_host_memory(plan_with(), 9 * GiB)
     assert lines_with(found.host_shortage, "10.00 GiB", "host", "9.00 GiB")
 
 
 def test_the_worse_of_two_verdicts_stays() -> None:
-    assert with_host_memory(planned(verdict="tight"), 100 * GiB).verdict == "tight"
-    assert with_host_memory(planned(verdict="does not fit"), int(10.2 * GiB)).verdict == "does not fit"
+    assert with_host_memory(plan_with(verdict="tight"), 100 * GiB).verdict == "tight"
+    assert with_host_memory(plan_with(verdict="does not fit"), int(10.2 * GiB)).verdict == "does not fit"
 
 
 def test_nothing_on_the_host_is_not_judged_and_an_unknown_host_is_said() -> None:
-    assert with_host_memory(planned(host_bytes=0), 1) == planned(host_bytes=0)
-    found = with_host_memory(planned(), None)
+    assert with_host_memory(plan_with(host_bytes=0), 1) == plan_with(host_bytes=0)
+    found = with_host_memory(plan_with(), None)
     assert (found.verdict, found.host_shortage, found.assumptions) == ("fits", "", (HOST_NOT_JUDGED,))
 
 
 def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
-    on_host = with_host_memory(planned(preset="host"), 9 * GiB)  # lacks 1
-    on_device = planned(preset="device", verdict="does not fit", needed_bytes=20 * GiB + 1, host_bytes=0)
-    far = planned(preset="far", verdict="does not fit", needed_bytes=30 * GiB, host_bytes=0)
+    on_host = with_host_memory(plan_with(preset="host"), 9 * GiB)  # lacks 1
+    on_device = plan_with(preset="device", verdict="does not fit", needed_bytes=20 * GiB + 1, host_bytes=0)
+    far = plan_with(preset="far", verdict="does not fit", needed_bytes=30 * GiB, host_bytes=0)
     assert order(far, on_host, on_device) == ["device", "host", "far"]
 
 
@@ -108,20 +85,20 @@ def test_of_equally_fast_ones_the_one_that_changes_least_is_first(
     seconds: dict[str, float], expected: list[str]
 ) -> None:
     on_host = {"zero_offload": GiB}
-    plans = [planned(preset=name, seconds_per_step=s, host_bytes=on_host.get(name, 0)) for name, s in seconds.items()]
+    plans = [plan_with(preset=name, seconds_per_step=s, host_bytes=on_host.get(name, 0)) for name, s in seconds.items()]
     assert order(*plans) == order(*plans[::-1]) == expected
 
 
 def test_a_tight_one_is_behind_one_that_fits_however_fast() -> None:
-    plans = planned(preset="bf16", verdict="tight", seconds_per_step=0.1), planned(preset="layer_drop")
+    plans = plan_with(preset="bf16", verdict="tight", seconds_per_step=0.1), plan_with(preset="layer_drop")
     assert order(*plans) == ["layer_drop", "bf16"]
 
 
 def test_a_caveat_counts_only_where_no_preset_is_named(
     preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = planned(preset=preset_with_caveat, seconds_per_step=0.1)
-    plans = planned(preset="bf16"), fast
+    fast = plan_with(preset=preset_with_caveat, seconds_per_step=0.1)
+    plans = plan_with(preset="bf16"), fast
     assert order(*plans) == ["bf16", preset_with_caveat]
     assert order(*plans, caveats_last=False) == [preset_with_caveat, "bf16"]
     monkeypatch.setattr(preset_plans, "preset_files", lambda: ["bf16", preset_with_caveat])
@@ -208,20 +185,20 @@ def test_bf16_on_a_device_without_it_is_said() -> None:
 
 
 def test_a_plan_is_read_back_as_it_was_written() -> None:
-    whole = with_host_memory(planned(assumptions=("a", "b")), 9 * GiB)
+    whole = with_host_memory(plan_with(assumptions=("a", "b")), 9 * GiB)
     assert Plan.from_dict(json.loads(json.dumps(whole.as_dict()))) == whole
 
 
 def test_a_preset_stays_in_one_piece_in_eighty_columns() -> None:
     said = io.StringIO()
-    long = planned(preset="compact_host_checkpointing", verdict="does not fit", needed_bytes=130 * GiB)
+    long = plan_with(preset="compact_host_checkpointing", verdict="does not fit", needed_bytes=130 * GiB)
     Console(file=said, width=80).print(table([long], long))
     assert lines_with(said.getvalue(), "compact_host_checkpointing *", "130.00")
     assert "\u2026" not in said.getvalue(), "and nothing is cut off"
 
 
 def test_the_table_has_a_star_behind_the_chosen_one() -> None:
-    first, second = planned(), planned(preset="bf16", host_bytes=0, largest_micro_batch=None, seconds_per_step=2.0)
+    first, second = plan_with(), plan_with(preset="bf16", host_bytes=0, largest_micro_batch=None, seconds_per_step=2.0)
     said = io.StringIO()
     Console(file=said, width=100).print(table([first, second], second))
     heading, *rows = (line.split() for line in said.getvalue().splitlines())
