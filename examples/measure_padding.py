@@ -15,7 +15,7 @@ import torch
 from this_machine import machine, versions
 
 from lightning_solo.data.length_batches import LengthBatches, padding_share
-from lightning_solo.data.packing import PackedBatches, packed_padding
+from lightning_solo.data.packing import PackedBatches
 
 ITEMS, BATCH_SIZE, MAX_TOKENS, LONGEST = 10_000, 32, 16_384, 4096
 MEDIAN, SIGMAS = 148, (0.8, 1.0, 1.2)  # exp(5), and the deviation of the logarithm
@@ -31,10 +31,17 @@ def measured(sigma: float) -> dict[str, Any]:
     return {
         "sigma": sigma,
         "lengths": [int(lengths.min()), int(lengths.max())],
-        "plain": max(padding_share(lengths, [batch.tolist() for batch in epoch]) for epoch in plain),
-        "by_count": max(padding_share(lengths, by_count.batches(epoch)) for epoch in range(3)),
-        "by_tokens": max(padding_share(lengths, by_tokens.batches(epoch)) for epoch in range(3)),
-        "packed": max(packed_padding(packed.lengths, packed.batches(epoch)) for epoch in range(3)),
+        "plain": max(padding_share(lengths[batch].tolist() for batch in epoch) for epoch in plain),
+        "by_count": max(
+            padding_share(lengths[batch].tolist() for batch in by_count.batches(epoch)) for epoch in range(3)
+        ),
+        "by_tokens": max(
+            padding_share(lengths[batch].tolist() for batch in by_tokens.batches(epoch)) for epoch in range(3)
+        ),
+        "packed": max(
+            padding_share([int(lengths[list(row)].sum()) for row in batch] for batch in packed.batches(epoch))
+            for epoch in range(3)
+        ),
     }
 
 

@@ -18,7 +18,7 @@ from lightning_solo.build import HOMES
 from tests.messages import mentions
 from tests.modules import PRESETS_OF_DOCUMENTS, classification, composed, documents, loader, regression
 
-pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:curriculum. training ends")]
+pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:callback.curriculum.duration")]
 
 MARKS = {"compile": [pytest.mark.long, pytest.mark.cpu_only("no Triton compiles for the simulated device")]}
 CPU_PRESETS = tuple(
@@ -156,7 +156,9 @@ def test_schedule_is_refused_with_manual_optimization(home: ModuleType, make_tra
     module = regression(home)
     module.automatic_optimization = False
     trainer = make_trainer(home, **solo.trainer_kwargs("accumulation", lightning=home.__name__))
-    with pytest.raises(solo.ConflictError, match="manual"):
+    with pytest.raises(
+        solo.ConflictError, match=mentions("callback.accumulation_schedule", "automatic_optimization=False")
+    ):
         trainer.fit(module, loader())
 
 

@@ -1,4 +1,4 @@
-"""Samples and tokens of a batch, counted from its first tensor, and the shapes of all its tensors."""
+"""Samples and tokens of a batch, and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_solo.data.nested import leaves, tensors_of
 
 
 def size_of(batch: object) -> tuple[int | None, int | None]:
-    """Return the samples in a batch, and its tokens where its first tensor holds token ids as (batch, sequence).
+    """Return the samples in a batch, and its tokens if its first tensor has token ids as (batch, sequence).
 
     >>> size_of({"input_ids": torch.zeros(4, 128, dtype=torch.long)}), size_of([torch.zeros(4, 128)])
     ((4, 512), (4, None))
@@ -24,7 +24,7 @@ def size_of(batch: object) -> tuple[int | None, int | None]:
 
 
 def shapes_of(batch: object) -> list[tuple[int, ...]]:
-    """Return the shapes of all tensors in a batch, as `tensors_of` finds them.
+    """Return the shapes of all tensors in a batch, also those in attributes of objects.
 
     >>> shapes_of({"x": torch.zeros(2, 3), "label": [torch.zeros(2), "a"]})
     [(2, 3), (2,)]
@@ -33,7 +33,7 @@ def shapes_of(batch: object) -> list[tuple[int, ...]]:
 
 
 def fits_into(shapes: Sequence[tuple[int, ...]], larger: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether each shape fits into its counterpart in ``larger``: equally many dimensions, none of them longer.
+    """Return whether each shape has as many dimensions as its counterpart in ``larger``, none of them longer.
 
     >>> fits_into([(2, 3)], [(2, 4)]), fits_into([(2, 3)], [(3, 2)]), fits_into([(2,)], [(2, 1)])
     (True, False, False)

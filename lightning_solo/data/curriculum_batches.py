@@ -17,7 +17,7 @@ from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 
 @dataclass(frozen=True)
 class Pace:
-    """The growth of a share to 1: Platanios et al. 2019, arXiv 1903.09848, equations 6 and 7.
+    """Growth of a share to 1: Platanios et al. 2019, arXiv 1903.09848, equations 6 and 7.
 
     Attributes:
         start: the share at position 0.
@@ -47,25 +47,25 @@ class Pace:
 class CurriculumBatches(EpochBatches):
     """Batches of items drawn at random from the easiest ones, whose share of all items grows to 1.
 
-    A batch has no item twice. Until the end of the epoch in which the share reaches 1, an item may come several times
-    in an epoch, or never; after it every item comes once per epoch, in a new order each time. An epoch has as many
+    No batch has an item twice. Until the end of the epoch in which the share reaches 1, an item may come several times
+    in an epoch, or never. Later every item comes once per epoch, in a new order each time. An epoch has as many
     batches as without a curriculum. The items of a batch depend only on the arguments and on the batch's position, so
-    an epoch may start anywhere.
+    an epoch may start at any batch.
 
     Args:
         difficulty: of the items, as (items,); ties keep the data set's order.
-        batch_size: items of a batch; only the last batch of an epoch in which every item comes once may be smaller.
+        batch_size: items of a batch; the last batch may be smaller in epochs in which every item comes once.
         pace: growth of the share, by optimizer steps, or by tokens if ``tokens`` is given.
         drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: of the draws.
         tokens: of each item, as (items,); the position is then the number of tokens in all earlier batches.
-        batches_used: batches that are used of an epoch; None for all.
+        batches_used: number of an epoch's batches that are used; None for all.
         batches_per_step: batches in an optimizer step.
-        begun: an epoch, and the position at which it began.
+        begun: an epoch, and the position at its first batch.
         before: called before the first batch of an epoch is drawn; may still `rank` the items.
 
     Attributes:
-        shares: share of each batch drawn so far in the current epoch.
+        shares: the share at each batch drawn so far in the current epoch.
     """
 
     needs_past = True
@@ -102,7 +102,7 @@ class CurriculumBatches(EpochBatches):
         self.order = difficulty.sort(stable=True).indices
 
     def position(self, epoch: int) -> int:
-        """Return the position at which an epoch begins, or any position where the share is 1, if it began there."""
+        """Return the position at which an epoch begins; any position with share 1 if the share is 1 by then."""
         first, position = self.begun
         if self.tokens is None:
             return position + (epoch - first) * -(-self.batches_used // self.batches_per_step)
@@ -122,7 +122,7 @@ class CurriculumBatches(EpochBatches):
             yield batch
 
     def _drawn(self, epoch: int, begin: int) -> Iterator[tuple[list[int], float]]:
-        """Yield the batches of an epoch that begins at a position, each with its share."""
+        """Yield the batches of an epoch and their shares; the epoch begins at position ``begin``."""
         items, size = len(self.order), self.batch_size
         if self.pace.share(begin) == 1:
             order = torch.randperm(items, generator=epoch_generator(self.seed, epoch))

@@ -1,4 +1,4 @@
-"""Batch samplers with an order per epoch, which can start at any batch of an epoch."""
+"""Batch samplers with a new order in each epoch, which can start at any batch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.utils.data import Sampler
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return the generator of an epoch's order; neighbouring seeds share no epoch's order."""
+    """Return the random generator of an epoch's order; neighbouring seeds have no order in common."""
     generator = torch.Generator().manual_seed(seed)
     return generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) ^ epoch)
 
 
 class EpochBatches(Sampler[Any]):
-    """Batches in an order that depends only on a seed and the number of the epoch.
+    """Batches in an order that depends only on a seed and an epoch number.
 
-    After a run that was stopped within an epoch, Lightning's epoch numbers differ from these: Lightning counts the
-    stopped epoch as completed and calls its remaining batches the next epoch.
+    Lightning counts an epoch in which a run stopped as completed, and gives its remaining batches the next number. So
+    the epoch numbers here may differ from Lightning's.
 
     Attributes:
         count: batches of every epoch.
         needs_past: whether an epoch depends on the number of batches in earlier epochs.
-        batches_used: batches that are used of an epoch, at most.
+        batches_used: largest number of an epoch's batches that are used.
         seed: of the order.
-        epoch: the current one.
-        start: batches of the current epoch that are skipped.
+        epoch: the current epoch.
+        start: number of the current epoch's first batches that are skipped.
     """
 
     count: int
@@ -54,7 +54,7 @@ class EpochBatches(Sampler[Any]):
 
     @property
     def sampler(self) -> EpochBatches:
-        """Itself, since Lightning calls ``set_epoch`` on a loader's ``batch_sampler.sampler``."""
+        """Return itself, since Lightning calls ``set_epoch`` on a loader's ``batch_sampler.sampler``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -65,11 +65,11 @@ class EpochBatches(Sampler[Any]):
             self.epoch, self.start = own, 0
 
     def own(self, epoch: int) -> int:
-        """Return our number of Lightning's epoch."""
+        """Return our number for Lightning's epoch."""
         return epoch - (self._ahead or 0)
 
     def go_to(self, epoch: int, start: int) -> None:
-        """Go to batch ``start`` of our epoch, which Lightning's next epoch number then stands for."""
+        """Go to batch ``start`` of our epoch; Lightning's next epoch number will mean this epoch."""
         self.epoch, self.start, self._ahead = epoch, start, None
 
     def step_back(self) -> None:

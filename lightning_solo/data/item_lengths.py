@@ -1,10 +1,10 @@
-"""Lengths of a data set's items, or other numbers: from the first sequence, a column, a function or the collator."""
+"""Lengths or difficulties of a data set's items: from the first sequence, a column, a function or the collator."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,12 +15,23 @@ from lightning_solo.errors import ConflictError
 REPORT_EVERY_S = 10.0
 
 Length = str | Callable[[Any], int]
+Report = Callable[[int, int], None]
+
+
+def reported(count: int, report: Report | None) -> Iterator[int]:
+    """Yield the indices of ``count`` items; call ``report`` with (items done, all items) every 10 seconds."""
+    last = time.monotonic()
+    for index in range(count):
+        yield index
+        if report is not None and time.monotonic() - last > REPORT_EVERY_S:
+            last = time.monotonic()
+            report(index + 1, count)
 
 
 def length_of(item: object) -> int | None:
     """Return the length of an item's first sequence: a tensor's or array's first dimension, a list's or text's length.
 
-    Mappings, tuples and objects are searched in order; None if there is no sequence.
+    Mappings, sequences and objects are searched in order; None if there is no sequence.
 
     >>> length_of((torch.zeros(5), torch.tensor(1))), length_of({"id": 7, "input_ids": [3, 1, 2]}), length_of("four")
     (5, 3, 4)
@@ -50,9 +61,10 @@ def item_lengths(
     dataset: Any,
     length: Length | Literal["auto", "collated"] = "auto",
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
+    option: str = "length",
 ) -> torch.Tensor:
-    """Return the length of every item of a map-style data set; each item is read once.
+    """Return the length of every item of a map-style data set, in int64; each item is read once.
 
     Args:
         dataset: with ``len`` and items by index.
@@ -62,74 +74,63 @@ def item_lengths(
             ``column_names`` only this column is read.
         collate_fn: for ``collated``.
         report: called with (items done, all items) every 10 seconds.
+        option: the user's option for ``length``, for messages.
 
     Raises:
         ConflictError: an item has no length, or reading it fails; names its index and the cause.
     """
-
-    def wrong(value: object) -> bool:
-        return type(value) is not int or value < 0
-
-    return _values(dataset, length, collate_fn, report, torch.int64, wrong, ("length", "length", "an integer"))
+    return _numbers(dataset, length, collate_fn, report, option, whole=True)
 
 
 def item_difficulties(
     dataset: Any,
     by: Length | Literal["auto", "collated"],
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
+    option: str = "by",
 ) -> torch.Tensor:
     """Return a finite number for every item, in float64, by the same choices as `item_lengths`.
 
     Raises:
         ConflictError: as `item_lengths`.
     """
-
-    def wrong(value: object) -> bool:
-        return isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-
-    return _values(dataset, by, collate_fn, report, torch.float64, wrong, ("by", "difficulty", "a number"))
+    return _numbers(dataset, by, collate_fn, report, option, whole=False)
 
 
-def _values(
+def _numbers(
     dataset: Any,
-    length: Length,
+    by: Length,
     collate_fn: Callable[[list[Any]], Any] | None,
-    report: Callable[[int, int], None] | None,
-    dtype: torch.dtype,
-    wrong: Callable[[object], bool],
-    words: tuple[str, str, str],
+    report: Report | None,
+    option: str,
+    *,
+    whole: bool,
 ) -> torch.Tensor:
-    """Return the items' values; ``words``: the setting's name, the noun for a value, and the result of a function."""
-    count = len(dataset)
+    noun, kind = ("length", "an integer") if whole else ("difficulty", "a number")
     columns = getattr(dataset, "column_names", None) or ()
-    if length == "auto" and "length" in columns:
-        length = "length"
-    column = dataset[length] if isinstance(length, str) and length in columns else None
-    setting, noun, kind = words
-    remedy = f"write {setting}=<name of a column>, {setting}=collated, or a function of an item that returns {kind}"
-    values = torch.empty(count, dtype=dtype)
-    last = time.monotonic()
-    for index in range(count):
+    if by == "auto" and "length" in columns:
+        by = "length"
+    column = dataset[by] if isinstance(by, str) and by in columns else None
+    remedy = f"write {option}=<name of a column>, {option}=collated, or a function of an item that returns {kind}"
+    numbers = torch.empty(len(dataset), dtype=torch.int64 if whole else torch.float64)
+    for index in reported(len(dataset), report):
+        item = f"{option}={name_of(by)}: item {index} of {type(dataset).__name__}"
         try:
-            value: Any = (
-                _as_length(column[index]) if column is not None else _length(dataset[index], length, collate_fn)
-            )
+            value: Any = _as_length(column[index]) if column is not None else _length(dataset[index], by, collate_fn)
         except Exception as error:
-            raise ConflictError(
-                f"{setting}={name_of(length)}: item {index} of {type(dataset).__name__} raised"
-                f" {type(error).__name__}: {error}; {remedy}"
-            ) from error
-        if wrong(value):
-            raise ConflictError(
-                f"{setting}={name_of(length)}: item {index} of {type(dataset).__name__} has no {noun}, but {value!r};"
-                f" {remedy}"
-            )
-        values[index] = value
-        if report is not None and time.monotonic() - last > REPORT_EVERY_S:
-            last = time.monotonic()
-            report(index + 1, count)
-    return values
+            raise ConflictError(f"{item} raised {type(error).__name__}: {error}; {remedy}") from error
+        if not (_is_count(value) if whole else _is_finite(value)):
+            raise ConflictError(f"{item} has no {noun}, but {value!r}; {remedy}")
+        numbers[index] = value
+    return numbers
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | None) -> object:
@@ -138,7 +139,7 @@ def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | 
     if length == "auto":
         return length_of(item)
     if length == "collated":
-        assert collate_fn is not None  # of the loader
+        assert collate_fn is not None  # the loader's
         return collated_length(collate_fn([item]))
     return _as_length(item[length] if isinstance(item, Mapping) else getattr(item, length))
 
@@ -153,15 +154,15 @@ def _as_length(value: Any) -> object:
     return length_of(value)
 
 
-def range_of(lengths: torch.Tensor) -> str:
-    """Return the range of lengths, for a message.
+def range_of(lengths: Sequence[int]) -> str:
+    """Return the range of lengths as text.
 
-    >>> range_of(torch.tensor([5, 2, 7]))
+    >>> range_of([5, 2, 7])
     '2 to 7'
     """
-    return f"{int(lengths.min())} to {int(lengths.max())}" if len(lengths) else "0"
+    return f"{min(lengths)} to {max(lengths)}" if lengths else "0"
 
 
 def name_of(length: Length | Callable[[Any], float]) -> str:
-    """Return the setting's text, for a message."""
+    """Return the name of a length or difficulty, for messages."""
     return length if isinstance(length, str) else getattr(length, "__name__", repr(length))

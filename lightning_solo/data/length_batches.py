@@ -1,4 +1,4 @@
-"""A batch sampler whose batches have items of similar length: by count, or by a budget of tokens."""
+"""A batch sampler of items of similar length, by count or by a budget of tokens."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from lightning_solo.errors import ConflictError
 SPREAD = 0.03
 
 
-def padding_share(lengths: torch.Tensor, batches: Iterable[Sequence[int]]) -> float:
-    """Return the share of padding in batches of items that are padded to the longest of their batch.
+def padding_share(batches: Iterable[Sequence[int]]) -> float:
+    """Return the share of padding in batches whose rows are padded to the longest of their batch.
 
-    >>> round(padding_share(torch.tensor([1, 3, 4, 4]), [[0, 1], [2, 3]]), 4)  # 2 of 6 + 8
+    Args:
+        batches: each the lengths of its rows.
+
+    >>> round(padding_share([[1, 3], [4, 4]]), 4)  # 2 of 6 + 8
     0.1429
     """
     tokens = padded = 0
-    for batch in batches:
-        here = lengths[list(batch)]
-        tokens += int(here.sum())
-        padded += int(here.max()) * len(here)
+    for lengths in batches:
+        tokens += sum(lengths)
+        padded += max(lengths) * len(lengths)
     return 1 - tokens / padded if padded else 0.0
 
 
 class LengthBatches(EpochBatches):
-    """Batches of items of similar length, in a new order and newly mixed in each epoch.
+    """Batches of items of similar length, in a new order in each epoch.
 
     The items are sorted by length and cut into batches. Consecutive batches whose lengths differ by at most 3 % form a
-    bucket, and the items of a bucket are mixed anew in every epoch; where lengths are rare, a batch keeps its items.
-    Then the batches are shuffled. The batch with the longest item comes first, so that a batch too large for the
-    device fails at once. The order depends only on seed and epoch. Every epoch has as many batches, and every item
-    comes once in it.
+    bucket, and in every epoch the items of a bucket are mixed anew. Then the batches are shuffled. The batch with the
+    longest item comes first, so that a batch too large for the device fails at once. The order depends only on seed
+    and epoch. All epochs have equally many batches, and every item comes once per epoch.
 
     Args:
         lengths: of the items, as (items,).
         batch_size: items of a batch; the batch of the shortest items may hold fewer.
-        max_tokens: instead of ``batch_size``: largest number of tokens in a batch, padding included.
+        max_tokens: largest number of tokens in a batch, padding included; instead of ``batch_size``.
         drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: of the order.
 
@@ -59,14 +60,14 @@ class LengthBatches(EpochBatches):
             raise ConflictError(f"batch_size={batch_size} and max_tokens={max_tokens}: write one of them")
         if max_tokens is not None and drop_last:
             raise ConflictError(
-                "drop_last=True and max_tokens: batches hold different numbers of items anyway, none is incomplete;"
-                " write DataLoader(drop_last=False)"
+                f"callback.length_bucketing.max_tokens={max_tokens} and DataLoader(drop_last=True): no batch is"
+                " incomplete, since batches hold different numbers of items; write DataLoader(drop_last=False)"
             )
         if max_tokens is not None and len(lengths) and int(lengths.max()) > max_tokens:
             index = int(lengths.argmax())
             raise ConflictError(
-                f"max_tokens={max_tokens}: item {index} alone has {int(lengths[index])} tokens; write a larger"
-                " max_tokens, or leave such items out of the data set"
+                f"callback.length_bucketing.max_tokens={max_tokens}: item {index} has {int(lengths[index])} tokens;"
+                f" write {int(lengths[index])} or more, or leave such items out of the data set"
             )
         super().__init__(seed)
         self.lengths = lengths
@@ -97,11 +98,11 @@ class LengthBatches(EpochBatches):
         return sorted(shuffled, key=lambda batch: longest not in batch)
 
     def _cuts(self, lengths: torch.Tensor) -> list[tuple[int, int]]:
-        """Return (first, last) of each batch, for lengths in falling order."""
+        """Return the range of each batch, for lengths in falling order."""
         return [cut for bucket in self._buckets(lengths) for cut in bucket]
 
     def _buckets(self, lengths: torch.Tensor) -> list[list[tuple[int, int]]]:
-        """Return the batches of each bucket; those of a bucket have one size, so that any item fits the budget."""
+        """Return the ranges of each bucket's batches; they have one size, so that any item of the bucket fits."""
         falling = lengths.tolist()
         buckets: list[list[tuple[int, int]]] = []
         begin = 0

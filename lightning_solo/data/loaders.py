@@ -1,4 +1,4 @@
-"""Copies of a user's DataLoader with other batches, whose position in an epoch is plain data."""
+"""Copies of a DataLoader that make other batches and can resume within an epoch."""
 
 from __future__ import annotations
 
@@ -14,68 +14,72 @@ from lightning_solo.data.epoch_batches import EpochBatches
 from lightning_solo.errors import CheckpointError, ConflictError
 
 
-def require_own_batches(loader: Any, technique: str) -> None:
+def require_own_batches(loader: Any, choice: str) -> None:
     """Check that a loader makes batches itself, of all items of a map-style data set, so that they can be replaced.
+
+    Args:
+        loader: of the training.
+        choice: the option or function that replaces the batches, for the message.
 
     Raises:
         ConflictError: names the loader, data set or sampler that prevents it, and what to write.
     """
+    if reason := _own_batches_missing(loader):
+        raise ConflictError(f"{choice} and {reason}, or remove {choice}")
+
+
+def _own_batches_missing(loader: Any) -> str | None:
     if not isinstance(loader, DataLoader):
-        raise ConflictError(
-            f"{technique} and a loader of type {type(loader).__name__}: it takes a torch.utils.data.DataLoader; return"
-            f" one from train_dataloader, or drop {technique}"
-        )
-    dataset = loader.dataset
+        return f"a loader of type {type(loader).__name__}: return a torch.utils.data.DataLoader from train_dataloader"
+    dataset, sampler, batch_sampler = loader.dataset, loader.sampler, loader.batch_sampler
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise ConflictError(
-            f"{technique} and the iterable data set {type(dataset).__name__}: items come in its own order; give a"
-            f" map-style data set, with __getitem__ and __len__, or drop {technique}"
+        return (
+            f"the iterable data set {type(dataset).__name__}, which fixes the items' order: give a map-style data set,"
+            " with __getitem__ and __len__"
         )
     if not hasattr(dataset, "__len__"):
-        raise ConflictError(
-            f"{technique} and {type(dataset).__name__}, a data set without length: define __len__, or drop {technique}"
-        )
+        return f"{type(dataset).__name__}, a data set without length: define __len__"
     if hasattr(loader, "state_dict"):
-        raise ConflictError(
-            f"{technique} and {type(loader).__name__}, which keeps its place in an epoch itself: give a"
-            f" torch.utils.data.DataLoader, whose place is kept here, or drop {technique}"
+        return (
+            f"{type(loader).__name__}, which stores its position in an epoch itself: give a"
+            " torch.utils.data.DataLoader, whose position is stored here"
         )
-    if loader.batch_sampler is None:
-        raise ConflictError(
-            f"{technique} and DataLoader(batch_size=None), of a data set that makes batches itself: give single items"
-            f" and batch_size=..., or drop {technique}"
+    if batch_sampler is None:
+        return (
+            "DataLoader(batch_size=None), whose data set makes the batches: give a data set of single items and"
+            " DataLoader(batch_size=...)"
         )
-    if type(loader.batch_sampler) is not BatchSampler:
-        raise ConflictError(
-            f"{technique} and a batch sampler of your own, {type(loader.batch_sampler).__name__}: both make the"
-            f" batches; write DataLoader(batch_size=...) instead, or drop {technique}"
+    if type(batch_sampler) is not BatchSampler:
+        return (
+            f"the batch sampler {type(batch_sampler).__name__}: both make the batches; write"
+            " DataLoader(batch_size=...) instead"
         )
-    sampler = loader.sampler
     every_item = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset)
     )
     if not every_item:
-        raise ConflictError(
-            f"{technique} and the sampler {type(sampler).__name__}, which chooses items: write"
-            f" DataLoader(shuffle=True), over a torch.utils.data.Subset where items are left out, or drop {technique}"
+        return (
+            f"the sampler {type(sampler).__name__}, which chooses items: write DataLoader(shuffle=True), over a"
+            " torch.utils.data.Subset to leave items out"
         )
+    return None
 
 
-def require_one_loader(loaders: Any, technique: str, instead: str) -> None:
-    """Check that the Trainer has one training loader, not a collection.
+def require_one_loader(loaders: Any, choice: str, instead: str) -> None:
+    """Check that the Trainer has one training loader.
 
     Raises:
-        ConflictError: it is a collection; says to write ``instead``.
+        ConflictError: it has a collection; says to write ``instead``.
     """
     if isinstance(loaders, Mapping | Sequence):
         raise ConflictError(
-            f"{technique} and several training loaders, a {type(loaders).__name__} of {len(loaders)}: it takes one;"
-            f" return one loader from train_dataloader, or {instead}"
+            f"{choice} and several training loaders, a {type(loaders).__name__} of {len(loaders)}: return one loader"
+            f" from train_dataloader, or {instead}"
         )
 
 
 def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[list[int]]:
-    """Return the first ``count`` items in the batches a loader makes itself, in the seed's order if it shuffles."""
+    """Return batches of the first ``count`` items as a loader makes them itself, in the seed's order if it shuffles."""
     generator = torch.Generator().manual_seed(seed)
     ordered = type(loader.sampler) is SequentialSampler
     order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
@@ -84,15 +88,15 @@ def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[li
 
 
 class Resumable(DataLoader[Any]):
-    """A loader that resumes within an epoch; its state is the batches of the epoch and the position.
+    """A loader that resumes within an epoch.
 
-    After the end of an epoch it continues with the next one. Only batches that were returned count, not those that
-    workers have fetched ahead.
+    Its state is the epoch, the number of batches returned in it, and the arguments of their order. Batches that
+    workers have fetched ahead don't count.
     """
 
-    _handed_out = (-1, 0)  # the epoch of the last batch that was returned, and the number of its batches so far
+    _handed_out = (-1, 0)  # epoch of the last returned batch, and the batches returned in it
     _done = "batches_done"  # key of that number in a state
-    _refused: dict[str, Any] | None = None  # a state
+    _refused: dict[str, Any] | None = None  # a state that couldn't be loaded
 
     @property
     def _batches(self) -> Any:
@@ -115,7 +119,7 @@ class Resumable(DataLoader[Any]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        """An epoch, and the number of its batches that were returned."""
+        """The epoch of the next batch, and the batches returned in it."""
         batches = self._batches
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:
@@ -127,15 +131,15 @@ class Resumable(DataLoader[Any]):
         self._handed_out, self._refused = Resumable._handed_out, None
 
     def _order(self) -> dict[str, Any]:
-        """Return what the order of the batches depends on, apart from the epoch."""
+        """Return the arguments, apart from the epoch, that determine the order of the batches."""
         batches = self._batches
         return {"kind": type(batches).__name__, "seed": batches.seed, "batches": len(batches)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches that were returned, and what their order depends on.
+        """Return the epoch, the number of batches returned in it, and the arguments of their order.
 
-        After a refused `load_state_dict` it returns the refused state until a batch is drawn. A checkpoint that is
-        saved because of the refusal, as by ``ModelCheckpoint(save_on_exception=True)``, then keeps that state.
+        After a refused `load_state_dict` it returns the refused state until a batch is drawn. So a checkpoint that
+        ``ModelCheckpoint(save_on_exception=True)`` saves upon the refusal keeps that state.
         """
         if self._refused is not None:
             return self._refused
@@ -143,7 +147,7 @@ class Resumable(DataLoader[Any]):
         return {"epoch": epoch, self._done: done, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start the next epoch at a saved position; the start of an epoch may be one of other batches.
+        """Continue at a saved position. A position at the start of an epoch may be one of other batches.
 
         Raises:
             CheckpointError: the state is of other batches, or has other keys.
@@ -177,10 +181,9 @@ def _resumable(cls: Any) -> Any:
 
 
 def with_batches(loader: DataLoader[Any], batches: EpochBatches, **attributes: Any) -> Any:
-    """Return a copy of a loader that takes its batches from a sampler and is still an instance of the loader's class.
+    """Return a resumable copy of a loader with another batch sampler; the loader itself isn't changed.
 
-    Workers, collate function, generator, pinned memory and attributes of a user's class are kept: no constructor
-    runs. The loader itself isn't changed.
+    The copy is an instance of the loader's class and keeps its other attributes. No constructor runs.
 
     Args:
         loader: passed `require_own_batches`.

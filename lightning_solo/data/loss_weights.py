@@ -1,4 +1,4 @@
-"""The weight of a batch, or of part of one, in a mean over several: its samples, tokens, or the sum of a key."""
+"""Weights of batches in a mean over several: their samples, their tokens, or the sum of a key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY = ("samples", "tokens", "shifted_tokens")
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """Return the item ``labels`` of a batch, or else the last item of a list or tuple if it holds integers."""
+    """Return a batch's item ``labels``, or the last item of a list or tuple if it holds integers; else None."""
     named = item_of(batch, "labels")
     if isinstance(named, torch.Tensor):
         return named
@@ -28,14 +28,15 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     return None
 
 
-def weight_of(batch: Any, samples: int, by: str) -> float:
+def weight_of(batch: Any, samples: int, by: str, option: str = "weight_by") -> float:
     """Return the weight of a batch in a mean.
 
     Args:
-        batch: or part of one.
+        batch: a batch, or part of one.
         samples: in it.
-        by: ``"samples"``; ``"tokens"``, the labels other than -100; ``"shifted_tokens"``, those that a model predicts
-            which shifts labels itself: all but each row's first; or a key, whose values are summed.
+        by: ``"samples"``; ``"tokens"``, the labels other than -100; ``"shifted_tokens"``, those without each row's
+            first, for a model that shifts labels itself; or a key of the batch, whose values are summed.
+        option: the user's option for ``by``, for messages.
 
     >>> weight_of({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}, 2, "tokens")
     3.0
@@ -49,20 +50,20 @@ def weight_of(batch: Any, samples: int, by: str) -> float:
         labels = labels_of(batch)
         if labels is None:
             raise ConflictError(
-                f"{by} are counted by their labels, and there is nothing called labels in this {type(batch).__name__};"
-                " write samples in their place, or weight_by=the name of what has the weights"
+                f"{option}={by}: tokens are counted by their labels, and this {type(batch).__name__} has no labels;"
+                f" write {option}=samples, or weight_by=<the key of the weights in the batch>"
             )
         return float((labels[..., 1:] if by == "shifted_tokens" else labels).ne(IGNORED).sum())
     values = item_of(batch, by)
     if not isinstance(values, torch.Tensor):
         names = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConflictError(
-            f"weight_by={by!r}, and no tensor of that name is in the batch ({names}); write {', '.join(BY)}, or such a"
-            " name"
+            f"{option}={by!r}: the batch ({names}) has no tensor of this name; write {', '.join(BY)}, or the key of a"
+            " tensor of weights"
         )
     if values.lt(0).any():
         raise ConflictError(
-            f"weight_by={by!r}: {int(values.lt(0).sum())} values of this tensor are negative; write the name of weights"
-            " of 0 or more, or weight_by=tokens to count labels"
+            f"{option}={by!r}: {int(values.lt(0).sum())} values of this tensor are negative; write the key of weights"
+            f" of 0 or more, or {option}=tokens to count labels"
         )
     return float(values.double().sum())

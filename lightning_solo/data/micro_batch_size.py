@@ -1,18 +1,18 @@
-"""The number of samples in a micro-batch: smaller after an out-of-memory error, larger again after a while."""
+"""The size of micro-batches: smaller after an out-of-memory error, larger again after a while."""
 
 from __future__ import annotations
 
 GROW_AFTER = 100
-"""Steps that fit before a larger micro-batch is tried; doubled after each try that fails."""
+"""Number of steps that fit before a larger micro-batch is tried; each failed try doubles it."""
 
 
 class MicroBatchSize:
     """The largest allowed micro-batch, learned from the sizes that fit and those that don't.
 
     An out-of-memory error halves it. After `GROW_AFTER` steps that fit, the middle between the current size and the
-    smallest that failed is tried once; this bisection approaches the largest size that fits. When nothing is left in
-    between, the size that failed is tried again, since a longer sequence or fragmented memory may have been the
-    reason; if it fits, the size is doubled. Each failed try doubles the wait for good: of n steps at most
+    size that failed last is tried; this bisection approaches the largest size that fits. If no size is left in between,
+    the failed size is tried again, since it may have failed for a long sequence or fragmented memory; if it fits,
+    doubled sizes are tried. Each failed try doubles the wait for good, so that of n steps at most
     log2(n / `GROW_AFTER`) + 1 are failed tries.
 
     Args:
@@ -53,7 +53,7 @@ class MicroBatchSize:
             return None
         count = -(-samples // self.current)
         largest = -(-samples // count)
-        if self.before_try is not None and largest <= self.before_try:  # this batch is too small to test the try
+        if self.before_try is not None and largest <= self.before_try:  # this batch is too small for the try
             return None
         self.before_try = None
         self.fitted_for += 1
@@ -71,12 +71,12 @@ class MicroBatchSize:
         return larger
 
     def state(self) -> dict[str, int | None]:
-        """Return the state as plain data; an unfinished try counts as not begun."""
+        """Return the state as plain data, without an unfinished try."""
         current = self.current if self.before_try is None else self.before_try
         return {"micro_batch": current, "too_large": self.too_large, "wait": self.wait, "fitted_for": self.fitted_for}
 
     def load(self, state: dict[str, int | None]) -> None:
-        """Load the state of another run; ``maximum`` stays."""
+        """Load the state of another run, with this object's ``maximum``."""
         current, too_large = state["micro_batch"], state["too_large"]
         self.current = (
             current if self.maximum is None or (current is not None and current <= self.maximum) else self.maximum

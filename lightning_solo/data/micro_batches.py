@@ -10,16 +10,18 @@ from lightning_solo.data.loss_weights import weight_of
 from lightning_solo.data.splitting import BatchDim, samples_of, split_evenly
 from lightning_solo.errors import ConflictError
 
+OPTION = "callback.micro_batching.weight_by"
+
 
 class MicroBatch(NamedTuple):
     """A batch, or part of one, for one forward and backward.
 
     Attributes:
         data: a batch, or a part of one.
-        samples: in it; 0 for an undivided single batch, whose samples aren't counted.
-        batch: index of the batch it belongs to.
-        share: in the mean over all samples or tokens of all batches; with share 0 nothing is learned from it, and its
-            loss may be NaN, a mean over nothing.
+        samples: in it; 0 for a single undivided batch, whose samples aren't counted.
+        batch: index of its batch.
+        share: in the mean over all samples or tokens of all batches; 0 if it has no valid token, so that its loss may
+            be NaN.
     """
 
     data: Any
@@ -33,7 +35,7 @@ class Splitter:
 
     Args:
         batch_dim: as in `lightning_solo.data.splitting`.
-        split: function of (batch, size) that returns a list of pairs (part, its samples), of ``size`` at most.
+        split: function of (batch, size) that returns a list of pairs (part, its samples), each of at most ``size``.
         weight_by: the weight of a part, as in `lightning_solo.data.loss_weights`.
     """
 
@@ -64,12 +66,15 @@ class Splitter:
             return split_evenly(batch, max_samples, self.batch_dim)
         parts: list[tuple[Any, int]] = self.split(batch, max_samples)
         if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts):
-            raise ConflictError("micro-batches: split must return a list of pairs (part, its samples, an integer)")
+            raise ConflictError(
+                f"callback.micro_batching.split(batch, {max_samples}) returned other items than pairs; return a list of"
+                " (part, its samples), where samples is an integer"
+            )
         largest = max((samples for _, samples in parts), default=0)
         if not 0 < largest <= max_samples:
             raise ConflictError(
-                f"micro-batches: split(batch, {max_samples}) returned {len(parts)} parts, the largest of {largest}"
-                " samples; return a list of (part, its samples) with at most as many"
+                f"callback.micro_batching.split(batch, {max_samples}) returned {len(parts)} parts, the largest of"
+                f" {largest} samples; return a list of (part, its samples), each of 1 to {max_samples} samples"
             )
         return parts
 
@@ -85,7 +90,7 @@ class Splitter:
     def micro_batches(self, batches: Sequence[Any], max_samples: int | None = None) -> list[MicroBatch]:
         """Return micro-batches of at most ``max_samples``; an optimizer step takes the mean over all of them.
 
-        A single batch that needn't be divided is returned as it is: neither counted nor passed to `split`.
+        A single batch without ``max_samples`` is returned undivided: neither counted nor passed to ``split``.
 
         >>> import torch
         >>> [(part.samples, part.share) for part in Splitter().micro_batches([torch.zeros(8, 1)], max_samples=3)]
@@ -102,14 +107,14 @@ class Splitter:
             returned = sum(samples for _, samples in parts)
             if self.split is not None and max_samples and returned != (samples := self.samples(batch)):
                 raise ConflictError(
-                    f"micro-batches: split returned {returned} samples in {len(parts)} parts of a batch of {samples};"
-                    " return all of them, whatever the size"
+                    f"callback.micro_batching.split(batch, {max_samples}) returned {returned} samples in {len(parts)}"
+                    f" parts of a batch of {samples} samples; return all of them for every size"
                 )
             pieces += [(*part, index) for part in parts]
         if len(pieces) == 1:
             return [MicroBatch(*pieces[0], 1.0)]
-        weights = [weight_of(data, samples, self.weight_by) for data, samples, _ in pieces]
-        if not sum(weights):  # no valid token: keep the loss that the module computes for the undivided batch
+        weights = [weight_of(data, samples, self.weight_by, OPTION) for data, samples, _ in pieces]
+        if not sum(weights):  # no valid token: keep the module's loss of the undivided batch
             weights = [float(samples) for _, samples, _ in pieces]
         total = sum(weights)
         return [MicroBatch(*piece, weight / total) for piece, weight in zip(pieces, weights, strict=True)]

@@ -1,4 +1,4 @@
-"""Rows of several packed documents, with the boundaries that attention and loss need."""
+"""Rows of several packed documents, whose boundaries attention and loss can read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
-from lightning_solo.data.item_lengths import Length, item_lengths
+from lightning_solo.data.item_lengths import Length, Report, item_lengths, name_of
 from lightning_solo.data.loaders import require_own_batches, with_batches
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import ConflictError, PresetError
 
 TRIED_ROWS = 16
-"""Rows that are searched for two documents with labels."""
+"""Rows that are searched for two documents with labels, at most."""
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -61,25 +61,16 @@ def _require_room(lengths: Sequence[int], capacity: int) -> None:
     longest = max(lengths, default=0)
     if longest > capacity:
         raise ConflictError(
-            f"packing: document {lengths.index(longest)} has {longest} tokens, and capacity={capacity}: cut documents"
-            f" before, or write capacity={longest}"
+            f"callback.packing.capacity={capacity}: document {lengths.index(longest)} has {longest} tokens; cut the"
+            f" documents, or write callback.packing.capacity={longest}"
         )
 
 
-def packed_padding(lengths: Sequence[int], batches: Sequence[Sequence[Sequence[int]]]) -> float:
-    """Return the share of padding in batches of packed rows, each row padded to the longest of its batch."""
-    tokens = padded = 0
-    for batch in batches:
-        rows = [sum(lengths[index] for index in row) for row in batch]
-        tokens += sum(rows)
-        padded += max(rows) * len(rows)
-    return 1 - tokens / padded if padded else 0.0
-
-
 class PackedBatches(EpochBatches):
-    """Batches of rows of documents, in a new order and newly mixed in each epoch.
+    """Batches of rows of documents, in a new order in each epoch.
 
-    Documents of equal length change places between epochs, so every epoch has as many rows, and each document once.
+    Only documents of equal length change places between epochs, so all epochs have equally many rows. Each document
+    comes once per epoch.
 
     Args:
         lengths: of the documents, as (documents,).
@@ -122,7 +113,7 @@ class PackedBatches(EpochBatches):
 
 
 class Rows:
-    """A data set of rows: its index is a tuple of document indices, its item the list of these documents."""
+    """A data set of rows: an index is a tuple of document indices, an item the list of these documents."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -138,13 +129,13 @@ class PackedCollate:
     """Collates rows of documents to ``input_ids``, ``labels`` and ``position_ids``, each (rows, tokens).
 
     Each document is collated alone by the loader's own function, and its padding is cut off. Positions restart with
-    every document. The label of its first token is removed, since no earlier token predicts it, as in a row of its
-    own. Padding at the end of a row is a document without labels. There is no attention mask, since with a mask
-    Hugging Face's models don't look for documents. They don't with a cache either: write ``config.use_cache=False``.
+    every document. A document's first label is removed, since no earlier token of the document predicts it. Padding
+    at the end of a row is a document without labels. There is no attention mask: Hugging Face's models look for
+    documents only without a mask, and only without a cache (``config.use_cache=False``).
 
     Args:
-        collate_fn: from a list of one item to a mapping with ``input_ids`` and ``labels`` as (1, tokens); a label is
-            the token at the same position or -100, as for Hugging Face's models, which shift labels themselves.
+        collate_fn: returns, for a list of one item, a mapping with ``input_ids`` and ``labels`` as (1, tokens). A label
+            is the token at the same position or -100, as for Hugging Face's models, which shift labels themselves.
         capacity: largest number of tokens in a row.
     """
 
@@ -156,15 +147,15 @@ class PackedCollate:
         """Return a batch.
 
         Raises:
-            ConflictError: the collate function returns something else, or longer documents than were counted.
+            ConflictError: the collate function returns other items, or longer documents than were counted.
         """
         packed = [[self._document(item) for item in row] for row in rows]
         length = max(sum(len(tokens) for tokens, _ in row) for row in packed)
         if length > self.capacity:
             raise ConflictError(
-                f"packing: a row has {length} tokens, and capacity={self.capacity}: the collate function makes"
-                " documents longer than their counted length; write length='collated', or return an attention_mask of"
-                " what it pads"
+                f"callback.packing.capacity={self.capacity}: a row has {length} tokens, since the collate function"
+                " makes documents longer than their counted length; write callback.packing.length=collated, or return"
+                " an attention_mask that is 0 for padding"
             )
         batch = {
             "input_ids": torch.zeros(len(rows), length, dtype=torch.int64),
@@ -188,16 +179,18 @@ class PackedCollate:
         others = [] if missing else sorted(set(made) - {"input_ids", "labels", "attention_mask", "position_ids"})
         if missing or others:
             raise ConflictError(
-                f"packing needs a collate function that makes input_ids and labels (attention_mask is left out); of one"
-                f" document it made {sorted(made) if isinstance(made, Mapping) else type(made).__name__}"
+                "callback.packing needs a collate function that returns input_ids and labels, and an attention_mask at"
+                f" most; for one document it returned"
+                f" {', '.join(sorted(made)) if isinstance(made, Mapping) else type(made).__name__}"
             )
         kept = made["attention_mask"][0].bool() if "attention_mask" in made else slice(None)
         tokens, labels = made["input_ids"][0][kept], made["labels"][0][kept]
         wrong = (labels != IGNORED) & (labels != tokens)
         if wrong.any():
             raise ConflictError(
-                "packing takes labels that are the token at the same position, or -100: the model shifts them; here"
-                f" {int(wrong.sum())} of {len(labels)} labels of a document are others, as of labels shifted before"
+                "callback.packing needs labels that equal the token at their position, or are -100, since the model"
+                f" shifts them; {int(wrong.sum())} of {len(labels)} labels of a document differ, as if they were"
+                " already shifted; return unshifted labels"
             )
         return tokens, labels
 
@@ -208,12 +201,12 @@ def packed_loader(
     rows: int | None = None,
     length: Length = "auto",
     seed: int = 0,
-    report: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
 ) -> Any:
-    """Return a packed loader of a user's documents, which keeps all else of the loader and can be resumed.
+    """Return a copy of a loader that packs its documents into rows, and that can resume within an epoch.
 
     Args:
-        loader: of single documents, with a collate function as `PackedCollate` takes; it isn't changed.
+        loader: of single documents, with a collate function for `PackedCollate`; it isn't changed.
         capacity: tokens of a row; by default those of the longest document.
         rows: of a batch; by default as many as hold about as many documents as the loader's batches.
         length: of a document, as in `lightning_solo.data.item_lengths.item_lengths`.
@@ -221,18 +214,19 @@ def packed_loader(
         report: called with (documents read, all documents) every 10 seconds.
 
     Raises:
-        ConflictError: the loader makes no batches itself, all documents are empty, or one is above ``capacity``.
+        ConflictError: the loader's batches can't be replaced, all documents are empty, or one exceeds ``capacity``.
         PresetError: ``capacity`` or ``rows`` is below 1.
     """
     require_own_batches(loader, "packed_loader")
     for name, value in (("capacity", capacity), ("rows", rows)):
         if value is not None and value < 1:
-            raise PresetError(f"packing: {name}={value}; write an integer of at least 1")
-    lengths = item_lengths(loader.dataset, length, loader.collate_fn, report)
+            raise PresetError(f"callback.packing.{name}={value}; write an integer of at least 1")
+    lengths = item_lengths(loader.dataset, length, loader.collate_fn, report, "callback.packing.length")
     if not lengths.sum():
         raise ConflictError(
-            f"packing: the {len(lengths)} documents of {type(loader.dataset).__name__} have no tokens, by"
-            f" length={length!r}; write the name of a column, collated, or a function of an item"
+            f"callback.packing.length={name_of(length)}: the {len(lengths)} documents of"
+            f" {type(loader.dataset).__name__} have no tokens; write the name of a column, collated, or a function"
+            " of an item"
         )
     capacity = int(lengths.max()) if capacity is None else capacity
     if rows is None:
@@ -248,14 +242,16 @@ def packed_loader(
 
 
 class TwoDocuments(NamedTuple):
-    """Batches of two documents, where only the second has labels; its loss must be equal in the first three.
+    """Batches of two documents, of which only the second has labels.
+
+    The loss is equal in the first three batches if the documents don't see one another.
 
     Attributes:
-        in_row: both in one row.
-        beside_other: the same, with other tokens in the first document.
+        in_row: both documents in one row.
+        beside_other: the same with other tokens in the first document.
         by_itself: the second document alone.
-        joined: as ``in_row``, with positions of one document, so that tokens see both documents.
-        joined_to_other: as ``beside_other``, likewise.
+        joined: ``in_row`` with positions of a single document, so that tokens see both documents.
+        joined_to_other: ``beside_other`` with such positions.
     """
 
     in_row: dict[str, Tensor]
@@ -266,14 +262,17 @@ class TwoDocuments(NamedTuple):
 
 
 def two_documents(loader: Any) -> TwoDocuments:
-    """Return batches of two documents of a loader of `packed_loader`, to test whether a model keeps them apart.
+    """Return batches of two documents, to test whether a model keeps documents apart.
 
-    If the loader's batches have several rows, these have two equal ones: some kernels look for documents only in
+    They have two equal rows if the loader's batches have several rows, since some kernels look for documents only in
     batches of one row.
 
+    Args:
+        loader: as `packed_loader` returns it.
+
     Raises:
-        ConflictError: the first rows have no second document with labels, or the collate function returns something
-            that `PackedCollate` doesn't take.
+        ConflictError: the first rows have no second document with labels, or the collate function doesn't suit
+            `PackedCollate`.
     """
     batches = loader.batch_sampler
     rows = (row for batch in batches.batches(batches.epoch) for row in batch)
@@ -285,8 +284,8 @@ def two_documents(loader: Any) -> TwoDocuments:
         if len(starts) > 1 and batch["labels"][:, (second := starts[1]) :].ne(IGNORED).any():
             return _tried({name: tensor.repeat(min(batches.rows, 2), 1) for name, tensor in batch.items()}, second)
     raise ConflictError(
-        f"packing: in {len(pairs)} rows no second document has labels after its first token, so there is no loss"
-        " to compare; write a collate function whose labels are the tokens to predict"
+        f"callback.packing: in {len(pairs)} rows no second document has labels after its first token, so there is no"
+        " loss to compare; return labels that are the tokens to predict from the collate function"
     )
 
 

@@ -1,4 +1,4 @@
-"""Loading of batches ahead of their step, by a thread, with copies on a stream of their own."""
+"""Loading of batches ahead of their step by a thread, with copies on a separate stream."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Upload:
     def receive(self, batch: Any, event: Any) -> Any:
         """Return a batch for use on the current stream.
 
-        Its memory belongs to the copy stream, which would reuse it as soon as the tensor is freed: `record_stream`
+        Its memory belongs to the copy stream, which would reuse it as soon as a tensor is freed. ``record_stream``
         keeps it until the current stream is done.
         """
         current = torch.cuda.current_stream(self.device)
@@ -53,17 +53,17 @@ class Upload:
 class Prefetcher:
     """Iterates over a loader in its order, while a thread loads up to ``depth`` batches ahead.
 
-    The caller loads the first batch itself, and on the first iteration the second one too. So samplers draw their
-    seed at the usual time, and random draws of batches from Python's, NumPy's or torch's global generators are
-    noticed. If there are any, no batch is loaded ahead: threads share these generators, and the draws of caller and
-    thread would interleave at random. Other attributes, and ``len``, are the loader's. An error is raised at the batch
-    that failed to load. A loader with ``state_dict`` is wrapped by `prefetched`.
+    The caller loads the first batch itself, and in the first iteration the second one too. So samplers draw their seed
+    at the usual time, and draws from the global generators of Python, NumPy or torch are noticed. If batches draw from
+    these, none is loaded ahead, since threads share the generators and their draws would interleave at random. An error
+    is raised at the batch that failed to load. Other attributes, and ``len``, are the loader's. For a loader with
+    ``state_dict`` use `prefetched`.
 
     Args:
         loader: any iterable of batches.
         depth: batches that are loaded ahead.
-        upload: copies the batches to a device; None leaves them as they are.
-        limit: batches of an iteration; no more are loaded.
+        upload: copies the batches to a device; None for no copy.
+        limit: largest number of batches that are loaded in an iteration.
         on_draws: called once if batches draw random numbers.
 
     >>> list(Prefetcher([1, 2, 3, 4], depth=2))
@@ -86,9 +86,9 @@ class Prefetcher:
         self.limit = limit
         self.on_draws = on_draws
         self.closed = False
-        self._draws: bool | None = None  # None: not seen yet
+        self._draws: bool | None = None  # whether batches draw random numbers; None: unknown yet
         self._iteration: Callable[[], _Iteration | None] = lambda: None  # a weak reference
-        self._closed_at: Any = None  # the state as of the last batch taken, if batches loaded ahead were discarded
+        self._closed_at: Any = None  # the state at the last returned batch, if others were discarded
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -104,19 +104,19 @@ class Prefetcher:
         return iteration
 
     def __getattr__(self, name: str) -> Any:
-        if name in Prefetcher._OWN or (name.startswith("__") and name.endswith("__")):  # as during a copy
+        if name in Prefetcher._OWN or (name.startswith("__") and name.endswith("__")):  # during a copy, for example
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set attributes that are not of this object, such as a ``worker_init_fn``, on the loader."""
+        """Set other attributes, such as a ``worker_init_fn``, on the loader."""
         if name in Prefetcher._OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as a new object, without batches loaded ahead."""
+        """Copy and pickle as a new object, without the batches loaded ahead."""
         return type(self), (self.loader, self.depth, None, self.limit)
 
     def close(self) -> None:
@@ -138,10 +138,10 @@ class Prefetcher:
 
 
 class StatefulPrefetcher(Prefetcher):
-    """A `Prefetcher` over a loader with ``state_dict``; its state is that of the last batch it has returned."""
+    """A `Prefetcher` over a loader with ``state_dict``; its state is that at the last returned batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state as of the caller's last batch."""
+        """Return the loader's state at the caller's last batch."""
         iteration = self._iteration()
         ahead = None if iteration is None else iteration.ahead
         state: dict[str, Any] = (ahead.state if ahead is not None else self._closed_at) or self.loader.state_dict()
@@ -154,7 +154,7 @@ class StatefulPrefetcher(Prefetcher):
         self.loader.load_state_dict(state_dict)
 
     def snapshot(self) -> Any:
-        """Return a copy of the loader's state, parts of which may change with the next batch."""
+        """Return a copy of the loader's state, which may change with the next batch."""
         return deepcopy(self.loader.state_dict())
 
 
@@ -177,10 +177,10 @@ class _Loaded(NamedTuple):
 class _Ahead:
     """The thread and the batches it has loaded.
 
-    Holds no reference to the iterator, so that dropping the iterator stops the thread.
+    Holds no reference to the `_Iteration`, so that dropping the iteration stops the thread.
 
     Attributes:
-        state: of the loader, as of the caller's last batch.
+        state: of the loader, at the caller's last batch.
     """
 
     def __init__(self, owner: Prefetcher, iterator: Iterator[Any], limit: float) -> None:

@@ -12,7 +12,7 @@ from lightning_solo.data.nested import leaves, map_leaves, map_tensors, tensors_
 from lightning_solo.errors import ConflictError, nearest
 
 BatchDim = int | Mapping[str, int | None]
-"""The batch dimension of all tensors, or by path, such as ``{"x": 1, "graph.mask": None}``; None: shared."""
+"""The batch dimension of all tensors, or of each by its path: ``{"x": 1, "graph.mask": None}``; None: shared."""
 
 
 _SPLIT = "write callback.micro_batching.split=a function of (batch, size) that returns a list of (part, its samples)"
@@ -25,14 +25,14 @@ def _dim_of(path: str, batch_dim: BatchDim) -> int | None:
 def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
     """Return the samples in a batch: the length of its tensors along the batch dimension.
 
-    All samples share tensors without dimensions and those whose batch dimension is None.
+    Tensors without dimensions, and those whose batch dimension is None, are shared by all samples.
 
     >>> samples_of({"x": torch.zeros(4, 3), "labels": torch.zeros(4), "temperature": torch.tensor(2.0)})
     4
 
     Raises:
-        ConflictError: no tensor has a batch dimension, their lengths differ, an object hides its tensors, or
-            ``batch_dim`` names a missing path; names them, and what to write.
+        ConflictError: no tensor has a batch dimension, lengths differ, an object hides its tensors, or ``batch_dim``
+            names a missing path; names them, and what to write.
     """
     found = list(leaves(batch))
     paths = [path for path, _ in found]
@@ -85,9 +85,9 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim = 0) -> Any:
-    """Return samples ``first`` to ``last`` of a batch of ``samples``: views, in the same nesting.
+    """Return the samples from ``first`` to before ``last`` of a batch of ``samples``, as views in the same nesting.
 
-    Lists as long as the batch, such as file names, are cut too, and tuples that are not numbers, such as a size.
+    Lists and tuples as long as the batch, such as file names, are cut too, but not tuples of numbers, such as a size.
 
     >>> part_of([torch.arange(4), ["a", "b", "c", "d"], "train"], 1, 3, samples=4)
     [tensor([1, 2]), ['b', 'c'], 'train']
@@ -106,7 +106,7 @@ def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim
 
 
 def even_ranges(samples: int, max_samples: int) -> list[tuple[int, int]]:
-    """Return the fewest ranges of at most ``max_samples`` each; their lengths differ by at most one.
+    """Return the fewest ranges of at most ``max_samples`` each, whose lengths differ by at most one.
 
     >>> even_ranges(10, 4), even_ranges(8, 8)
     ([(0, 4), (4, 7), (7, 10)], [(0, 8)])
@@ -118,7 +118,7 @@ def even_ranges(samples: int, max_samples: int) -> list[tuple[int, int]]:
 
 
 def split_evenly(batch: Any, max_samples: int, batch_dim: BatchDim = 0) -> list[tuple[Any, int]]:
-    """Return a batch in parts of at most ``max_samples``, each with its number of samples.
+    """Return the parts of a batch, of at most ``max_samples`` each, with their numbers of samples.
 
     Raises:
         ConflictError: as `samples_of`.
@@ -133,7 +133,7 @@ def split_evenly(batch: Any, max_samples: int, batch_dim: BatchDim = 0) -> list[
 
 
 def is_plain(batch: Any) -> bool:
-    """Return whether a batch consists of tensors, numbers, strings, lists, tuples and dicts, as checkpoints do."""
+    """Return whether a batch has only tensors, numbers, strings, lists, tuples and dicts, as checkpoints have."""
     if type(batch) is dict:
         return all(map(is_plain, batch)) and all(map(is_plain, batch.values()))
     if type(batch) in (list, tuple):

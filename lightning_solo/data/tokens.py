@@ -1,4 +1,4 @@
-"""Windows of a memory-mapped file of tokens, shuffled without an index list, resumable within an epoch."""
+"""Windows of a memory-mapped file of tokens, in a shuffled order that is computed and can resume within an epoch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _64_BITS = 2**64 - 1
 
 
 class Permutation:
-    """A permutation of ``range(length)`` that is computed, not stored: a cycle-walking Feistel network.
+    """A permutation of ``range(length)``, computed by a cycle-walking Feistel network instead of stored.
 
     Args:
         length: of the range.
-        key: numbers such as seed and epoch; each key has its own order.
+        key: numbers such as seed and epoch; each key has another order.
 
     >>> sorted(Permutation(5, 1, 0)[index] for index in range(5))
     [0, 1, 2, 3, 4]
@@ -63,8 +63,9 @@ class Permutation:
 class TokenWindows(Dataset[Tensor]):
     """The tokens of a binary file without a header, in consecutive windows of equal length.
 
-    The file is mapped, and the pages of a window are released once it is copied: resident memory grows neither with
-    the file nor with the tokens read. Workers map it by its path. Tokens after the last whole window are left out.
+    The file is mapped, and the pages of a window are released after its copy. So resident memory grows neither with
+    the file nor with the tokens read. Workers map the file by its path. Tokens after the last whole window are left
+    out.
 
     Args:
         path: of the file, which must not change while it is in use.
@@ -141,7 +142,7 @@ class TokenWindows(Dataset[Tensor]):
 
 
 class WindowBatches(EpochBatches):
-    """Batches of indexes in a new order each epoch, without a list of it; no global random numbers are drawn.
+    """Batches of indexes in a new order each epoch, which isn't stored; no global random numbers are drawn.
 
     Args:
         length: number of indexes.
@@ -165,19 +166,19 @@ class WindowBatches(EpochBatches):
             yield [order[index] for index in range(first, min(first + self.batch_size, self.length))]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.batches(self.epoch, self.start)  # skipped ones aren't computed
+        return self.batches(self.epoch, self.start)  # skipped batches aren't computed
 
 
 class TokenLoader(Resumable):
-    """A loader of shuffled windows, whose ``state_dict`` resumes within an epoch.
+    """A loader of shuffled windows that can resume within an epoch.
 
-    Lightning saves and restores this state with each checkpoint. It doesn't depend on the number of workers.
+    Lightning saves its ``state_dict`` in checkpoints. The state doesn't depend on the number of workers.
 
     Args:
         windows: the data set.
         batch_size: windows in a batch.
         seed: of the order.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether each epoch has another order.
         options: of ``DataLoader``, such as ``num_workers``.
 
     Raises:

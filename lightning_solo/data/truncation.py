@@ -1,4 +1,4 @@
-"""The sequences of a nested batch, and the batch with shorter ones."""
+"""The sequences of a nested batch, and batches with shorter sequences."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def sequences_of(batch: Any) -> tuple[int, int]:
     sequences = tokens or numbers
     if not sequences:
         raise ConflictError(
-            f"no sequences in this {type(batch).__name__}: there are {_named(others) or 'no tensors'}, and none of"
-            " integers as (batch, sequence), nor of numbers as (batch, sequence, width)"
+            f"a {type(batch).__name__} of {_named(others) or 'no tensors'} has no sequences; give integers as"
+            " (batch, sequence), or floating-point numbers as (batch, sequence, width)"
         )
     if len({shape[1] for shape in sequences.values()}) > 1:
         raise ConflictError(
-            f"sequences of several lengths, {_named(sequences)}: it is unclear which to cut, and where; cut them in"
-            " the collate function"
+            f"sequences of several lengths, {_named(sequences)}: it is unclear which to cut; cut them in the collate"
+            " function"
         )
     return next(iter(sequences.values()))[:2]  # type: ignore[return-value]
 
@@ -66,8 +66,9 @@ def truncated(batch: Any, length: int, kept: int) -> Any:
         dims = [dim for dim in range(1, leaf.ndim) if leaf.shape[dim] == length]
         if leaf.is_floating_point() and 1 in dims and len(dims) > 1:
             raise ConflictError(
-                f"{path or 'the batch'} has the shape {tuple(leaf.shape)}, and sequences have the length {length}: is"
-                " it a mask or a sequence of vectors? write a mask as booleans or (batch, 1, sequence, sequence)"
+                f"callback.curriculum.by=sequence_length: {path or 'the batch'} has the shape {tuple(leaf.shape)}, and"
+                f" sequences have the length {length}: is it a mask or a sequence of vectors? write a mask as booleans"
+                " or as (batch, 1, sequence, sequence)"
             )
         if leaf.is_floating_point() and 1 not in dims and dims[-2:] != [leaf.ndim - 2, leaf.ndim - 1]:
             dims = []

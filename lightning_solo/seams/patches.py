@@ -250,9 +250,10 @@ def all_stays(strategy: Any) -> Iterator[None]:
         yield
 
 
-def batches_that_stepped(trainer: Any) -> int:
-    """Return the step number that ``self.log`` passes to loggers."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+def log_metrics(trainer: Any, metrics: Mapping[str, float | None]) -> None:
+    """Pass metrics to all loggers, at the step number that ``self.log`` uses, without its keys and aggregation."""
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=int(trainer.fit_loop.epoch_loop._batches_that_stepped))
 
 
 def steps_next(trainer: Any) -> bool:

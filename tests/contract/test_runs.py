@@ -17,7 +17,7 @@ from tests.modules import loader
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
     pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
-    pytest.mark.filterwarnings("ignore:curriculum. training ends"),
+    pytest.mark.filterwarnings("ignore:callback.curriculum.duration"),
 ]
 every_card = pytest.mark.parametrize("card", ON_CPU, ids=lambda card: card.name)
 every_home = pytest.mark.parametrize("home", HOMES)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_solo.data.length_batches import padding_share
 from lightning_solo.data.packing import (
     IGNORED,
     PackedBatches,
     PackedCollate,
     pack_best_fit,
     packed_loader,
-    packed_padding,
     two_documents,
 )
 from lightning_solo.errors import ConflictError, PresetError
@@ -68,7 +68,8 @@ def test_padding_of_a_log_normal_distribution() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.randn(10_000, generator=generator) + 5).exp().clamp(1, 2048).long()
     batches = PackedBatches(lengths, 2048, 8)
-    assert packed_padding(batches.lengths, batches.batches(0)) <= 0.01
+    rows = ([sum(batches.lengths[index] for index in row) for row in batch] for batch in batches.batches(0))
+    assert padding_share(rows) <= 0.01
 
 
 # --- parity ---
@@ -185,7 +186,9 @@ def test_documents_that_the_collate_function_makes_longer_are_refused() -> None:
         return {name: each for name, each in collate_documents(items).items() if name != "attention_mask"}
 
     source = loader(collate_fn=padded)
-    with pytest.raises(ConflictError, match=mentions("capacity=9", "length='collated'", "attention_mask")):
+    with pytest.raises(
+        ConflictError, match=mentions("capacity=9", "callback.packing.length=collated", "attention_mask")
+    ):
         list(packed_loader(source, 9, length=len))
 
 
@@ -196,7 +199,7 @@ def test_rows_without_room_and_batches_without_rows(options: dict[str, int]) -> 
 
 
 def test_documents_without_tokens_are_refused() -> None:
-    with pytest.raises(ConflictError, match=mentions("2 documents", "length='auto'", "column")):
+    with pytest.raises(ConflictError, match=mentions("2 documents", "callback.packing.length=auto", "column")):
         packed_loader(loader([0, 0]))
 
 

@@ -23,7 +23,9 @@ from tests.conftest import long
 Make = Callable[..., Any]
 ITEMS, BATCH, END = 30, 3, 28
 
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.", "ignore:curriculum. training")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Be aware that when using .ckpt_path.", "ignore:callback.curriculum.duration"
+)
 
 
 class Texts(Dataset[Any]):

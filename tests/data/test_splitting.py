@@ -189,7 +189,7 @@ def test_where_labels_are() -> None:
 
 @pytest.mark.parametrize("by", ["tokens", "shifted_tokens"])
 def test_tokens_without_labels(by: str) -> None:
-    with pytest.raises(ConflictError, match=mentions(by, "labels", "write samples")):
+    with pytest.raises(ConflictError, match=mentions(by, "labels", "weight_by=samples")):
         weight_of({"x": rows()}, 5, by)
 
 

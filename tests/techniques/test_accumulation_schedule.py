@@ -644,7 +644,7 @@ def test_state_is_plain_and_closed() -> None:
     assert schedule.state_dict() == {"factor": 3, "start": 7}
     schedule.load_state_dict({"factor": 3})  # of a version whose windows began where the factor divides the index
     assert schedule.state_dict() == {"factor": 3, "start": 0}
-    with pytest.raises(CheckpointError, match=mentions("unknown keys ['factors'] and lacks ['factor']")):
+    with pytest.raises(CheckpointError, match=mentions("lacks ['factor']", "['factors']")):
         schedule.load_state_dict({"factors": 3})
     with pytest.raises(CheckpointError, match="factor=0"):
         schedule.load_state_dict({"factor": 0})

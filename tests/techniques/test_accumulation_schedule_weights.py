@@ -335,7 +335,7 @@ def test_steps_that_nobody_knows_beforehand(home: Any, make_trainer: Any) -> Non
         return estimates
 
     assert fit(max_epochs=3, max_steps=3) == [3]
-    with pytest.raises(ConflictError, match=mentions("by='tokens'", "max_steps=")):
+    with pytest.raises(ConflictError, match=mentions("by=tokens", "max_steps=")):
         fit(max_epochs=3)
 
 

@@ -394,7 +394,7 @@ class Masking(Module):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Silent, ["Silent.training_step", "drop packing"]),
+        (Silent, ["Silent.training_step", "remove callback.packing"]),
         (Manual, ["Manual.automatic_optimization=False", "packed_loader"]),
         (Iterating, ["Iterating.training_step(dataloader_iter)", "training_step(batch, batch_idx)"]),
         (Masking, ["Masking.training_step", "KeyError", "attention_mask", "input_ids, labels, position_ids"]),
@@ -591,12 +591,12 @@ def failing(item: Tensor) -> int:
     [
         (lambda: DataLoader(Stream(), batch_size=2), {}, ["Stream", "map-style"]),
         (own_batch_sampler, {}, ["Mine", "DataLoader(batch_size=...)"]),
-        (lambda: with_batches(loader(), PackedBatches(torch.tensor(LENGTHS), 12, 2)), {}, ["place"]),
+        (lambda: with_batches(loader(), PackedBatches(torch.tensor(LENGTHS), 12, 2)), {}, ["position"]),
         (lambda: loader(collate_fn=without_labels), {}, ["labels", "input_ids"]),
         (lambda: loader(collate_fn=shifted), {}, ["labels", "shifted"]),
         (lambda: loader(), {"capacity": 11}, ["document", "12", "capacity=12"]),
         (lambda: loader(), {"length": failing}, ["failing", "item 0", "KeyError"]),
-        (lambda: loader([0, 0, 0]), {}, ["no tokens", "length='auto'"]),
+        (lambda: loader([0, 0, 0]), {}, ["no tokens", "length=auto"]),
     ],
 )
 def test_what_cannot_be_packed_is_refused_before_training(
@@ -614,7 +614,7 @@ def test_what_cannot_be_packed_is_refused_before_training(
     ids=["one length", "no two in a row", "single documents"],
 )
 def test_nothing_saved_is_nothing_to_do(make_trainer: Make, lengths: list[int], options: Any) -> None:
-    words = ("length=auto", f"capacity={max(lengths)}", "larger capacity", "drop packing")
+    words = ("length=auto", f"capacity={max(lengths)}", "callback.packing.capacity", "remove callback.packing")
     with pytest.raises(NothingToDoError, match=mentions("packing", *words)):
         fit(make_trainer, Module(), loader(lengths, **options), Packing())
 
@@ -632,7 +632,7 @@ def test_collections_of_loaders_are_refused(make_trainer: Make, collected: Any) 
             return super().loss(batch["a"] if "a" in batch else batch[0])
 
     module = Either()
-    with pytest.raises(ConflictError, match=mentions("packing", "several", "one loader", "drop packing")):
+    with pytest.raises(ConflictError, match=mentions("packing", "several", "one loader", "remove callback.packing")):
         fit(make_trainer, module, collected(loader()), Packing())
     assert not module.batches
 

@@ -517,7 +517,9 @@ def test_validate_test_and_predict_load_a_file(
 
 @stages
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.filterwarnings("ignore:AccumulationSchedule. a window of 2 batches")  # the rest of the dropped one
+@pytest.mark.filterwarnings(
+    "ignore:callback.accumulation_schedule. a window of 2 batches"
+)  # the rest of the dropped one
 @pytest.mark.parametrize(("schedule", "released"), [(False, True), (True, False), (True, True)])
 def test_an_open_window_of_a_plain_run_is_dropped_with_a_warning(
     home: ModuleType, make_trainer: Any, tmp_path: Path, schedule: bool, released: bool, arguments: Any

@@ -39,15 +39,15 @@ class Settings(TechniqueSettings):
     )
     weight_by: str = setting(
         "batches",
-        "by what each batch counts in its step: batches (all alike), samples, tokens (labels other than -100),"
+        "the weight of each batch in its step: batches (equal weights), samples, tokens (labels other than -100),"
         " shifted_tokens (those without each row's first), or the sum of a key of the batch",
     )
 
     def _check_together(self) -> None:
         if self.by == "noise_scale" and first_factor(self) < 2:
             raise PresetError(
-                f"accumulation_schedule.milestones={[list(pair) for pair in self.milestones]} by=noise_scale: a window"
-                " of one batch has nothing to measure noise by; write a first milestone of 2 batches or more, [0, 2]"
+                f"accumulation_schedule.milestones={[list(pair) for pair in self.milestones]} by=noise_scale: the noise"
+                " of a window of one batch can't be measured; write a first milestone of 2 batches or more, [0, 2]"
             )
 
 
@@ -67,7 +67,7 @@ def _read(settings: Any) -> frozenset[str]:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the longest window, without the schedule itself."""
+    """Plan the longest window of the schedule."""
     factor = max(int(factor) for _, factor in settings.milestones)
     return replace(tracing, accumulation=max(tracing.accumulation, factor), attached=None)
 
@@ -93,8 +93,8 @@ CARD = Card(
     instead={
         "accumulation_factor": "write the factor as a milestone,"
         " callback.accumulation_schedule.milestones=[[0, {factor}]], and drop accumulate_grad_batches",
-        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, by other than noise_scale, and the"
-        " weight_by of what divides batches in its place: it weighs all of a step",
+        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, by other than noise_scale; the"
+        " technique that divides batches weighs all of a step by its own weight_by",
     },
     first_factor=first_factor,
     rung=Rung("accumulation", order=30),

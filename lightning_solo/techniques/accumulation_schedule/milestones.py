@@ -39,7 +39,7 @@ class Epoch:
 
 
 def epoch_of(loader: Any, batches: int) -> Epoch | None:
-    """Return an epoch of ``batches`` batches of a ``DataLoader``; None if its number of samples is unknown."""
+    """Return the size of an epoch of ``batches`` batches; None if its number of samples is unknown."""
     sampler = getattr(loader, "sampler", None)
     size = getattr(loader, "batch_size", None)
     if size is None:
@@ -53,7 +53,7 @@ def epoch_of(loader: Any, batches: int) -> Epoch | None:
 def count_optimizer_steps(milestones: Milestones, by: str, epoch: Epoch, epochs: int, max_steps: int = -1) -> int:
     """Return the number of optimizer steps in ``epochs`` epochs, at most ``max_steps`` unless -1.
 
-    It goes from milestone to milestone, not from window to window, so a long run costs no more than a short one.
+    The cost depends on the number of milestones, not on the length of the run.
 
     >>> count_optimizer_steps([[0, 4]], "epoch", Epoch(batches=10), epochs=2)  # 4 + 4 + 2, twice
     6

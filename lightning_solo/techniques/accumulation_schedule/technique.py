@@ -1,11 +1,11 @@
-"""Gradient accumulation whose factor changes along the run, with correct means over windows and step counts."""
+"""Gradient accumulation whose factor changes during a run, with exact means over windows and step counts."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -31,15 +31,16 @@ from lightning_solo.techniques.accumulation_schedule.milestones import (
     factor_at,
 )
 
+OPTION = "callback.accumulation_schedule"
 COUNTED = ("samples", "tokens")
-"""Values of ``by`` that only the batches show."""
+"""Values of ``by`` that are counted in the batches."""
 
 
 def rescale_window(optimizer: torch.optim.Optimizer, factor: int, held: float) -> bool:
-    """Turn gradients divided by ``factor`` into the mean over the window's weights ``held``, in place.
+    """Divide gradients by ``held``, the sum of a window's weights, instead of ``factor``, in place.
 
     Returns:
-        Whether there was a gradient to rescale; strategies that step during backward have none left by now.
+        Whether the optimizer has gradients; none are left if it steps during backward.
     """
     gradients = list(gradients_of(optimizer))
     for gradient in gradients:
@@ -48,7 +49,7 @@ def rescale_window(optimizer: torch.optim.Optimizer, factor: int, held: float) -
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the gradients of an optimizer's parameters that have one."""
+    """Yield the existing gradients of an optimizer's parameters."""
     return (p.grad for p in parameters_of(optimizer) if p.grad is not None)
 
 
@@ -64,17 +65,17 @@ def short_window_weight(factor: int, batches_ahead: float) -> float:
 class AccumulationSchedule(Technique, Settings):
     """Sets how many batches make an optimizer step: by epochs, optimizer steps, samples, tokens or gradient noise.
 
-    A change takes effect with the next window, at any batch; it is logged as ``accumulation/factor``. The step of a
-    short window (the last batches of an epoch, or batches for which ``training_step`` returned None) is the mean over
-    its batches, before clipping.
-    ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers that use it end at the right step; by
-    tokens or noise it is ``max_steps``, since the steps of an epoch aren't known in advance.
+    A new factor takes effect with the next window, at any batch; it is logged as ``accumulation/factor``. The gradient
+    of a short window (at the end of an epoch, or if ``training_step`` returned None) is the mean over its batches,
+    before clipping. ``trainer.estimated_stepping_batches`` counts the same steps, so schedulers that use it end at the
+    right step; by tokens or noise it is ``max_steps``, since the steps of an epoch aren't known in advance.
 
-    With ``weight_by`` each batch has the weight of its share of the window's samples or tokens. Its loss is multiplied
-    by its weight relative to the window's first batch, and after the last batch, before clipping, the gradients are
-    divided by the sum of these. No batch is read ahead, so a loader that saves its position saves the right one.
+    With ``weight_by`` each batch is weighted by its share of the window's samples or tokens. Its loss is multiplied by
+    its weight relative to the window's first batch. After the last batch, before clipping, the gradients are divided by
+    the sum of these factors. No batch is read ahead, so a loader that saves its position saves the right one.
 
-    By ``"noise_scale"`` the gradient of a window's first batch is compared with the window's; the factor never falls.
+    By ``"noise_scale"`` the gradient of a window's first batch is compared with that of the whole window; the factor
+    never falls.
 
     Raises:
         PresetError: the milestones are ill-formed, or begin with one batch by noise.
@@ -84,8 +85,8 @@ class AccumulationSchedule(Technique, Settings):
 
     def _init_state(self) -> None:
         """Begin a run."""
-        self._factor: int | None = None  # the factor in effect; survives the fit, for a checkpoint saved after it
-        self._start = 0  # index of the window's first batch; survives the fit, too
+        self._factor: int | None = None  # the factor in effect; kept after a fit, for a checkpoint saved then
+        self._start = 0  # index of the window's first batch; also kept
         self._begun = False  # whether a window has begun, in this fit or before the checkpoint
         self._seen = 0  # samples or tokens of all batches so far, if the schedule counts them
         self._noise = NoiseScale()
@@ -94,14 +95,14 @@ class AccumulationSchedule(Technique, Settings):
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._reference = 0.0  # absolute weight of 1 in this window: that of its first batch that isn't empty
-        self._samples = 0  # with a gradient in this window; if noise is measured
+        self._reference = 0.0  # weight of this window's first batch that isn't empty, by which others are divided
+        self._samples = 0  # with a gradient in this window, if noise is measured
         self._ahead = 0  # samples of the current batch, until its backward
         self._first: tuple[float, int] | None = None  # squared norm and samples of the window's first gradient
 
     @property
     def noise_scale(self) -> float | None:
-        """The noise scale in samples as measured so far; None if unmeasured, or measured too few times."""
+        """The noise scale in samples; None until it has been measured often enough."""
         return self._noise.value
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -138,8 +139,8 @@ class AccumulationSchedule(Technique, Settings):
             return count_optimizer_steps(self.milestones, self.by, epoch, max(trainer.max_epochs, 1), trainer.max_steps)
         if trainer.max_steps == -1:
             raise ConflictError(
-                f"AccumulationSchedule(by={self.by!r}) and estimated_stepping_batches: the number of steps isn't known"
-                " in advance; write Trainer(max_steps=...), or give the scheduler its number of steps"
+                f"{OPTION}.by={self.by} and estimated_stepping_batches: the number of steps isn't known in advance;"
+                " write Trainer(max_steps=...), or give the scheduler its number of steps"
             )
         return int(trainer.max_steps)
 
@@ -147,10 +148,10 @@ class AccumulationSchedule(Technique, Settings):
         """Check again, since ``configure_model`` may set ``automatic_optimization`` or release gradients."""
         refuse_conflicts(trainer, pl_module, self)
         if not self._ctx.window.gradients_stay and resources(CARD.reads, self):
-            choice = "by='noise_scale'" if self.weight_by == "batches" else f"weight_by={self.weight_by!r}"
+            choice = "by=noise_scale" if self.weight_by == "batches" else f"weight_by={self.weight_by}"
             raise ConflictError(
-                f"AccumulationSchedule({choice}) needs the gradients when a window ends, and they are released in"
-                " backward; write ~callback.gradient_release, or weight_by='batches' and another by"
+                f"{OPTION}.{choice} needs the gradients at the end of a window, and they are released in backward;"
+                f" write ~callback.gradient_release, or {OPTION}.weight_by=batches and another by"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,19 +174,19 @@ class AccumulationSchedule(Technique, Settings):
             self._begin_with(trainer, self._wanted(trainer), batch_idx)
             self._begin_window()
         if not window.gradients_stay:
-            # nothing is left to rescale at the step; if the loader's length is unknown the weight stays 1
+            # no gradient is left to rescale at the step; if the loader's length is unknown the weight stays 1
             window.weight = short_window_weight(window.factor, trainer.num_training_batches - self._start)
         if self.weight_by != "batches":
-            weight = _count(batch, self.weight_by)
+            weight = _count(batch, self.weight_by, "weight_by")
             self._reference = self._reference or weight
             window.weight = weight / self._reference if weight else 0.0
         if self.by in COUNTED:
-            self._seen += int(_count(batch, self.by))
+            self._seen += int(_count(batch, self.by, "by"))
         if self.by == "noise_scale":
-            self._ahead = int(_count(batch, "samples"))
+            self._ahead = int(_count(batch, "samples", "by"))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the gradient of a window's first batch; its weight is 1, and Lightning divided it by the factor."""
+        """Measure the gradient of a window's first batch, which has weight 1 and was divided by the factor."""
         if self.by != "noise_scale" or self._ctx.window.weight == 0:  # a batch without valid tokens has no gradient
             return
         self._samples, self._ahead = self._samples + self._ahead, 0
@@ -197,16 +198,15 @@ class AccumulationSchedule(Technique, Settings):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Divide a window's gradients by its own weights; Lightning divided each loss by the full factor."""
+        """Divide a window's gradients by the sum of its weights instead of the factor."""
         window = self._ctx.window
         if window.held and not math.isclose(window.held, window.factor):
             rescaled = rescale_window(optimizer, window.factor, window.held)
             if not rescaled and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"AccumulationSchedule: a window of {window.held:g} batches was divided by {window.factor}; no"
-                    " gradients are left to correct at this moment (the optimizer stepped during backward), so its step"
-                    " is too small",
+                    f"{OPTION}: a window of {window.held:g} batches was divided by {window.factor}. Its step is too"
+                    " small, since the optimizer stepped during backward and no gradients are left to correct",
                     stacklevel=2,
                 )
         if self._first is not None and self._samples > self._first[1]:
@@ -215,9 +215,10 @@ class AccumulationSchedule(Technique, Settings):
                 pl_module.log("accumulation/noise_scale", self._noise.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current factor, the start of its window, the counts, and the open window.
+        """Return the current factor, the start of its window, the counts, and a window that is open.
 
-        An open window, as after a time limit or a signal, includes its gradients, unless they are released.
+        A window is open after a time limit or a signal, for example. Its state includes its gradients, unless they are
+        released.
         """
         if self._factor is None:
             return {}
@@ -247,27 +248,21 @@ class AccumulationSchedule(Technique, Settings):
         """Load the state of a checkpoint; the window's gradients are restored at the start of training.
 
         Raises:
-            CheckpointError: a key is missing or unknown, or the factor or the window's start is no such integer.
+            CheckpointError: a key is missing or unknown, or the factor or the window's start is out of range.
         """
         needed = {"factor", self.by} if self.by in COUNTED else {"factor"}
         unknown = sorted(set(state_dict) - {"factor", "start", *COUNTED, "noise_scale", "window"})
         missing = sorted(needed - set(state_dict))
         if unknown or missing:
             raise CheckpointError(
-                f"the checkpoint's state of AccumulationSchedule has unknown keys {unknown} and lacks {missing}; by"
-                f" {self.by} it needs {sorted(needed)}; write the by of the run that saved it, or by=epoch or step"
+                f"{OPTION}.by={self.by} needs a state with {sorted(needed)}; the checkpoint's lacks {missing} and has"
+                f" the unknown keys {unknown}; write the by of the saved run, or {OPTION}.by=epoch or step"
             )
-        factor = state_dict["factor"]
-        if type(factor) is not int or factor < 1:
-            raise CheckpointError(
-                f"the checkpoint's state of AccumulationSchedule has factor={factor!r}, not an int >= 1"
-            )
-        start = state_dict.get("start", 0)  # older states count windows from 0
-        if not isinstance(start, int) or start < 0:
-            raise CheckpointError(
-                f"the checkpoint's state of AccumulationSchedule has start={start!r}, not an int >= 0"
-            )
-        self._factor, self._start = factor, start
+        # older states count windows from 0
+        for name, value, least in (("factor", state_dict["factor"], 1), ("start", state_dict.get("start", 0), 0)):
+            if type(value) is not int or value < least:
+                raise CheckpointError(f"{OPTION}: the checkpoint's state has {name}={value!r}, not an int >= {least}")
+        self._factor, self._start = state_dict["factor"], state_dict.get("start", 0)
         self._seen = state_dict.get(self.by, 0) if self.by in COUNTED else 0
         if self.by == "noise_scale" and "noise_scale" in state_dict:
             self._noise.load(state_dict["noise_scale"])
@@ -276,15 +271,15 @@ class AccumulationSchedule(Technique, Settings):
     def _restore_window(self, trainer: Any, state: dict[str, Any]) -> None:
         parameters, gradients = list(_parameters(trainer)), state["gradients"]
         window, scale = self._ctx.window, _scale(trainer)
-        released = all(gradient is None for gradient in gradients)  # these are among the optimizer's states
+        released = all(gradient is None for gradient in gradients)  # then the optimizer's states include them
         if not window.gradients_saved or released == window.gradients_stay or state.get("scale", scale) != scale:
             warn_of_dropped_window()
             return
         shapes = [(p.shape, p.shape if g is None else g.shape) for p, g in zip(parameters, gradients, strict=False)]
         if len(parameters) != len(gradients) or any(wanted != saved for wanted, saved in shapes):
             raise CheckpointError(
-                "the checkpoint's state of AccumulationSchedule has gradients of other parameters; resume the module"
-                " that was saved, with its optimizers"
+                f"{OPTION}: the checkpoint has gradients of other parameters; resume the saved module with its"
+                " optimizers"
             )
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
@@ -307,15 +302,13 @@ class AccumulationSchedule(Technique, Settings):
             return
         self._set_factor(trainer, factor)
         rank_zero_info(
-            f"AccumulationSchedule: {before} -> {factor} batches per optimizer step, from epoch {trainer.current_epoch}"
-            f", batch {batch_idx}, optimizer step {trainer.global_step} on"
+            f"accumulation_schedule: {before} -> {factor} batches per optimizer step, from epoch"
+            f" {trainer.current_epoch}, batch {batch_idx}, optimizer step {trainer.global_step}"
         )
 
     def _set_factor(self, trainer: Trainer, factor: int) -> None:
         trainer.accumulate_grad_batches = factor
-        for logger in trainer.loggers:
-            # the axis that pl_module.log() uses
-            logger.log_metrics({"accumulation/factor": factor}, step=patches.batches_that_stepped(trainer))
+        patches.log_metrics(trainer, {"accumulation/factor": factor})
 
 
 def _parameters(trainer: Any) -> Iterator[Tensor]:
@@ -328,14 +321,14 @@ def _scale(trainer: Any) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
-def _count(batch: Any, by: str) -> float:
+def _count(batch: Any, by: str, option: Literal["by", "weight_by"]) -> float:
     samples, _ = size_of(batch)
     if samples is None and by == "samples":
         raise ConflictError(
-            f"AccumulationSchedule counts samples by the first tensor of a batch, and there is none in this"
-            f" {type(batch).__name__}; go by epoch or step, and write weight_by=batches"
+            f"{OPTION}.{option} counts samples by a batch's first tensor, and this {type(batch).__name__} has none;"
+            f" write {OPTION}.by=epoch or step, and {OPTION}.weight_by=batches"
         )
-    return weight_of(batch, samples or 0, by)
+    return weight_of(batch, samples or 0, by, f"{OPTION}.{option}")
 
 
 def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedule) -> None:
@@ -346,20 +339,22 @@ def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedul
     """
     if not pl_module.automatic_optimization:
         raise ConflictError(
-            f"AccumulationSchedule and {type(pl_module).__name__}.automatic_optimization=False: under manual "
-            "optimization the module decides when to step. Remove the callback and accumulate in training_step"
+            f"{OPTION} and {type(pl_module).__name__}.automatic_optimization=False: the module decides when to step;"
+            f" remove {OPTION}, and accumulate in training_step"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConflictError(
-            f"AccumulationSchedule and accumulate_grad_batches={trainer.accumulate_grad_batches}: both set the factor. "
-            f"Write milestones=[[0, {trainer.accumulate_grad_batches}]] and leave accumulate_grad_batches at 1"
+            f"{OPTION} and accumulate_grad_batches={trainer.accumulate_grad_batches}: both set the factor; write"
+            f" {OPTION}.milestones=[[0, {trainer.accumulate_grad_batches}]], and drop accumulate_grad_batches"
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise ConflictError(
-            f"AccumulationSchedule and {type(trainer.strategy).__name__}: this strategy accumulates by itself, with "
-            "one factor for the run. Write accumulate_grad_batches=N and remove the callback, or take another strategy"
+            f"{OPTION} and {type(trainer.strategy).__name__}, which accumulates by itself, with one factor for the run;"
+            f" remove {OPTION} and write accumulate_grad_batches=N, or take another strategy"
         )
-    refuse_callbacks("AccumulationSchedule", resources(CARD.owns, schedule), trainer.callbacks)
+    refuse_callbacks(OPTION, resources(CARD.owns, schedule), trainer.callbacks)
     for other in trainer.callbacks:
         if isinstance(other, AccumulationSchedule) and other is not schedule:
-            raise ConflictError("two AccumulationSchedule callbacks: both set the factor. Put all milestones into one")
+            raise ConflictError(
+                f"two AccumulationSchedule callbacks: both set the factor; write one {OPTION}.milestones"
+            )

@@ -12,7 +12,7 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
 SEQUENCES = "sequence_length"
-"""Positions by which sequences are cut; items are chosen by all others."""
+"""The ``by`` that cuts sequences; all others choose items."""
 
 
 def _no_difficulty(by: object) -> str | None:
@@ -51,14 +51,14 @@ class Settings(TechniqueSettings):
 
 
 def _steps_unknown(settings: Settings, configuration: Configuration) -> str | None:
-    """Refuse to choose items by steps whose batches aren't known when the items are drawn, ahead of training."""
+    """Refuse to choose items by steps if the batches of a step aren't known when the items are drawn."""
     if settings.by == SEQUENCES or settings.pace != "steps":
         return None
     for chosen in configuration.techniques:
         if "accumulation_factor" in chosen.owned():
             return (
-                f"callback.curriculum and {chosen.choice}: items are drawn ahead, when it isn't known how many batches"
-                " a step will have; write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length,"
+                f"callback.curriculum.pace=steps and {chosen.choice}: items are drawn before the number of batches in a"
+                " step is known; write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length,"
                 f" or {chosen.removal} and accumulate_grad_batches=N"
             )
     return None

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_solo.data.item_lengths import REPORT_EVERY_S
+from lightning_solo.data.item_lengths import Report, reported
 from lightning_solo.errors import ConflictError
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 
+_REMEDY = "write callback.curriculum.by=<a column>, or a function of an item"
 
-def item_losses(ctx: Run, loader: Any, report: Callable[[int, int], None]) -> Tensor:
+
+def item_losses(ctx: Run, loader: Any, report: Report) -> Tensor:
     """Return the loss of each item, as (items,) in fp32.
 
-    Each item is a batch of its own for the module's ``training_step``, without gradients and in eval mode, so without
+    The module's ``training_step`` runs for each item as a batch, without gradients and in eval mode, so without
     dropout. Buffers, metrics and random numbers are restored; nothing is logged.
 
     Args:
-        ctx: the run, in training.
-        loader: with the items and the collate function; its workers aren't used.
+        ctx: a run in training.
+        loader: of the items, with their collate function; its workers aren't used.
         report: called with (items done, all items) every 10 seconds.
 
     Raises:
@@ -34,8 +35,8 @@ def item_losses(ctx: Run, loader: Any, report: Callable[[int, int], None]) -> Te
     module, name = ctx.module, type(ctx.module).__name__
     if not module.automatic_optimization:
         raise ConflictError(
-            f"curriculum by=loss and {name}.automatic_optimization=False: its training_step would also train; write"
-            " by=<a column of losses>, or a function of an item"
+            f"callback.curriculum.by=loss and {name}.automatic_optimization=False: its training_step would also train;"
+            f" {_REMEDY}"
         )
     count = len(loader.dataset)
     losses = torch.empty(count)
@@ -43,14 +44,10 @@ def item_losses(ctx: Run, loader: Any, report: Callable[[int, int], None]) -> Te
     rollback.save()
     training = [(part, part.training) for part in module.modules()]
     module.eval()
-    last = time.monotonic()
     try:
         with torch.no_grad():
-            for index in range(count):
+            for index in reported(count, report):
                 losses[index] = _loss(ctx, loader, index)
-                if time.monotonic() - last > REPORT_EVERY_S:
-                    last = time.monotonic()
-                    report(index + 1, count)
     finally:
         for part, was_training in training:
             part.training = was_training
@@ -65,12 +62,11 @@ def _loss(ctx: Run, loader: Any, index: int) -> float:
         value = math.nan if loss is None else float(loss)
     except Exception as error:
         raise ConflictError(
-            f"curriculum by=loss: item {index}, as a batch of its own, raised {type(error).__name__}: {error}; write"
-            " by=<a column>, or a function of an item"
+            f"callback.curriculum.by=loss: item {index} as a batch raised {type(error).__name__}: {error}; {_REMEDY}"
         ) from error
     if not math.isfinite(value):
         raise ConflictError(
-            f"curriculum by=loss: item {index} has the loss {'None' if loss is None else value}; leave it out of the"
-            " data set, or write by=<a column>, or a function of an item"
+            f"callback.curriculum.by=loss: item {index} has the loss {'None' if loss is None else value}; leave it out"
+            f" of the data set, or {_REMEDY}"
         )
     return value

@@ -25,20 +25,20 @@ from lightning_solo.techniques.curriculum.card import CARD, SEQUENCES, Settings
 from lightning_solo.techniques.curriculum.item_losses import item_losses
 
 LOOKED_AT = 10
-"""Number of first batches that are inspected on the device: one must be long enough to be cut."""
+"""First batches that are inspected on the device; one of them must be long enough to be cut."""
 
 
 class Curriculum(Technique, Settings):
     """Begins training with the easiest items or with short sequences, and adds the rest until ``duration``.
 
-    By difficulty the loader draws each batch from the easiest items, a share of all that grows from ``start`` to 1. An
-    epoch has as many batches as without; until the share is 1 an item may come several times in an epoch, or never. By
-    ``"sequence_length"`` the batches of any loader are cut on the device to a share of the longest sequence so far;
-    shorter ones are unchanged.
+    By difficulty the loader draws each batch from the easiest items, a share of all items that grows from ``start`` to
+    1. An epoch has as many batches as without a curriculum; until the share is 1, an item may come several times in an
+    epoch, or never. By ``"sequence_length"`` the batches of any loader are cut on the device to a share of the longest
+    sequence so far; shorter ones are unchanged.
 
     Draws depend only on the seed, the position in training and the difficulties, so a resumed run has the batches of
-    the undisturbed one, with any number of workers. Losses are those of the module at the start of training, and of
-    each epoch in which Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints contain them.
+    an uninterrupted one, with any number of workers. Losses are measured at the start of training, and whenever
+    Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints contain them.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -51,20 +51,20 @@ class Curriculum(Technique, Settings):
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a run."""
-        self._tokens = self._longest = 0  # of the batches that were cut so far
+        """Reset the state of a run."""
+        self._tokens = self._longest = 0  # of the batches so far
         self._held = (-1, 0)  # an optimizer step, and the tokens before its first batch
         self._batches: CurriculumBatches | None = None
         self._losses: Tensor | None = None
-        self._begun = (0, 0)  # an epoch, and the position at which it began under the current losses
-        self._resumed = False
+        self._begun = (0, 0)  # the epoch and position from which the current losses hold
+        self._resumed = False  # whether the losses are those of a checkpoint
         self._forget()
 
     def _forget(self) -> None:
         """Reset the state of a fit."""
         self._loader: Any = None  # the loader with items that aren't ranked yet
         self._value: float | None = None  # the last logged share
-        self._came = 0  # batches of this fit that could be cut
+        self._came = 0  # training batches of this fit
         self._warned = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -72,10 +72,11 @@ class Curriculum(Technique, Settings):
         joins = stage == "fit" and self.ctx is None
         if joins and self.by != SEQUENCES and self.pace == "steps":
             refuse_callbacks(
-                "Curriculum by steps, which draws items ahead,",
+                "callback.curriculum.pace=steps, which draws items ahead,",
                 frozenset({"accumulation_factor"}),
                 trainer.callbacks,
-                "write pace=tokens, or by=sequence_length, or remove the callback and write accumulate_grad_batches=N",
+                "write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length, or remove the"
+                " callback and write accumulate_grad_batches=N",
             )
         super().setup(trainer, pl_module, stage)
         if joins and self.ctx is not None:
@@ -92,11 +93,11 @@ class Curriculum(Technique, Settings):
         """Return the loader with other batches; the items are ranked when the first one is drawn.
 
         Raises:
-            ConflictError: it makes no batches itself.
+            ConflictError: its batches can't be replaced.
         """
         if self.by == SEQUENCES:
             return loader
-        require_own_batches(loader, CARD.name)
+        require_own_batches(loader, "callback.curriculum")
         epoch = _epoch(ctx.trainer)
         if self._batches is not None and self._loader is None:  # the batches have been used
             epoch = self._batches.own(epoch)
@@ -121,7 +122,7 @@ class Curriculum(Technique, Settings):
         """Log the cuts, and warn of a duration that ends after training."""
         if self.by == SEQUENCES and self.ctx is not None:
             self.ctx.info(
-                f"curriculum: sequences are cut, at first to {self.start:.0%} of the longest that has come; whole ones"
+                f"curriculum: sequences are cut, at first to {self.start:.0%} of the longest so far; they are whole"
                 f" after {self.duration:,} {self.pace}"
             )
         steps = trainer.max_steps
@@ -129,19 +130,19 @@ class Curriculum(Technique, Settings):
             steps = trainer.max_epochs * -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
         if self.pace == "steps" and -1 < steps < self.duration and pl_module.automatic_optimization:
             warnings.warn(
-                f"curriculum: training ends after {steps:,} steps, and the last of"
-                f" {'what is cut off' if self.by == SEQUENCES else 'the items'} comes after duration={self.duration:,}:"
-                " it is never trained on; write a smaller duration",
+                f"callback.curriculum.duration={self.duration:,}: training ends after {steps:,} steps, so the"
+                f" {'ends of the longest sequences' if self.by == SEQUENCES else 'most difficult items'} are never"
+                " trained on; write a smaller duration",
                 stacklevel=2,
             )
 
     def _rank(self) -> None:
-        """Rank the items by difficulty for the batches.
+        """Rank the items by difficulty, before the first batch is drawn.
 
         Raises:
             ConflictError: an item has no difficulty, or there are several loaders.
             CheckpointError: the checkpoint has losses of other items.
-            NothingToDoError: all items are equally difficult, or in one batch.
+            NothingToDoError: all items are equally difficult, or fit into one batch.
         """
         loader, self._loader = self._loader, None
         if loader is None:
@@ -149,47 +150,51 @@ class Curriculum(Technique, Settings):
         ctx, batches = self.ctx, self._batches
         assert ctx is not None  # in a fit
         assert batches is not None  # made with the loader
-        require_one_loader(ctx.trainer.train_dataloader, CARD.name, "write by=sequence_length")
+        require_one_loader(
+            ctx.trainer.train_dataloader, "callback.curriculum", "write callback.curriculum.by=sequence_length"
+        )
 
         def report(done: int, count: int) -> None:
-            ctx.info(f"curriculum: {done:,} of {count:,} items are read")
+            ctx.info(f"curriculum: read {done:,} of {count:,} items")
 
         dataset, collate_fn = loader.dataset, loader.collate_fn
         of: Any = "auto" if self.by == "length" else self.by
         with isolate_rng():  # items may be augmented at random
             if self.pace == "tokens":
-                batches.tokens = item_lengths(dataset, "collated" if of == "collated" else "auto", collate_fn, report)
+                tokens: Any = "collated" if of == "collated" else "auto"
+                batches.tokens = item_lengths(dataset, tokens, collate_fn, report, "callback.curriculum.by")
             if self.by == "loss":
                 difficulty = self._ranked_losses(ctx, loader, batches, report)
             else:
-                difficulty = item_difficulties(dataset, of, collate_fn, report)
+                difficulty = item_difficulties(dataset, of, collate_fn, report, "callback.curriculum.by")
         if len(difficulty) <= loader.batch_size:
             raise NothingToDoError(
-                f"curriculum: each batch of {loader.batch_size} has all {len(difficulty)} items of"
-                f" {type(dataset).__name__}; write a smaller batch_size, or drop curriculum"
+                f"callback.curriculum: all {len(difficulty)} items of {type(dataset).__name__} fit into each batch of"
+                f" {loader.batch_size}; write a smaller batch_size, or remove callback.curriculum"
             )
         low, high = float(difficulty.min()), float(difficulty.max())
         if low == high:
             raise NothingToDoError(
-                f"curriculum by={name_of(self.by)}: all {len(difficulty):,} items of {type(dataset).__name__} are"
-                f" equally difficult ({low:g}); write another by, by=sequence_length to cut them, or drop curriculum"
+                f"callback.curriculum.by={name_of(self.by)}: all {len(difficulty):,} items of {type(dataset).__name__}"
+                f" are equally difficult ({low:g}); write another by, such as callback.curriculum.by=sequence_length to"
+                " cut them, or remove callback.curriculum"
             )
         batches.rank(difficulty)
         first = max(loader.batch_size, round(self.start * len(difficulty)))
         ctx.info(
-            f"curriculum: {len(difficulty):,} items by {name_of(self.by)}, from {low:g} to {high:g}; the easiest"
-            f" {first:,} at first, all of them after {self.duration:,} {self.pace}"
+            f"curriculum: {len(difficulty):,} items by {name_of(self.by)}, from {low:g} to {high:g}; training begins"
+            f" with the easiest {first:,} and has all of them after {self.duration:,} {self.pace}"
         )
 
     def _ranked_losses(self, ctx: Run, loader: Any, batches: CurriculumBatches, report: Any) -> Tensor:
-        """Return the items' losses: those of the checkpoint, unless new ones are due."""
+        """Return the items' losses, from the checkpoint unless the loader has been reloaded."""
         if self._resumed:
             assert self._losses is not None  # of the checkpoint
             self._resumed = False
             if len(self._losses) != len(loader.dataset):
                 raise CheckpointError(
-                    f"the checkpoint has the losses of {len(self._losses):,} items, and the data set has"
-                    f" {len(loader.dataset):,}: resume with the same data set"
+                    f"callback.curriculum.by=loss: the checkpoint has the losses of {len(self._losses):,} items, but"
+                    f" the data set has {len(loader.dataset):,} items; resume with the same data set"
                 )
             batches.rank(self._losses)
             every, epoch = ctx.trainer.reload_dataloaders_every_n_epochs, batches.own(_epoch(ctx.trainer))
@@ -202,7 +207,7 @@ class Curriculum(Technique, Settings):
     # --- sequences ---
 
     def _cutting(self, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Return Lightning's move of a batch to the device, followed by the cut."""
+        """Return Lightning's move of a batch to the device, followed by a cut."""
         return lambda *args, **kwargs: self._cut(move(*args, **kwargs))
 
     def _cut(self, batch: Any) -> Any:
@@ -214,7 +219,7 @@ class Curriculum(Technique, Settings):
         try:
             rows, length = sequences_of(batch)
         except ConflictError as error:
-            raise ConflictError(f"curriculum by=sequence_length: {error}; or write another by") from error
+            raise ConflictError(f"callback.curriculum.by=sequence_length: {error}, or write another by") from error
         self._longest = max(self._longest, length)
         step = trainer.global_step
         if step != self._held[0] or not self.ctx.module.automatic_optimization:  # manual steps may not be counted
@@ -234,27 +239,29 @@ class Curriculum(Technique, Settings):
         return cut
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse sequences too short to be cut, after any number of batches."""
+        """Refuse sequences too short to be cut, also after few batches."""
         if self._came:
             self._require_cuts()
 
     def _require_cuts(self) -> None:
         if kept_length(self.start, self._longest, self.multiple) == self._longest:
             raise NothingToDoError(
-                f"curriculum: nothing can be cut off sequences of at most {self._longest} by start={self.start} and"
-                f" multiple={self.multiple}; write a smaller start or multiple, or drop curriculum"
+                f"callback.curriculum.start={self.start} and multiple={self.multiple}: sequences of at most"
+                f" {self._longest} places are too short to be cut; write a smaller start or multiple, or remove"
+                " callback.curriculum"
             )
 
     def _look(self, batch: Any, cut: Any) -> None:
-        """Warn once of a batch whose cut removed all labels.
+        """Warn once if the cut removed all labels of a batch.
 
         Raises:
-            ConflictError: its sequences are padded on the left.
+            ConflictError: the batch's sequences are padded on the left.
         """
         if is_left_padded(batch):
             raise ConflictError(
-                "curriculum by=sequence_length: attention_mask begins with 0, so sequences are padded on the left, and"
-                " their ends would be cut; pad on the right (a tokenizer's padding_side='right'), or write another by"
+                "callback.curriculum.by=sequence_length: attention_mask begins with 0, so sequences are padded on the"
+                " left, and their tokens would be cut; pad on the right (a tokenizer's padding_side='right'), or write"
+                " another by"
             )
         labels, left = labels_of(batch), labels_of(cut)
         if self._warned or labels is None or left is None:
@@ -262,8 +269,9 @@ class Curriculum(Technique, Settings):
         if labels.ne(IGNORED).any() and not left.ne(IGNORED).any():
             self._warned = True
             warnings.warn(
-                f"curriculum: of a batch cut to {left.shape[-1]} of {labels.shape[-1]} places all labels are {IGNORED},"
-                " and a mean loss over none is nan; write a larger start, or another by",
+                f"callback.curriculum.start={self.start}: all labels of a batch that was cut to {left.shape[-1]} of"
+                f" {labels.shape[-1]} places are {IGNORED}, so its mean loss is nan; write a larger start, or another"
+                " by",
                 stacklevel=2,
             )
 
@@ -276,16 +284,12 @@ class Curriculum(Technique, Settings):
 
     def _note(self, what: str, value: float) -> None:
         """Log a value if it has changed."""
-        if value == self._value or self.ctx is None:
-            return
-        self._value = value
-        trainer = self.ctx.trainer
-        for logger in trainer.loggers:
-            # the axis that pl_module.log() uses
-            logger.log_metrics({f"curriculum/{what}": value}, step=patches.batches_that_stepped(trainer))
+        if value != self._value and self.ctx is not None:
+            self._value = value
+            patches.log_metrics(self.ctx.trainer, {f"curriculum/{what}": value})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which the next batches depend."""
+        """Return the state that determines the next batches."""
         if self.by == SEQUENCES:
             return {"tokens": self._tokens, "longest": self._longest, "held": self._held}
         return {"begun": self._begun, "losses": self._losses}
@@ -298,8 +302,8 @@ class Curriculum(Technique, Settings):
         """
         if set(state_dict) != set(self.state_dict()) or (self.by == "loss") != (state_dict.get("losses") is not None):
             raise CheckpointError(
-                f"the checkpoint's state of Curriculum has {sorted(state_dict)}, and by={name_of(self.by)} it needs"
-                f" {sorted(self.state_dict())}: resume with the by that the run was begun with"
+                f"callback.curriculum.by={name_of(self.by)} needs a state with {sorted(self.state_dict())}, and the"
+                f" checkpoint's has {sorted(state_dict)}: resume with the by of the saved run"
             )
         self._begin()
         if self.by == SEQUENCES:
@@ -312,9 +316,9 @@ class Curriculum(Technique, Settings):
 
 
 def kept_length(share: float, longest: int, multiple: int) -> int:
-    """Return the length to cut to: at least a share of the longest, less than it by a multiple of ``multiple``.
+    """Return the length to cut to: at least a share of the longest; the difference is a multiple of ``multiple``.
 
-    So lengths stay good for kernels: 128, or 129 if the module shifts by one.
+    So lengths suit kernels as well as the longest does: 128, or 129 for a module that shifts by one.
 
     >>> [kept_length(share, 129, 8) for share in (0.01, 0.5, 0.6, 1.0)]
     [9, 65, 81, 129]

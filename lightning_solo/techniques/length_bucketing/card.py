@@ -19,15 +19,15 @@ class Settings(TechniqueSettings):
 
     length: str | Callable[[Any], int] = length_setting()  # noqa: RUF009 - the default is a string
     max_tokens: int | None = setting(
-        None, "most tokens of a batch, padding included, in place of the loader's batch size", at_least=1
+        None, "largest number of tokens in a batch, padding included, instead of the loader's batch size", at_least=1
     )
     seed: int = setting(0, "of the order of the batches", at_least=0)
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the given batch, and say so."""
-    given = "length_bucketing: planned for the batch that is given; give that of the longest items"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, given))
+    """Plan the given batch, as an assumption of the plan."""
+    assumption = "length_bucketing: planned for the given batch; give one of the longest items"
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

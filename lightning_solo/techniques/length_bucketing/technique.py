@@ -18,7 +18,7 @@ from lightning_solo.techniques.length_bucketing.card import CARD, Settings
 class LengthBucketing(Technique, Settings):
     """Makes the training loader batch items of similar length, in a new order in each epoch.
 
-    Items, workers, collate function and all else of the loader are unchanged. A run resumed within an epoch continues
+    The loader keeps its items, workers, collate function and other attributes. A run resumed within an epoch continues
     with exactly the remaining batches.
 
     Raises:
@@ -35,35 +35,38 @@ class LengthBucketing(Technique, Settings):
         """Return the loader with other batches.
 
         Raises:
-            ConflictError: it makes no batches itself, its data set is empty, or the lengths can't be read.
+            ConflictError: its batches can't be replaced, its data set is empty, or the lengths can't be read.
             NothingToDoError: no batch has padding.
         """
-        require_own_batches(loader, CARD.name)
+        require_own_batches(loader, "callback.length_bucketing")
         if not len(loader.dataset):
             raise ConflictError(
-                f"length_bucketing and {type(loader.dataset).__name__}, a data set without items: give it some, or drop"
-                " length_bucketing"
+                f"callback.length_bucketing and {type(loader.dataset).__name__}, a data set without items; add items,"
+                " or remove callback.length_bucketing"
             )
 
         def report(done: int, count: int) -> None:
             ctx.info(f"length bucketing: read the lengths of {done:,} of {count:,} items")
 
         with isolate_rng():  # items may be augmented at random
-            lengths = item_lengths(loader.dataset, self.length, loader.collate_fn, report)
-        before = padding_share(lengths, plain_batches(loader, len(lengths), self.seed))
+            lengths = item_lengths(
+                loader.dataset, self.length, loader.collate_fn, report, "callback.length_bucketing.length"
+            )
+        plain = plain_batches(loader, len(lengths), self.seed)
+        before = padding_share(lengths[batch].tolist() for batch in plain)
         if before == 0 and not self.max_tokens:
             raise NothingToDoError(
-                f"length_bucketing: no batch of {type(loader.dataset).__name__} is padded, by"
-                f" length={name_of(self.length)}: {len(lengths)} items of length {range_of(lengths)} in batches of"
-                f" {loader.batch_size}; write a larger batch_size, length=<a column> where this isn't their length,"
-                " or drop length_bucketing"
+                f"callback.length_bucketing.length={name_of(self.length)}: no batch of {type(loader.dataset).__name__}"
+                f" is padded, with {len(lengths)} items of length {range_of(lengths.tolist())} in batches of"
+                f" {loader.batch_size}; write a larger batch_size, callback.length_bucketing.length=<a column> if the"
+                " lengths are wrong, or remove callback.length_bucketing"
             )
         size = None if self.max_tokens else loader.batch_size
         batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)
-        after = padding_share(lengths, batches.batches(batches.epoch))
+        after = padding_share(lengths[batch].tolist() for batch in batches.batches(batches.epoch))
         self.padding_before, self.padding_after = before, after
         ctx.info(
-            f"length bucketing: {len(lengths):,} items of length {range_of(lengths)}, in {len(batches):,} batches; of"
-            f" the tokens {after:.1%} are padding, in plain batches {before:.1%}"
+            f"length bucketing: {len(lengths):,} items of length {range_of(lengths.tolist())}, in {len(batches):,}"
+            f" batches; {after:.1%} of the tokens are padding, in plain batches {before:.1%}"
         )
         return with_batches(loader, batches, batch_size=batches.batch_size)

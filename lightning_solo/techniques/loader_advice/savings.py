@@ -1,4 +1,4 @@
-"""The most that each option of the loader would save, from the seconds of a fit without it."""
+"""Upper bounds of the seconds that each option of a loader would save, from the seconds of a fit without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loading:
     """How a loader, or several together, loads.
 
     Attributes:
-        workers: the smallest number among the loaders; None if none can have workers.
+        workers: the smallest number among the loaders; None if no loader can have workers.
         ahead: whether batches are loaded during earlier steps.
         starts_workers: whether workers start with each epoch.
         prefetched: whether the batches of all loaders are prefetched.
@@ -35,7 +35,7 @@ class Loading:
         starts = bool(workers) and not getattr(loader, "persistent_workers", False)
         return cls(workers, prefetched or bool(workers), starts, prefetched)
 
-    def beside(self, other: Loading) -> Loading:
+    def with_other(self, other: Loading) -> Loading:
         """Return how this loader and another one load together."""
         counts = [count for count in (self.workers, other.workers) if count is not None]
         return Loading(
@@ -53,8 +53,8 @@ class Saving:
     Attributes:
         option: ``num_workers``, ``pin_memory``, ``persistent_workers``, ``caching`` or ``prefetch``.
         write: its spelling in code.
-        seconds: of the measured training, at most.
-        share: of the measured training.
+        seconds: largest possible saving.
+        share: of ``seconds`` in the measured training.
     """
 
     option: str
@@ -89,7 +89,7 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
 
 
 def _more_workers(times: Times, loading: Loading, cores: int) -> tuple[int, float]:
-    """Return the number of workers that keep up with the steps, cores permitting, and the most seconds they save."""
+    """Return the workers that keep up with the steps, at most one per core, and the most seconds that they save."""
     present = loading.workers or 0
     if times.wait_s <= 0:
         return present, 0.0
@@ -100,7 +100,7 @@ def _more_workers(times: Times, loading: Loading, cores: int) -> tuple[int, floa
     workers = min(max(enough, present + 1), cores)
     if workers <= present:
         return workers, 0.0
-    # all loading between steps takes at least the workers' share of it
+    # between steps the workers load for at least their share of all loading
     return workers, times.wait_s if loading.ahead else min(times.wait_s, max(between - load / workers, 0.0))
 
 

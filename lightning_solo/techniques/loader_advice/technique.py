@@ -1,4 +1,4 @@
-"""Seconds of waiting for data, and one sentence at the end of a fit on the loader option that would help."""
+"""Measured waits for data, and advice on the loader's options at the end of a fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_solo.seams import patches
-from lightning_solo.seams.patches import batches_through, fetches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.loader_advice.card import CARD, Settings
@@ -20,8 +19,8 @@ from lightning_solo.techniques.loader_advice.times import Times, Watch
 class LoaderAdvice(Technique, Settings):
     """Measures how long training waits for batches, and at the end of a fit names the options that would help.
 
-    It tries none of them: the figures are upper bounds, each for one option alone, from the seconds that the option
-    could save. The first batch and validations are left out. On a GPU the seconds are the device's idle times.
+    The figures are upper bounds, each for one option alone, from the seconds that the option could save; no option is
+    tried. The first batch and validations are left out. On a GPU the seconds are the device's idle times.
 
     Attributes:
         times: of the last fit; None before the first, and for fewer than two batches.
@@ -42,8 +41,6 @@ class LoaderAdvice(Technique, Settings):
         self._loading: Loading | None = None
         self._watch: Watch | None = None
 
-    # --- when ---
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Reset the measurements for a fit."""
         super().setup(trainer, pl_module, stage)
@@ -53,7 +50,7 @@ class LoaderAdvice(Technique, Settings):
     def loader(self, ctx: Run, loader: Any) -> Any:
         """Record how a loader loads, and time its ``collate_fn`` if it runs between steps."""
         loading = Loading.of(loader)
-        self._loading = loading if self._loading is None else self._loading.beside(loading)
+        self._loading = loading if self._loading is None else self._loading.with_other(loading)
         if isinstance(loader, DataLoader) and not loading.ahead and not isinstance(loader.collate_fn, _Timed):
             loader.collate_fn = timed = _Timed(self, loader.collate_fn)
             ctx.undo.callback(_restore, weakref.ref(loader), timed)  # keep no loader alive: each epoch may create one
@@ -66,9 +63,9 @@ class LoaderAdvice(Technique, Settings):
         self._watch = watch = Watch(
             self.ctx.device, starts_workers=loading.starts_workers, loads_here=not loading.ahead
         )
-        self.ctx.undo.callback(setattr, self, "_watch", None)  # if the fit fails
-        self.ctx.undo.enter_context(fetches(trainer, watch.begin_wait, watch.end_wait))
-        self.ctx.undo.enter_context(batches_through(trainer.strategy, watch.copying))
+        self.ctx.undo.callback(setattr, self, "_watch", None)  # after a failed fit
+        self.ctx.undo.enter_context(patches.fetches(trainer, watch.begin_wait, watch.end_wait))
+        self.ctx.undo.enter_context(patches.batches_through(trainer.strategy, watch.copying))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
@@ -76,12 +73,12 @@ class LoaderAdvice(Technique, Settings):
             self._watch.end_batch()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Leave validation out."""
+        """Begin to leave out the time of a validation."""
         if self._watch is not None:
             self._watch.begin_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave validation out."""
+        """End to leave out the time of a validation."""
         if self._watch is not None:
             self._watch.end_validation()
 
@@ -94,15 +91,15 @@ class LoaderAdvice(Technique, Settings):
         if isinstance(exception, KeyboardInterrupt):
             self._conclude(trainer)
 
-    # --- what ---
-
     def _conclude(self, trainer: Any) -> None:
         watch, self._watch = self._watch, None
         if self.ctx is None or watch is None:  # the fit has ended, or never begun
             return
         times = watch.finish()
         if times.batches < 1 or times.total_s <= 0:
-            self.ctx.info("loader_advice: nothing to say of one batch, which is left out; train on at least two")
+            self.ctx.info(
+                "loader_advice: no advice, since the first batch isn't measured; train on at least two batches"
+            )
             return
         cuda = self.ctx.device.type == "cuda"
         self.times = times
@@ -113,13 +110,11 @@ class LoaderAdvice(Technique, Settings):
         if times.collate_s:
             each["collate"] = times.collate_s
         figures = {f"loader/{name}_s": seconds / times.batches for name, seconds in each.items()}
-        for logger in trainer.loggers:
-            # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
-            logger.log_metrics(figures, step=patches.batches_that_stepped(trainer))
+        patches.log_metrics(trainer, figures)
 
 
 class _Timed:
-    """A timed ``collate_fn``; its attributes, copies and pickles are those of the user's function."""
+    """A timed ``collate_fn`` with the attributes of the user's function, which its copies and pickles become."""
 
     def __init__(self, advice: LoaderAdvice, collate_fn: Any) -> None:
         vars(self).update(_advice=advice, _collate_fn=collate_fn)
@@ -129,7 +124,7 @@ class _Timed:
         return self._collate_fn(samples) if watch is None else watch.collating(self._collate_fn, samples)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own protocols, which this has itself or not at all
+        if name.startswith("__"):  # protocols of Python, which aren't delegated
             raise AttributeError(name)
         return getattr(self._collate_fn, name)
 

@@ -1,4 +1,4 @@
-"""The seconds of a fit by use: waiting for a batch, copying it to the device, the step."""
+"""The seconds of a fit that are spent waiting for batches, copying them to the device, and in steps."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class HostClock:
 class DeviceClock:
     """A CUDA device's clock: a moment is the time at which the device has done all work launched before.
 
-    While the host waits for a batch, the device may still work. The seconds between two moments around the wait are
-    only those in which the device was idle.
+    While the host waits for a batch, the device may still work. So the seconds between the moments before and after
+    the wait are those in which the device was idle.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> Any:
-        """Return the device's next moment."""
+        """Return the moment at which the device will have done the work launched so far."""
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -57,19 +57,19 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the batches of a fit, without its first batch and its validations.
+    """Seconds of a fit, without its first batch and its validations.
 
     Attributes:
         batches: number of trained batches.
-        total_s: of all of them.
-        wait_s: idle seconds of the device, waiting for a batch.
+        total_s: of all these batches.
+        wait_s: in which the device was idle and waited for a batch.
         copy_s: for the batches' copies to the device.
         start_s: for the start of workers, if they start with each epoch.
-        first_s: waiting for the first batch of such an epoch.
+        first_s: for the first batch of an epoch, if workers start with it.
         validation_s: of validations; not part of the total.
         load_s: of the host in the loader, if it loads in the training thread; else 0.
         collate_s: part of ``load_s`` in ``collate_fn``.
-        is_pageable: whether a GPU gets batches from host memory that isn't pinned.
+        is_pageable: whether batches are copied to a GPU from host memory that isn't pinned.
     """
 
     batches: int
@@ -95,7 +95,7 @@ class Times:
 
 
 class Watch:
-    """Sums up the seconds of a fit from its second batch on; the first one includes setting up.
+    """Sums up the seconds of a fit from its second batch on, since the first one includes the set-up.
 
     Args:
         device: of the training.
@@ -117,7 +117,7 @@ class Watch:
         self._is_pageable: bool | None = None if device.type == "cuda" else False
 
     def begin_wait(self, *, with_epoch: bool = False) -> None:
-        """Start timing the wait for a batch, or at an epoch's start for the loader's iterator."""
+        """Start timing the wait for a batch, or ``with_epoch`` for the loader's iterator."""
         moment = self._clock.mark()
         if with_epoch:
             self._epoch = moment
@@ -133,7 +133,7 @@ class Watch:
             self._wait = began, perf_counter(), "wait"
 
     def end_wait(self) -> None:
-        """Stop waiting: the batch has arrived, or there is no more."""
+        """Stop timing the wait: the batch has arrived, or the loader has ended."""
         assert self._wait is not None
         (moment, begun, name), self._wait = self._wait, None
         self._fetched += 1
@@ -150,7 +150,7 @@ class Watch:
         return batch
 
     def copying(self, copy: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a timed version of a batch's copy; copies for validation aren't timed."""
+        """Return a function that times ``copy``, except during validations."""
 
         def copied(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if self._validation is not None:
@@ -170,7 +170,7 @@ class Watch:
         self._batches += self._origin is not None
 
     def begin_validation(self) -> None:
-        """Validation begins."""
+        """Begin a validation."""
         self._validation = self._clock.mark()
 
     def end_validation(self) -> None:

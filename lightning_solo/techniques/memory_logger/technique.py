@@ -200,10 +200,7 @@ class MemoryLogger(Callback, Settings):
 
     def _log(self, trainer: Trainer, counted: Peak | None = None) -> None:
         """Add a row, and log it to every logger."""
-        metrics = self._add_row(trainer, {} if counted is None else counted.breakdown)
-        for logger in trainer.loggers:
-            # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
-            logger.log_metrics(metrics, step=patches.batches_that_stepped(trainer))
+        patches.log_metrics(trainer, self._add_row(trainer, {} if counted is None else counted.breakdown))
 
     def _add_row(self, trainer: Trainer, categories: Mapping[str, int] | None = None) -> dict[str, float]:
         """Add a current reading to the CSV and the table, and return its metrics."""

@@ -19,7 +19,7 @@ def _not_callable(split: Any) -> str | None:
 
 
 def _empty(name: str) -> str | None:
-    return None if name else "write samples, tokens, shifted_tokens, or the name of what has the weights in the batch"
+    return None if name else "write samples, tokens, shifted_tokens, or the key of the weights in the batch"
 
 
 @dataclass(frozen=True)
@@ -27,43 +27,43 @@ class Settings(TechniqueSettings):
     """Arguments of MicroBatching."""
 
     micro_batch: int | Literal["auto"] = setting(
-        "auto", "samples in one forward and backward at most; auto: what fits, from the whole batch down", at_least=1
+        "auto", "largest number of samples in a forward and backward; auto: as many as fit", at_least=1
     )
     global_batch: int | None = setting(
         None,
-        "samples in an optimizer step, a multiple of the loader's batch; null: one batch of the loader, or as many "
-        "as accumulation says",
+        "samples in an optimizer step, a multiple of the loader's batch size; null: one batch of the loader, or "
+        "accumulate_grad_batches of them",
         at_least=1,
     )
     batch_dim: int | Mapping[str, int | None] = setting(
         0,
-        "the batch dimension of all tensors, or by their paths in the batch: {x: 1, graph.mask: null}; null: all "
+        "the batch dimension of all tensors, or of each by its path in the batch: {x: 1, graph.mask: null}; null: all "
         "samples share the tensor",
     )
     split: Any = setting(  # noqa: RUF009  (a frozen field, as the others; a function has no immutable type)
         None,
-        "function of (batch, size) that returns a list of (part, its samples), at most ``size``; for batches that "
-        "are no nesting of tensors with a batch dimension",
+        "function of (batch, size) that returns a list of (part, its samples), each of at most ``size``; for batches "
+        "of other objects than nested tensors with a batch dimension",
         check=_not_callable,
     )
     weight_by: str = setting(
         "samples",
-        "what a part counts by in the loss: samples; tokens (labels but -100); shifted_tokens (those without each row's"
-        " first); or a key of the batch",
+        "the weight of a part in the loss: samples; tokens (labels other than -100); shifted_tokens (those without each"
+        " row's first); or a key of the batch",
         check=_empty,
     )
     batch_norm: str = setting(
         "refuse",
-        "ghost allows batch norm with the statistics of each micro-batch, other than those of the batch",
+        "ghost allows batch norm with the statistics of each micro-batch instead of the whole batch",
         allowed=("refuse", "ghost"),
     )
     check: bool = setting(
-        False, "compare loss and gradients of a few samples, together and in parts, in the first batch"
+        False, "compare loss and gradients of a few samples of the first batch, together and in parts"
     )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan a micro-batch that fits, and gradients that are kept through several."""
+    """Plan a micro-batch that fits, and gradients that are kept through several micro-batches."""
     limit = None if settings.micro_batch == "auto" else int(settings.micro_batch)
     assumption = "micro_batching: the batches of a step, which wait on the device, are not counted"
     return replace(

@@ -1,4 +1,4 @@
-"""Logged values of a batch's parts, combined into one value of the batch."""
+"""Logged values of a batch's parts, combined into values of the batch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Logged:
 
     Attributes:
         share: of the current part in the mean over the batch.
-        calls: by hook and name, each with its shares, values and options.
+        calls: (share, value, options) of each call, by hook and name.
     """
 
     share: float = 1.0
     calls: dict[tuple[str, str], list[tuple[float, Any, dict[str, Any]]]] = field(default_factory=dict)
 
     def log(self, hook: str, name: str, value: Any, **options: Any) -> None:
-        """Record one value."""
+        """Record a value."""
         if isinstance(value, Tensor) and not options.get("enable_graph"):
             value = value.detach()
         self.calls.setdefault((hook, name), []).append((self.share, value, options))
 
     def replay(self, log: Callable[..., None], samples: int | None) -> None:
-        """Log each value once: its mean by the parts' shares, its sum or extreme, or the metric.
+        """Log each name once, with the mean by the parts' shares, the sum or extreme, or the metric.
 
         Args:
             log: Lightning's own.
-            samples: of the batch, for means over an epoch; None if Lightning counts them itself.
+            samples: of the batch, for means over an epoch; None if Lightning is to count them.
         """
         for (hook, name), calls in self.calls.items():
             _, value, options = calls[-1]
@@ -48,13 +48,13 @@ class Logged:
 
 
 def merged(values: Sequence[Any], shares: Sequence[float], reduce: Any) -> Any:
-    """Return one value for the values of several parts.
+    """Return the batch's value for the values of its parts.
 
     >>> merged([torch.tensor(1.0), torch.tensor(4.0)], [0.75, 0.25], "mean")
     tensor(1.7500)
     """
     if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
-        return values[-1]  # a metric object has seen all parts
+        return values[-1]  # a metric has been updated by all parts
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "")
     if name == "sum":
         return torch.stack([*values]).sum(0)
@@ -65,7 +65,7 @@ def merged(values: Sequence[Any], shares: Sequence[float], reduce: Any) -> Any:
 
 
 def weighted_mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return the mean of tensors of one shape by their shares, which need not sum up to 1."""
+    """Return the mean of tensors by their shares, whose sum may differ from 1."""
     total = sum(shares)
     mean = values[0] * (shares[0] / total)
     for value, share in zip(values[1:], shares[1:], strict=True):
@@ -76,7 +76,7 @@ def weighted_mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def merged_outputs(
     outputs: Sequence[dict[str, Any]], shares: Sequence[float], samples: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the outputs of ``training_step`` besides the loss: rows of samples joined, single numbers averaged."""
+    """Return the outputs of ``training_step`` besides the loss: rows of samples are joined, numbers averaged."""
     if len(outputs) == 1:
         return outputs[0]
     whole: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Micro-batching: a batch runs in parts that fit, and runs again in smaller parts after an out-of-memory error."""
+"""Micro-batching: a batch runs in parts that fit, and again in smaller parts after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOLERANCE = {"64-true": 1e-8, "32-true": 1e-3}
 
 
 class Waiting(NamedTuple):
-    """A batch of the loader that waits for the last one of its step."""
+    """A batch that waits for the last batch of its step."""
 
     batch: Any
     batch_idx: int
@@ -48,11 +48,11 @@ class MicroBatching(Technique, Settings):
     gradients are restored, and the same batches run again in smaller parts. The size that fits is saved in
     checkpoints, and larger parts are tried again after a while.
 
-    Where several batches of the loader make a step, they wait for the last one and run together: only then are the
-    token weights known.
+    If several of the loader's batches make a step, they wait for the last one and run together, since only then are
+    the token weights known.
 
     Attributes:
-        retries: How often batches were run again in this fit.
+        retries: How often batches have run again in this fit.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -82,21 +82,21 @@ class MicroBatching(Technique, Settings):
     def _begin_window(self, *, zeroed: bool) -> None:
         self._window: list[Waiting] = []
         self._gradients: WindowGradients | None = None
-        self._zeroed = zeroed  # Lightning zeroes gradients in this window
+        self._zeroed = zeroed  # whether Lightning zeroes gradients in this window
         self._counted = 0.0  # batches of this window with a gradient from a checkpoint
         self._ran = False
 
     # --- a fit ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse other settings of the batches per step, and make the Trainer count steps by this one."""
+        """Refuse other settings of the batches per step, and make the Trainer count steps by ``global_batch``."""
         joins = stage == "fit" and self.ctx is None
         if joins and self.global_batch is not None:
-            refuse_callbacks("MicroBatching", resources(CARD.owns, self), trainer.callbacks)
+            refuse_callbacks("callback.micro_batching", resources(CARD.owns, self), trainer.callbacks)
             if trainer.accumulate_grad_batches != 1:
                 raise ConflictError(
-                    f"MicroBatching(global_batch={self.global_batch}) and accumulate_grad_batches="
-                    f"{trainer.accumulate_grad_batches}: both say how many batches make a step; drop one of them"
+                    f"callback.micro_batching.global_batch={self.global_batch} and accumulate_grad_batches="
+                    f"{trainer.accumulate_grad_batches}: both set the batches of a step; drop one of them"
                 )
         super().setup(trainer, pl_module, stage)
         if not joins or self.ctx is None:
@@ -111,39 +111,40 @@ class MicroBatching(Technique, Settings):
             ctx.undo.enter_context(patches.stepping_batches(trainer, self._global.count_steps))
 
     def transform(self, ctx: Run) -> None:
-        """Refuse loops with a forward and backward other than Lightning's.
+        """Refuse modules and strategies that don't leave forward and backward to Lightning.
 
         Raises:
-            ConflictError: manual optimization, a strategy that accumulates itself, a ``training_step`` that takes the
-                loader's iterator.
+            ConflictError: manual optimization, a strategy that accumulates itself, or a ``training_step`` that takes
+                the loader's iterator.
         """
         name = type(ctx.module).__name__
         if not ctx.module.automatic_optimization:
             raise ConflictError(
-                f"micro_batching and {name}.automatic_optimization=False: forward and backward are the module's own;"
-                " write automatic_optimization=True, or split the batch in training_step and drop micro_batching"
+                f"callback.micro_batching and {name}.automatic_optimization=False: the module runs forward and backward"
+                " itself; write automatic_optimization=True, or remove callback.micro_batching and split the batch in"
+                " training_step"
             )
         if ctx.strategy.handles_gradient_accumulation:
             raise ConflictError(
-                f"micro_batching and {type(ctx.strategy).__name__}, which accumulates by itself; write"
-                " strategy='auto', or drop micro_batching"
+                f"callback.micro_batching and {type(ctx.strategy).__name__}, which accumulates by itself; write"
+                " strategy='auto', or remove callback.micro_batching"
             )
         if "dataloader_iter" in inspect.signature(ctx.module.training_step).parameters:
             raise ConflictError(
-                f"micro_batching and {name}.training_step(dataloader_iter), which takes its batches itself; write"
-                " training_step(batch, batch_idx), or drop micro_batching"
+                f"callback.micro_batching and {name}.training_step(dataloader_iter), which takes its batches itself;"
+                " write training_step(batch, batch_idx), or remove callback.micro_batching"
             )
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Read from the loader how many of its batches make a step."""
+        """Read the size of the loader's batches, for the number of batches in a step."""
         self._global.see_loader(loader)
         return loader
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse layers that depend on the batch as a whole.
+        """Refuse layers whose output depends on the whole batch.
 
         Raises:
-            ConflictError: names the BatchNorm layers that would see micro-batches.
+            ConflictError: there are BatchNorm layers in training mode; names them.
         """
         layers = [
             name
@@ -152,14 +153,15 @@ class MicroBatching(Technique, Settings):
         ]
         if layers and self.batch_norm == "refuse":
             raise ConflictError(
-                f"micro_batching and BatchNorm ({', '.join(layers)}), whose statistics would be those of micro-batches;"
-                " write batch_norm=ghost if that is wanted, replace the layers by GroupNorm, or put them into eval mode"
+                f"callback.micro_batching and BatchNorm ({', '.join(layers)}), whose statistics would be those of"
+                " micro-batches; write callback.micro_batching.batch_norm=ghost to allow that, replace the layers by"
+                " GroupNorm, or put them into eval mode"
             )
         if self._global.factor is not None:
             trainer.accumulate_grad_batches = self._global.factor
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Take the batch, and begin a window if none is open."""
+        """Add the batch to the window, and begin a window if none is open."""
         if self._global.needs_batches:
             self._global.see_batch(self._splitter.samples(batch), batch_idx, is_last=trainer.is_last_batch)
             trainer.accumulate_grad_batches = self._global.factor
@@ -171,9 +173,9 @@ class MicroBatching(Technique, Settings):
             self._begin_window(zeroed=True)
         elif not self._window and not self.ctx.window.held:
             warnings.warn(
-                f"micro_batching: the run is resumed within a step, of which the checkpoint doesn't have the first"
-                f" {before} of {trainer.accumulate_grad_batches} batches: it is taken without them; resume from a"
-                " checkpoint at the end of a step to train on all",
+                f"callback.micro_batching: the run resumes within a step, and the checkpoint lacks the first {before}"
+                f" of its {trainer.accumulate_grad_batches} batches, so the step is taken without them; resume from a"
+                " checkpoint at the end of a step to train on all batches",
                 stacklevel=2,
             )
         self._window.append(Waiting(batch, batch_idx))
@@ -182,32 +184,32 @@ class MicroBatching(Technique, Settings):
         """Restore the batches that waited when the checkpoint was saved.
 
         Raises:
-            CheckpointError: the checkpoint lacks them, or had another number of batches per step.
+            CheckpointError: the checkpoint lacks them, or was saved with another number of batches per step.
         """
         resumed, self._resumed = self._resumed, None
         if isinstance(resumed, str):
             raise CheckpointError(
-                "the checkpoint was saved within a step of several batches, and lacks those that waited: a checkpoint"
-                f" has tensors, lists and dicts, not a {resumed}; resume from one at the end of a step, or have the"
-                " loader yield dicts"
+                "callback.micro_batching: the checkpoint was saved within a step and lacks the batches that waited,"
+                f" since checkpoints store tensors, lists and dicts, but not a {resumed}; resume from a checkpoint at"
+                " the end of a step, or return dicts from the loader"
             )
         if len(resumed) != before:
             raise CheckpointError(
-                f"the checkpoint was saved within a step, of which {len(resumed)} batches waited; that doesn't agree"
-                f" with {factor} batches in a step: write global_batch or accumulate_grad_batches as in the run that"
-                " was saved"
+                f"callback.micro_batching: in the checkpoint {len(resumed)} batches of a step wait, but {before} are"
+                f" expected with {factor} batches in a step; write callback.micro_batching.global_batch or"
+                " accumulate_grad_batches as in the saved run"
             )
         self._window = [Waiting(moved(batch, device), batch_idx) for batch, batch_idx in resumed]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Drop the batches that have run."""
+        """Begin a new window if this one has run."""
         if self._ran:
             self._begin_window(zeroed=False)
 
     # --- a step ---
 
     def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
-        """Run the batches of a step once its last one has come; until then they wait."""
+        """Run all batches of a step together with its last one; earlier ones wait."""
         if not ctx.window.is_last:
             return patches.empty_result(ctx.trainer)
         if self._rollback is None:
@@ -227,14 +229,15 @@ class MicroBatching(Technique, Settings):
         return result
 
     def _batches_counted(self, ctx: Run) -> int:
-        """Return the number of batches that a window counts as; a full window's, so that no other code corrects it.
+        """Return the number of batches that the window counts as.
 
-        Fewer if some gave their gradient before this run's checkpoint was saved.
+        This is the factor, even for a short window, so that no other code corrects its mean. If the checkpoint already
+        has the gradient of some batches, it is the number of the others.
         """
         return len(self._window) if self._counted else ctx.window.factor
 
     def _run(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
-        """Return the result of the window's batches, in parts that fit."""
+        """Run the window's batches in parts that fit, and return their common result."""
         undo = self._save(ctx) if ctx.window.repeats else []
         batches = [waiting.batch for waiting in self._window]
         while True:
@@ -254,12 +257,12 @@ class MicroBatching(Technique, Settings):
         if size is not None:
             largest = max(sum(part.samples for part in parts if part.batch == index) for index in range(len(batches)))
             if (larger := self._size.fitted(largest)) is not None:
-                self._report(ctx, f"micro_batching: {size} samples fitted, {larger} are tried")
+                self._report(ctx, f"micro_batching: {size} samples fitted, now trying {larger}")
         return whole
 
     def _save(self, ctx: Run) -> list[Callable[[], None]]:
-        """Return a function that restores the current state."""
-        assert self._rollback is not None  # made before
+        """Save the current state, and return functions that restore it."""
+        assert self._rollback is not None  # set in loss
         assert self._gradients is not None
         self._rollback.save()
         rewinds = [technique.rewind(ctx) for technique in ctx.having("rewind")]
@@ -282,31 +285,29 @@ class MicroBatching(Technique, Settings):
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Save the gradients that are left after ``zero_grad``."""
-        assert self._gradients is not None  # made before
+        assert self._gradients is not None  # set in loss
         self._gradients.save(zeroed=self._zeroed)
         return proceed(loss)
 
     def _shrink(self, ctx: Run, samples: int, failure: str) -> None:
         if samples == 1:
             raise BudgetError(
-                f"micro_batching: out of memory with a single sample, micro_batch=1 ({failure}); use less"
-                " memory per sample: solo=[checkpointing,micro_batching], or long_context, for activations; compact or"
+                f"callback.micro_batching.micro_batch=1: out of memory with a single sample ({failure}); use less"
+                " memory per sample: solo=[checkpointing,micro_batching] or long_context for activations, compact or"
                 " zero_offload for weights and states"
             )
         self.retries += 1
         self._size.failed(samples)
         self._report(
             ctx,
-            f"micro_batching: out of memory with {samples} samples; the batch is run again with {self._size.current}"
+            f"micro_batching: out of memory with {samples} samples; the batch runs again with {self._size.current}"
             f" ({failure})",
         )
 
     def _report(self, ctx: Run, text: str) -> None:
         ctx.info(f"{text}, at optimizer step {ctx.trainer.global_step}")
         values = {"micro_batching/micro_batch": self._size.current, "micro_batching/retries": self.retries}
-        for logger in ctx.trainer.loggers:
-            # the axis that self.log() uses
-            logger.log_metrics(values, step=patches.batches_that_stepped(ctx.trainer))
+        patches.log_metrics(ctx.trainer, values)
 
     # --- the check of the first batch ---
 
@@ -314,13 +315,13 @@ class MicroBatching(Technique, Settings):
         """Run a few samples of the first batch together and in parts, and compare the results.
 
         Raises:
-            ConflictError: loss or gradients differ, or the engine can't undo gradients.
+            ConflictError: loss or gradients differ, or the strategy can't undo a backward.
         """
-        assert self._gradients is not None  # made before
+        assert self._gradients is not None  # set in loss
         if not ctx.window.repeats:
             raise ConflictError(
-                f"micro_batching.check and {type(ctx.strategy).__name__}, whose gradients can't be taken back; write"
-                " check=false"
+                f"callback.micro_batching.check=true and {type(ctx.strategy).__name__}, which can't undo a backward;"
+                " write callback.micro_batching.check=false"
             )
         few, samples = self._splitter.parts(self._window[0].batch, CHECKED_SAMPLES)[0]
         if samples < 2:
@@ -339,17 +340,17 @@ class MicroBatching(Technique, Settings):
         error = difference(*runs)
         if not error <= TOLERANCE.get(ctx.precision, 0.1):
             raise ConflictError(
-                f"micro_batching.check: the loss of {samples} samples is {runs[0].loss:.6g} together and"
+                f"callback.micro_batching.check=true: the loss of {samples} samples is {runs[0].loss:.6g} together and"
                 f" {runs[1].loss:.6g} in parts of {-(-samples // 2)}, and losses or gradients differ by {error:.2g}"
-                f" (relative): the loss is not the mean that weight_by={self.weight_by} assumes; write weight_by=tokens"
-                " or shifted_tokens for a mean over tokens, return a mean in place of a sum, or drop micro_batching if"
-                " the loss compares samples with one another"
+                f" (relative), so the loss isn't the mean that weight_by={self.weight_by} assumes; write"
+                " callback.micro_batching.weight_by=tokens or shifted_tokens for a mean over tokens, return a mean"
+                " instead of a sum, or remove callback.micro_batching if the loss compares samples with one another"
             )
 
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learned sizes, and the batches that wait for the last one of their step."""
+        """Return the learned sizes, and the batches that wait for the last batch of their step."""
         state: dict[str, Any] = dict(self._size.state())
         waits = [] if self._ran else self._window
         if self.ctx is not None and (within := patches.batch_within(self.ctx.trainer)) is not None:
@@ -361,24 +362,24 @@ class MicroBatching(Technique, Settings):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin with the saved run's sizes and waiting batches.
+        """Load the saved run's sizes and waiting batches.
 
         Raises:
-            CheckpointError: a key is missing or unknown, or a size is no integer.
+            CheckpointError: a key is missing or unknown, or a size isn't an integer.
         """
         expected = self._size.state()
         sizes = {key: value for key, value in state_dict.items() if key != "waiting"}
         if set(sizes) != set(expected) or not all(value is None or type(value) is int for value in sizes.values()):
             raise CheckpointError(
-                f"the checkpoint's state of MicroBatching has {', '.join(state_dict)}; it holds exactly the integers"
-                f" {', '.join(expected)}, and what waits"
+                f"callback.micro_batching: the checkpoint's state has {', '.join(state_dict)}; expected are the"
+                f" integers {', '.join(expected)}, and waiting batches"
             )
         self._size.load(sizes)
         self._resumed = state_dict.get("waiting")
 
 
 def _whole(results: list[Any], parts: list[MicroBatch], factor: int) -> Any:
-    """Return Lightning's result for all parts; if the factor is ours, the loss isn't divided by it."""
+    """Return Lightning's result for all parts, with its loss multiplied by ``factor``."""
     whole = results[-1]
     if len(results) > 1 and (having := [pair for pair in zip(results, parts, strict=True) if pair[0].loss is not None]):
         whole = copy.copy(whole)

@@ -26,10 +26,10 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the given batch, and say so."""
+    """Plan the given batch, as an assumption of the plan."""
     most = settings.capacity or "the longest document's"
-    given = f"packing: planned for the batch that is given; a row of packed ones has {most} tokens at most"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, given))
+    assumption = f"packing: planned for the given batch; a packed row has at most {most} tokens"
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

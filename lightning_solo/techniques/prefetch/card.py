@@ -18,7 +18,7 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the batches that it holds, without its thread."""
+    """Plan the batches that wait on the device, without the thread."""
     assumption = "prefetch: batches wait on the device, unless hooks of the module or data module transfer them"
     return replace(tracing, attached=None, ahead=settings.depth, assumptions=(*tracing.assumptions, assumption))
 
@@ -26,7 +26,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
 CARD = Card(
     name="prefetch",
     target="lightning_solo.techniques.prefetch.technique:Prefetch",
-    phase=Phase.ADAPT,  # behind `DATA`: it loads ahead what those techniques make of the loader
+    phase=Phase.ADAPT,  # after `DATA`: it loads ahead from the loaders that those techniques return
     settings=Settings,
     saves="no memory but time: the wait of a step for its batch, with ``num_workers=0``, and for its copy",
     costs="``depth`` batches in memory, on a GPU the device's, on a CPU the host's; a thread, which shares Python's"

@@ -25,7 +25,7 @@ class Prefetch(Technique, Settings):
     Batches, their order and the weights are those of a run without it. A thread iterates over the loader. Batches that
     are loaded but not yet trained on don't count in a stateful loader's checkpoint, so a resumed run trains on them. If
     a module or data module overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device``, batches are loaded
-    ahead on the host, and transferred when they are due; ``on_after_batch_transfer`` always runs then.
+    ahead on the host, and transferred when they are due. ``on_after_batch_transfer`` always runs when a batch is due.
 
     Raises:
         PresetError: an argument is out of range.
@@ -37,20 +37,21 @@ class Prefetch(Technique, Settings):
         self._acts = False
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Put a `Prefetcher` around the loader.
+        """Wrap the loader in a `Prefetcher`.
 
         Raises:
-            ConflictError: without workers, in a precision that changes the default dtype for a step.
+            ConflictError: the loader has no workers, and the precision changes torch's default dtype for a step.
         """
-        while isinstance(loader, Prefetcher):  # of an earlier fit, in a CombinedLoader of the user's
+        while isinstance(loader, Prefetcher):  # from an earlier fit, in a user's CombinedLoader
             loader = loader.loader
         has_workers = getattr(loader, "num_workers", 0) > 0
         if has_workers and ctx.device.type != "cuda":
             return loader
         if not has_workers and _changes_default_dtype(ctx):
             raise ConflictError(
-                f"prefetch with num_workers=0 and precision={ctx.precision}: while a step runs, tensors that the data"
-                " set makes would be of the step's dtype; write DataLoader(num_workers=1), or precision=bf16-mixed"
+                f"callback.prefetch and DataLoader(num_workers=0) with precision={ctx.precision}: tensors that the data"
+                " set makes during a step would have the step's dtype; write DataLoader(num_workers=1), or"
+                " precision=bf16-mixed"
             )
         self._acts = True
         ahead = prefetched(loader, self.depth, self._upload(ctx), _limit(ctx, loader), _warn_of_draws)
@@ -58,7 +59,7 @@ class Prefetch(Technique, Settings):
         return ahead
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that there is something to do.
+        """Check that a loader is prefetched.
 
         Raises:
             NothingToDoError: on a CPU, if all loaders have workers.
@@ -66,19 +67,19 @@ class Prefetch(Technique, Settings):
         acts, self._acts = self._acts, False
         if not acts:
             raise NothingToDoError(
-                "prefetch on the CPU, and the loader has workers, which load ahead: nothing is left to do; drop"
-                " prefetch, or raise DataLoader(prefetch_factor=...)"
+                "callback.prefetch on a CPU has nothing to do, since the loader's workers load ahead; remove"
+                " callback.prefetch, or raise DataLoader(prefetch_factor=...)"
             )
 
     def _upload(self, ctx: Run) -> Upload | None:
-        """Return the copy to the device ahead of a step; None on a CPU, and if hooks do the copy."""
+        """Return the copy to the device ahead of a step; None on a CPU, or if hooks do the copy."""
         if ctx.device.type != "cuda":
             return None
         is_overridden = part(ctx.home, "utilities.model_helpers").is_overridden
         for owner in (ctx.module, ctx.trainer.datamodule):
             for hook in _HOST_HOOKS:
                 if is_overridden(hook, owner):
-                    ctx.info(f"prefetch: {type(owner).__name__}.{hook} runs when a batch is due, and so does its copy")
+                    ctx.info(f"prefetch: batches are copied when they are due, by {type(owner).__name__}.{hook}")
                     return None
         move = fabric_part(ctx.home, "utilities.apply_func").move_data_to_device
         return Upload(ctx.device, partial(move, device=ctx.device))
@@ -90,7 +91,7 @@ def _close(ahead: weakref.ref[Prefetcher]) -> None:
 
 
 def _limit(ctx: Run, loader: Any) -> float | None:
-    """Return the number of batches of an epoch, by length and ``limit_train_batches``; None if it is unknown."""
+    """Return the number of batches of an epoch, from length and ``limit_train_batches``; None if unknown."""
     limit = ctx.trainer.limit_train_batches
     length = part(ctx.home, "utilities.combined_loader").sized_len(loader)
     if length is None:
@@ -107,8 +108,8 @@ def _changes_default_dtype(ctx: Run) -> bool:
 
 def _warn_of_draws() -> None:
     warnings.warn(
-        "prefetch: each batch draws from the global random numbers of Python, NumPy or torch, which training shares;"
-        " loaded ahead, the numbers would differ from run to run, and nothing is loaded ahead; write"
-        " DataLoader(num_workers=1), whose worker has random numbers of its own",
+        "callback.prefetch: no batch is loaded ahead, since batches draw from the global random numbers of Python,"
+        " NumPy or torch, which training also uses, and would differ from run to run; write DataLoader(num_workers=1),"
+        " whose worker has its own random numbers",
         stacklevel=2,
     )

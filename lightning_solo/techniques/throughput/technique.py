@@ -119,9 +119,8 @@ class Throughput(Callback, Settings):
         self._step = trainer.global_step
         figures = {**self.figures, **self._step_time()} if trainer.loggers else {}
         self._since = self._step, self._rates.seconds
-        for logger in trainer.loggers if figures else ():
-            # straight to the logger, past the module's keys and aggregation; the axis is self.log()'s
-            logger.log_metrics(figures, step=patches.batches_that_stepped(trainer))
+        if figures:
+            patches.log_metrics(trainer, figures)
 
     def _step_time(self) -> dict[str, float]:
         step, seconds = self._since or (self._step, self._rates.seconds)
