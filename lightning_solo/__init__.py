@@ -19,50 +19,43 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import lightning_solo.callbacks as _room
+from lightning_solo import errors as _errors
+from lightning_solo.errors import BudgetError as BudgetError
+from lightning_solo.errors import CapabilityError as CapabilityError
+from lightning_solo.errors import CheckpointError as CheckpointError
+from lightning_solo.errors import ConflictError as ConflictError
+from lightning_solo.errors import GradientError as GradientError
+from lightning_solo.errors import NothingToDoError as NothingToDoError
+from lightning_solo.errors import PlanError as PlanError
+from lightning_solo.errors import PresetError as PresetError
+from lightning_solo.errors import SoloError as SoloError
 
 if TYPE_CHECKING:
     from lightning_solo.attach import list_presets as list_presets
     from lightning_solo.attach import show as show
     from lightning_solo.attach import trainer_kwargs as trainer_kwargs
-    from lightning_solo.errors import BudgetError as BudgetError
-    from lightning_solo.errors import CapabilityError as CapabilityError
-    from lightning_solo.errors import CheckpointError as CheckpointError
-    from lightning_solo.errors import ConflictError as ConflictError
-    from lightning_solo.errors import GradientError as GradientError
-    from lightning_solo.errors import NothingToDoError as NothingToDoError
-    from lightning_solo.errors import PlanError as PlanError
-    from lightning_solo.errors import PresetError as PresetError
-    from lightning_solo.errors import SoloError as SoloError
     from lightning_solo.planner.plan import Plan as Plan
     from lightning_solo.planner.preset_plans import plan as plan
 
 __version__ = "0.2.0"
 
 _HOME = {
-    "trainer_kwargs": "lightning_solo.attach",
-    "list_presets": "lightning_solo.attach",
-    "show": "lightning_solo.attach",
+    **dict.fromkeys(("trainer_kwargs", "list_presets", "show"), "lightning_solo.attach"),
     "Plan": "lightning_solo.planner.plan",
     "plan": "lightning_solo.planner.preset_plans",
-    **dict.fromkeys(
-        (
-            *("BudgetError", "CapabilityError", "CheckpointError", "ConflictError", "GradientError"),
-            *("NothingToDoError", "PlanError", "PresetError", "SoloError"),
-        ),
-        "lightning_solo.errors",
-    ),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name: those above, and the class of each technique of this package."""
+    """Return a function of `_HOME`, or the class of one of this package's techniques."""
     from lightning_solo.cards.catalogue import load_class, own_cards
 
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     classes = {card.class_name: card for card in own_cards().values()} if not name.startswith("_") else {}
     if name == "__all__":
-        return sorted([*_HOME, "callbacks", *(card.class_name for card in own_cards().values())])
+        exceptions = [name for name in vars(_errors) if name.endswith("Error")]
+        return sorted([*_HOME, *exceptions, "callbacks", *(card.class_name for card in own_cards().values())])
     if name in classes:
         return load_class(classes[name])
     from lightning_solo.presets import old_spellings
@@ -75,7 +68,7 @@ def __dir__() -> list[str]:
 
 
 class _Callbacks(ModuleType):
-    """`lightning_solo.callbacks` is a room and a function: the word is right for both, so the module can be called."""
+    """Makes the module `lightning_solo.callbacks` callable, because the function `callbacks` has its name."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""The public calls: `trainer_kwargs` and `callbacks` attach a preset, `show` prints it, `list_presets` names all."""
+"""The public functions: `trainer_kwargs` and `callbacks` attach a preset, `show` and `list_presets` describe them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def trainer_kwargs(
     batch: Any = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments with which a Trainer trains under a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
+    """Return the Trainer arguments of a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
-    It holds only the arguments that the preset needs, and always ``devices=1``. Python refuses an argument that is
-    given twice; a run is refused at its start if a merged mapping has replaced one.
+    They are ``devices=1`` and the arguments that the preset needs. Python refuses an argument that is passed twice. If
+    a merged mapping has replaced one, the run is refused when it starts.
 
     Args:
-        preset: a name of `list_presets`, several of them as ``["compact", "checkpointing"]``, or the fields themselves
+        preset: a name of `list_presets`, several names as ``["compact", "checkpointing"]``, or the fields themselves
             (a Hydra application's ``cfg.solo``).
         overrides: Hydra overrides without a prefix: ``["precision=32-true", "+callback=throughput"]``.
-        callbacks: your own, appended behind the preset's.
+        callbacks: your own callbacks; they follow the preset's.
         allow: prefixes of the ``_target_`` entries that you trust, such as ``["my_project"]``.
-        lightning: the home of your Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-        module: for ``auto`` only: what will be trained; it is left as it is.
-        batch: for ``auto`` only: one micro-batch, as ``training_step`` takes it; without it the first of the module's
-            own ``train_dataloader``.
-        trainer: for ``auto`` only: your other arguments of the Trainer, such as ``{"gradient_clip_val": 1.0}``.
+        lightning: the package of your Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+        module: for ``auto`` only: the module to train; it is not changed.
+        batch: for ``auto`` only: one micro-batch for ``training_step``; by default the first batch of the module's
+            ``train_dataloader``.
+        trainer: for ``auto`` only: your other Trainer arguments, such as ``{"gradient_clip_val": 1.0}``.
 
     Raises:
-        BudgetError: ``auto``: no preset fits.
-        PlanError: ``auto``: the module can't be planned.
+        BudgetError: ``auto`` finds no preset that fits.
+        PlanError: ``auto`` can't plan the module.
         PresetError: an unknown preset, field or argument, or an impossible value.
         ConflictError: two choices that cannot be combined.
         CapabilityError: this machine lacks what the preset needs.
@@ -57,7 +57,7 @@ def trainer_kwargs(
     if configuration.auto is not None:
         if module is None:
             raise PresetError(
-                'preset auto: chosen for a module and a batch; write trainer_kwargs("auto", module=module, batch=batch)'
+                'preset auto needs a module and a batch; write trainer_kwargs("auto", module=module, batch=batch)'
             )
         from lightning_solo.planner.auto import checks, choose
 
@@ -73,9 +73,9 @@ def callbacks(
     *,
     allow: Sequence[str] = (),
 ) -> list[Any]:
-    """Return a preset's callbacks, for a Trainer that exists: ``trainer.callbacks += solo.callbacks("bf16")``.
+    """Return a preset's callbacks for an existing Trainer: ``trainer.callbacks += solo.callbacks("bf16")``.
 
-    Warns of settings that callbacks can't carry, such as precision and strategy: a Trainer takes those when it is made.
+    Warns of settings that only the Trainer's constructor takes, such as precision and strategy.
 
     Raises:
         PresetError, ConflictError, CapabilityError: as `trainer_kwargs`.
@@ -83,7 +83,7 @@ def callbacks(
     configuration = compose(preset, overrides, allow=allow)
     if configuration.auto is not None:
         raise PresetError(
-            "preset auto: chosen for a module and a batch, when the Trainer is made; write"
+            "preset auto needs a module and a batch when the Trainer is constructed; write"
             ' L.Trainer(**trainer_kwargs("auto", module=module, batch=batch))'
         )
     check_machine(configuration)
@@ -92,21 +92,22 @@ def callbacks(
         carried["strategy"] = strategy.card.name if isinstance(strategy, Chosen) else "yours"
     lost = [f"{name}={value!r}" for name, value in carried.items() if value is not None]
     if lost:
+        name = "given" if isinstance(preset, Mapping) else repr(preset)
         warnings.warn(
-            f"preset {_name(preset)}: callbacks can't carry {', '.join(lost)}; a Trainer takes those when it is made, "
-            f"as in L.Trainer(**trainer_kwargs({_name(preset)}))",
+            f"preset {name}: only the Trainer's constructor takes {', '.join(lost)}; write"
+            f" L.Trainer(**trainer_kwargs({name}))",
             stacklevel=2,
         )
     return build_callbacks(configuration)
 
 
 def list_presets() -> list[str]:
-    """Return the names of all presets: ours, and the user's own from ``./conf/solo/``."""
+    """Return the names of all presets: ours, and yours in ``./conf/solo/``."""
     return sorted(preset_files())
 
 
 def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
-    """Return one or several presets as composed YAML, headed by the purpose of each.
+    """Return one or several presets as composed YAML, after a comment with the purpose of each.
 
     Raises:
         PresetError: unknown preset or override.
@@ -115,7 +116,3 @@ def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
     composed = {key: value for key, value in fields.items() if value not in (None, {})}
     heads = "".join(f"# {line}\n" for line in descriptions(preset))
     return f"{heads}{OmegaConf.to_yaml(OmegaConf.create(composed))}"
-
-
-def _name(preset: Preset) -> str:
-    return "given" if isinstance(preset, Mapping) else repr(preset)

@@ -1,4 +1,4 @@
-"""From a configuration to objects and Trainer arguments, on a machine that can run it."""
+"""From a configuration to objects and Trainer arguments."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ HOMES = ("lightning.pytorch", "pytorch_lightning")
 def trainer_arguments(
     configuration: Configuration, *, callbacks: Sequence[Any] = (), lightning: str = "lightning.pytorch"
 ) -> dict[str, Any]:
-    """Return the arguments for ``Trainer(**...)`` of the given home: only those the preset needs, and one device.
+    """Return the Trainer arguments that a preset needs, and ``devices=1``.
 
     Args:
-        configuration: of a preset.
-        callbacks: the user's own, appended to the preset's.
-        lightning: the package whose Trainer will take the arguments, one of `HOMES` (or ``"lightning"``).
+        configuration: of the preset.
+        callbacks: the user's own; they follow the preset's.
+        lightning: the Trainer's package, one of `HOMES` or ``"lightning"``.
 
     Raises:
         CapabilityError: this machine lacks something that the preset needs.
         ConflictError: a callback of the preset is also among ``callbacks``.
-        PresetError: ``lightning`` is not one of its two homes, a target or one of ``callbacks`` is not a callback.
+        PresetError: ``lightning`` is none of its packages; a target, or one of ``callbacks``, is not a callback.
     """
     lightning = "lightning.pytorch" if lightning == "lightning" else lightning
     if lightning not in HOMES:
@@ -41,17 +41,16 @@ def trainer_arguments(
     from lightning_solo.guard import PresetGuard
 
     arguments: dict[str, Any] = {"devices": 1}
-    if configuration.precision is not None:
-        arguments["precision"] = configuration.precision
-    if configuration.accumulate_grad_batches is not None:
-        arguments["accumulate_grad_batches"] = configuration.accumulate_grad_batches
+    for name in ("precision", "accumulate_grad_batches"):
+        if (value := getattr(configuration, name)) is not None:
+            arguments[name] = value
     if configuration.needs_cuda():
         arguments["accelerator"] = "cuda"
     if configuration.strategy is not None:
         arguments["strategy"] = built(configuration.strategy, lightning)
     ours = build_callbacks(configuration)
     for index, callback in enumerate(callbacks):
-        _refuse_other_kind(callback, "callback", f"callbacks[{index}]")
+        _of_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(ours, callbacks)
     advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
     arguments["callbacks"] = [PresetGuard(arguments, advise), *ours, *callbacks]
@@ -59,23 +58,23 @@ def trainer_arguments(
 
 
 def build_callbacks(configuration: Configuration) -> list[Any]:
-    """Return the callbacks of a configuration: techniques in the order in which they are listed, then targets."""
+    """Return the callbacks of a configuration: techniques in the order of the preset, then targets."""
     return [built(part) for part in configuration.parts if part.option != "strategy"]
 
 
 def built(part: Chosen | Target, lightning: str = "lightning.pytorch") -> Any:
-    """Return the callback or strategy that a part of a configuration describes.
+    """Return the callback or strategy of a part of a configuration.
 
     Args:
-        part: with settings that are checked.
-        lightning: the home of Lightning for which a strategy is made.
+        part: a technique with checked settings, or a target.
+        lightning: the Trainer's package, for a strategy.
 
     Raises:
-        PresetError: a target is defined outside the allowed prefixes, or is no callback or strategy.
+        PresetError: a target is defined outside the allowed prefixes, or is neither a callback nor a strategy.
     """
     kind = part.option.split(".")[0]
     if isinstance(part, Target):
-        return _built_target(part.node, kind, part.option, part.allow)
+        return _of_kind(instantiate(part.node, part.option, part.allow), kind, part.option)
     cls = resolve_name(part.card.target)
     if kind == "strategy":
         from lightning_solo.seams.homes import for_home
@@ -87,43 +86,39 @@ def built(part: Chosen | Target, lightning: str = "lightning.pytorch") -> Any:
     accepted = parameters_of_class(cls)
     if accepted is not None and (lacking := [name for name in arguments if name not in accepted]):
         raise PresetError(
-            f"{part.card.target} takes no {', '.join(lacking)}, which the settings on its card have: add what is"
-            " missing to its constructor, or drop it from the settings"
+            f"{part.card.target} takes no {', '.join(lacking)}, but its settings have that: add it to the constructor,"
+            " or drop it from the settings"
         )
     return cls(**arguments)
 
 
 def make(kind: str, node: Mapping[str, Any], *, allow: Sequence[str] = (), partial: bool = False) -> Any:
-    """Return the model, data or optimizer that a checked node describes: a ``name``, or an allowed ``_target_``.
+    """Return the model, data or optimizer of a checked node.
 
     Args:
         kind: ``"model"``, ``"data"`` or ``"optimizer"``.
-        node: the arguments beside ``name`` or ``_target_``; plain containers.
-        allow: prefixes that the user trusts.
-        partial: return a function that still takes positional arguments (an optimizer's parameters).
+        node: ``name`` or ``_target_``, and arguments, in plain containers.
+        allow: prefixes of ``_target_`` that the user trusts.
+        partial: return a function of the positional arguments (an optimizer's parameters).
 
     Raises:
         PresetError: a target is defined outside the allowed prefixes, or is of another kind.
     """
     if "_target_" in node:
-        return _built_target({**node, "_partial_": True} if partial else node, kind, kind, allow)
+        return _of_kind(instantiate({**node, "_partial_": True} if partial else node, kind, allow), kind, kind)
     cls = resolve_name(target_of(kind, node["name"], f"{kind}.name"))
     arguments = {key: value for key, value in node.items() if key != "name"}
     return functools.partial(cls, **arguments) if partial else cls(**arguments)
 
 
-def _built_target(node: Mapping[str, Any], kind: str, option: str, allow: Sequence[str]) -> Any:
-    thing = instantiate(node, option, allow)
-    _refuse_other_kind(thing, kind, option)
-    return thing
-
-
-def _refuse_other_kind(built: Any, kind: str, option: str) -> None:
+def _of_kind(built: Any, kind: str, option: str) -> Any:
+    """Return an object; refuse one that is not of Lightning's class for this kind."""
     expected = {"callback": "Callback", "strategy": "Strategy", "model": "LightningModule"}.get(kind)
     homes = ("lightning", "pytorch_lightning")
     parents = [cls.__name__ for cls in type(built).__mro__ if cls.__module__.split(".")[0] in homes]
     if expected is not None and expected not in parents:
         raise PresetError(f"{option}: a {expected} of Lightning is needed, this is a {type(built).__name__}")
+    return built
 
 
 def _refuse_twice(built: Sequence[Any], callbacks: Sequence[Any]) -> None:
@@ -132,5 +127,5 @@ def _refuse_twice(built: Sequence[Any], callbacks: Sequence[Any]) -> None:
             name = type(ours).__name__
             raise ConflictError(
                 f"callbacks=[{name}(...)] and the preset's own {name}: keep one; "
-                f"the preset's is removed by the override ~callback.<its name>"
+                f"the override ~callback.<its name> removes the preset's"
             )

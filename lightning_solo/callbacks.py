@@ -1,4 +1,4 @@
-"""The classes of all callbacks, for short `_target_` paths; the facade makes this module callable, too."""
+"""The classes of all callbacks, for short `_target_` paths; `lightning_solo` makes this module callable."""
 
 from __future__ import annotations
 

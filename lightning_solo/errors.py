@@ -1,4 +1,4 @@
-"""One exception class per kind of failure; every message says what was given, what is allowed and what to write.
+"""One exception class per kind of failure. Every message names the wrong value, the allowed ones and the remedy.
 
 ```
 SoloError
@@ -7,9 +7,9 @@ SoloError
 ├── NothingToDoError  (ValueError)    a technique that matched nothing in this module
 ├── CapabilityError   (RuntimeError)  this machine lacks CUDA, bf16, a compiler or a package
 ├── BudgetError       (RuntimeError)  device or host memory does not suffice
-├── CheckpointError   (RuntimeError)  no valid checkpoint, or a run that is not the one it continues
-├── PlanError         (RuntimeError)  a module whose training can't be predicted: why, and the least it needs
-└── GradientError     (RuntimeError)  a gradient that no step should take: infinite, NaN, sparse, or twice the same
+├── CheckpointError   (RuntimeError)  no valid checkpoint, or one that this run can't continue
+├── PlanError         (RuntimeError)  a module whose training can't be predicted
+└── GradientError     (RuntimeError)  a gradient that no step should use: infinite, NaN, sparse, or computed twice
 ```
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 
 class SoloError(Exception):
-    """Any failure that this library explains itself."""
+    """Base of all errors that this package raises."""
 
 
 class PresetError(SoloError, ValueError):
@@ -28,11 +28,11 @@ class PresetError(SoloError, ValueError):
 
 
 class ConflictError(SoloError, ValueError):
-    """Two choices that cannot be combined; the message names both and what to write instead."""
+    """Two choices that cannot be combined; the message names both and the remedy."""
 
 
 class NothingToDoError(SoloError, ValueError):
-    """A technique that matched nothing in this module; the message lists what there is."""
+    """A technique that matched nothing in this module; the message lists the candidates."""
 
 
 class CapabilityError(SoloError, RuntimeError):
@@ -40,11 +40,11 @@ class CapabilityError(SoloError, RuntimeError):
 
 
 class BudgetError(SoloError, RuntimeError):
-    """Device memory, host memory or disk does not suffice; the message says how much is missing, part by part.
+    """Too little device memory, host memory or disk; the message lists the missing bytes by part.
 
     Attributes:
-        needed: bytes that the run needs, the margin included.
-        available: bytes that there are.
+        needed: bytes that the run needs, including a margin.
+        available: available bytes.
     """
 
     def __init__(self, message: str, needed: int = 0, available: int = 0) -> None:
@@ -54,19 +54,19 @@ class BudgetError(SoloError, RuntimeError):
 
 
 class CheckpointError(SoloError, RuntimeError):
-    """No valid checkpoint, or a run that is not the one it should continue."""
+    """No valid checkpoint, or one that this run can't continue."""
 
 
 class PlanError(SoloError, RuntimeError):
-    """A module whose training can't be predicted; the message says why, and the least that it needs."""
+    """A module whose training can't be predicted; the message gives the reason and the least memory that it needs."""
 
 
 class GradientError(SoloError, RuntimeError):
-    """A gradient that no step should take; the message names the parameter, and says what has been touched."""
+    """A gradient that no step should use; the message names the parameter and what was changed already."""
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return what joins a wrong name and the list of right ones: the closest name as a question, if one is close.
+    """Return the words between a wrong name and the list of right names: a question if one of them is close.
 
     >>> f"no preset 'bf61'{nearest('bf61', ['bf16', 'baseline'])}there are bf16, baseline"
     "no preset 'bf61'; did you mean 'bf16'? there are bf16, baseline"
@@ -76,7 +76,7 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
 
 
 def unknown_name(option: str, name: object, kind: str, names: Iterable[str]) -> str:
-    """Return the message for a name of a technique, a model or the like that there is none of.
+    """Return the message for an unknown name of a technique, model or other kind.
 
     >>> unknown_name("optimizer", "sdg", "optimizer", ["adamw", "sgd"]).partition(". ")[0]
     "optimizer='sdg': no optimizer of that name; did you mean 'sgd'? there are adamw, sgd"

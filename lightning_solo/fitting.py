@@ -1,6 +1,6 @@
-"""Presets that would fit where one did not: their model states against the free memory of device and host.
+"""Presets that would fit instead of one that did not, by their model states and the free memory.
 
-A rule of thumb for an error message: bytes per parameter by the cards' footprints, AdamW assumed, no activations.
+A rule of thumb for an error message: it adds the cards' footprints under AdamW and ignores activations.
 """
 
 from __future__ import annotations
@@ -20,38 +20,35 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.units import format_bytes
 
-MARGIN = 0.05  # on top of what is counted: batches, Python and the libraries
+MARGIN = 0.05  # for batches, Python and libraries, which are not counted
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes on device and host, needed or free. ``device`` of a run on the CPU is 0: all of it is on the host."""
+    """Needed or free bytes on device and host. A run on the CPU has all of its bytes on the host."""
 
     device: int
     host: int
 
     def missing(self, free: Room) -> int:
-        """Return how many bytes of this are not in ``free``."""
+        """Return the bytes by which this exceeds ``free``."""
         return max(self.device - free.device, 0) + max(self.host - free.host, 0)
 
     def __str__(self) -> str:
-        device = f"{format_bytes(self.device)} on the device" if self.device else ""
-        return " and ".join(
-            part for part in (device, f"{format_bytes(self.host)} on the host" if self.host else "") if part
-        )
+        parts = {"device": self.device, "host": self.host}
+        return " and ".join(f"{format_bytes(size)} on the {place}" for place, size in parts.items() if size)
 
 
 def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], None], free: Room | None = None) -> str:
-    """Return a sentence that names the presets that would fit, or the smallest need if none does."""
+    """Return a sentence with the presets that would fit, or with the preset that needs least more memory."""
     sizes = sizes_of(module)
     free = free or free_room(module)
     needs = {}
     for name in preset_files():
         try:
             config = compose(name)
-            if config.auto is not None or config.makes_batches:  # one of the others, or as much as they
-                continue
-            if config.caveats:  # nobody should get it unasked
+            # auto is one of the others; new batches don't change model states; a caveat is for those who name it
+            if config.auto is not None or config.makes_batches or config.caveats:
                 continue
             check(config)
             need = model_states(config, sizes, cuda=torch.cuda.is_available())
@@ -69,10 +66,10 @@ def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], N
 
 
 def model_states(config: Configuration, sizes: Sizes, *, cuda: bool) -> Room | None:
-    """Return the room that a preset's model states need with AdamW and a margin; None where that isn't known."""
+    """Return the room for a preset's model states with AdamW and a margin; None if it isn't known."""
     if isinstance(config.strategy, Target):
         return None
-    accumulation = max(config.first_factor, 2 if config.accumulates else 1)  # which bytes are kept, not how often
+    accumulation = max(config.first_factor, 2 if config.accumulates else 1)  # only 1 or more matters
     footprint = footprint_of(config.techniques, Request(sizes, config.precision, accumulation, cuda))
     if footprint is None:
         return None
@@ -81,7 +78,7 @@ def model_states(config: Configuration, sizes: Sizes, *, cuda: bool) -> Room | N
 
 
 def free_room(module: torch.nn.Module) -> Room:
-    """Return the room for a new run: free memory, and the memory that this process and the module would give back."""
+    """Return the room for a new run: free memory, and the memory that this process and the module would free."""
     host = host_memory()[1] + host_bytes_of(module)
     if not torch.cuda.is_available():
         return Room(0, host)

@@ -18,20 +18,16 @@ log = logging.getLogger(__name__)
 class PresetGuard(Callback):
     """Compares the Trainer with the preset's arguments when a run starts.
 
-    Python itself refuses ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``: an argument given twice. This
-    callback finds what gets past Python: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. Where that mapping
-    replaces ``callbacks``, this one is lost with the others, and nothing is checked.
+    Python refuses an argument that is passed twice: ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``. This
+    callback refuses a replaced one: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. It checks nothing if that
+    mapping replaces ``callbacks``, because then it is lost with the preset's other callbacks.
 
     Args:
-        promised: the preset's arguments for the Trainer.
-        advise: returns what to add to the message of a BudgetError: the presets that would fit the module.
+        promised: the preset's Trainer arguments.
+        advise: returns the presets that would fit the module, for the message of a BudgetError.
     """
 
-    def __init__(
-        self,
-        promised: Mapping[str, Any],
-        advise: Callable[[LightningModule], str] | None = None,
-    ) -> None:
+    def __init__(self, promised: Mapping[str, Any], advise: Callable[[LightningModule], str] | None = None) -> None:
         self.promised = dict(promised)
         self._advise = advise
         self._window_loaded = False  # whether the checkpoint of this run has released gradients of an open window
@@ -40,16 +36,16 @@ class PresetGuard(Callback):
         """Refuse a Trainer whose arguments differ from the preset's.
 
         Raises:
-            ConflictError: the Trainer was given another value; names both and what to write.
-            CapabilityError: the preset needs a CUDA device and the Trainer runs on another.
+            ConflictError: the Trainer got another value; names both and the remedy.
+            CapabilityError: the preset needs a CUDA device, and the Trainer runs on another one.
         """
         self._window_loaded = False  # of another run of this Trainer
         for name, value, actual in self._differences(trainer):
             if name == "devices":
                 raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
             raise ConflictError(
-                f"the preset sets {name}={value!r}, but the Trainer was given {actual!r}; drop {name} from "
-                f"the Trainer's arguments, or give it to the preset: overrides=['{name}={actual}']"
+                f"the preset sets {name}={value!r}, but the Trainer got {actual!r}; drop {name} from "
+                f"the Trainer's arguments, or set it in the preset: overrides=['{name}={actual}']"
             )
         device = trainer.strategy.root_device.type
         if self.promised.get("accelerator") == "cuda" and device != "cuda":
@@ -58,7 +54,7 @@ class PresetGuard(Callback):
             )
 
     def _differences(self, trainer: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Yield each argument that a Trainer doesn't have as promised, with both values."""
+        """Yield (name, promised value, the Trainer's value) of each argument that differs."""
         actual: dict[str, Any] = {
             "devices": trainer.num_devices * trainer.num_nodes,
             "precision": trainer.precision,
@@ -70,14 +66,14 @@ class PresetGuard(Callback):
                 yield name, value, actual[name]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Record whether the checkpoint has released gradients of an open window; torch's optimizers ignore those."""
+        """Record whether the checkpoint has released gradients of an open window, which torch's optimizers ignore."""
         self._window_loaded = any("window" in state for state in checkpoint.get("optimizer_states", []))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse checkpoint states that this run's optimizers can't continue from; warn of a dropped window.
+        """Refuse checkpoint states that this run's optimizers can't use; warn of a dropped window.
 
         Raises:
-            CheckpointError: the checkpoint was saved under `compact` or a preset like it, and this run is under none.
+            CheckpointError: the checkpoint was saved with compact states, and this run has none.
         """
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
@@ -87,12 +83,12 @@ class PresetGuard(Callback):
             warn_of_dropped_window()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Add the presets that would fit to a memory error, whose raiser knows only its own bytes."""
+        """Add the presets that would fit to the message of a BudgetError."""
         if self._advise is None or not isinstance(exception, BudgetError):
             return
         try:
             advice = self._advise(pl_module)
-        except Exception:  # the advice must not take the place of the error
+        except Exception:  # the advice must not replace the error
             log.warning("lightning-solo: the presets that would fit could not be found", exc_info=True)
             return
         message = str(exception)

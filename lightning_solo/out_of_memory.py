@@ -12,12 +12,12 @@ DEVICE_MEMORY = (
     "cudaErrorMemoryAllocation",
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # no room for the workspace of its handle
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for its handle's workspace
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "FIND was unable to find an engine to execute this computation",  # each one that was tried had no workspace
+    "FIND was unable to find an engine to execute this computation",  # no engine had a workspace
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_ALLOC_FAILED",
     "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
@@ -38,18 +38,17 @@ HOST_MEMORY = (
 
 
 LOST_DEVICE = ("CUDA error", "CUDA driver error", "HIP error", "device-side assert", "ILLEGAL_ADDRESS")
-"""In other errors than those: behind an invalid access the device can't be used any more."""
+"""Words of errors after which the device can't be used, such as an invalid access."""
 
 
 def is_out_of_memory(error: BaseException, outer: BaseException | None = None) -> bool:
-    """Return whether an error, or one that it was raised from, says that device or host had too little memory.
+    """Return whether device or host had too little memory, by an error, its causes and its contexts.
 
-    An error that was raised while another one was handled counts by that one too, unless by ``from None`` its author
-    said otherwise, or it says that the device is lost, as after an invalid access.
+    ``from None`` hides the context. An error about a lost device, as after an invalid access, ends the search.
 
     Args:
-        error: what was raised.
-        outer: what was being handled before the work began, and says nothing of it.
+        error: the raised error.
+        outer: an error that was being handled before the work began; the search ends before it.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: out of memory", 2)), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)

@@ -1,4 +1,4 @@
-"""Whether this machine can run a configuration: versions, packages, compiler, CUDA device."""
+"""Checks that this machine can run a configuration: versions, packages, compiler, CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_machine(configuration: Configuration, lightning: str = "lightning.pyto
     """Refuse a configuration that this machine can't run, before Lightning is imported.
 
     Raises:
-        CapabilityError: a dependency too old or known as malicious, no CUDA device, no native bf16, no DeepSpeed.
+        CapabilityError: a dependency is too old or malicious, or a CUDA device, native bf16 or a package is missing.
     """
     check_versions(lightning)
     for requirement, words in configuration.requirements():
@@ -39,10 +39,10 @@ def check_machine(configuration: Configuration, lightning: str = "lightning.pyto
 
 
 def require(requirement: Need, words: str) -> None:
-    """Refuse a machine without a package, a compiler, or something that a function looks for.
+    """Refuse a machine that doesn't meet a requirement.
 
     Raises:
-        CapabilityError: names what is missing, and ``words``, the remedy.
+        CapabilityError: names what is missing, and the remedy, ``words``.
     """
     if requirement.kind == "check":
         if missing := resolve_name(requirement.name)():
@@ -63,14 +63,14 @@ def _require_package(wanted: Requirement, words: str) -> None:
 
 
 def check_versions(lightning: str = "lightning.pytorch") -> None:
-    """Refuse dependencies outside the ranges that this package declares; two releases of lightning were malware.
+    """Refuse dependencies outside the declared ranges, which exclude two malicious releases of lightning.
 
     Raises:
         CapabilityError: names the package, its version, the range and the command.
     """
     try:
         declared = importlib.metadata.requires("lightning-solo") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         return
     if lightning == "pytorch_lightning":  # the other home has the same versions, the malicious ones too
         declared = [*declared, *(f"pytorch-{line}" for line in declared if re.match(r"lightning\b", line))]
@@ -79,7 +79,7 @@ def check_versions(lightning: str = "lightning.pytorch") -> None:
             continue
         try:
             version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:  # reported where it is needed
+        except importlib.metadata.PackageNotFoundError:  # its user reports it
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             raise CapabilityError(

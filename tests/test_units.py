@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_solo.cards.budget import bytes_or_share
-from lightning_solo.cli.options import size
 from lightning_solo.errors import PresetError
 from lightning_solo.memory.limit import MemoryLimit
 from lightning_solo.optim.compact_adamw import CompactAdamW
@@ -20,14 +19,13 @@ from lightning_solo.units import GiB, MiB, parse_budget
 READERS: dict[str, Callable[[Any], object]] = {
     "parse_budget": parse_budget,
     "plan": budget_bytes,
-    "--budget": lambda value: size("--budget", value),
     "share": bytes_or_share,
     "states": lambda value: Settings(state_budget=value).budget,
     "CompactAdamW": lambda value: CompactAdamW([torch.zeros(1)], state_budget=value).state_budget,
     "limit": lambda value: MemoryLimit(value).limit,
 }
 STATES, FROM_0 = ("states", "CompactAdamW"), ("states", "CompactAdamW", "limit")
-NONE_GIVEN = dict.fromkeys(("plan", "--budget", *STATES))
+NONE_GIVEN = dict.fromkeys(("plan", *STATES))
 SAME: list[tuple[Any, int]] = [
     ("8GiB", 8 * GiB),
     (" 1.5 gib", 3 * GiB // 2),
@@ -72,7 +70,4 @@ def test_a_refusal_says_what_was_given_and_what_to_write(given: Any) -> None:
         parse_budget(given)
     with pytest.raises(PresetError, match=f"^budget={given!r}: ") as of_plan:
         budget_bytes(given)
-    with pytest.raises(PresetError, match=f"^--budget {given!r}: ") as of_command:
-        size("--budget", given)
     assert str(of_plan.value).endswith(str(caught.value))
-    assert str(of_command.value).endswith(str(caught.value))

@@ -1,4 +1,4 @@
-"""Arguments of techniques and other classes: names, types, defaults; the check of plain values against them."""
+"""Names, types and defaults of arguments, and the check of plain values against them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lightning_solo.errors import PresetError, nearest
 REQUIRED: Any = inspect.Parameter.empty
 
 Check = Callable[[Any], str | None]
-"""Returns what is wrong with a value and what to write, or None."""
+"""Returns what is wrong with a value and what to write, or None for a valid value."""
 
 
 class Foreign:
-    """Stands for a type that only its own module knows, such as a Tensor: no plain value of a configuration is one."""
+    """Stands for a type that only its module knows, such as a Tensor; no plain value has such a type."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One keyword argument: its type, its default or `REQUIRED`, and what else a value must be.
+    """One keyword argument.
 
     Attributes:
-        kind: a type, as an annotation names it.
-        default: `REQUIRED` where there is none.
-        allowed: the values that there are; empty for any of that type.
-        at_least: the smallest number allowed.
-        check: returns what is wrong with a value and what to write, or None.
+        kind: its annotation.
+        default: its default, or `REQUIRED`.
+        allowed: the allowed values; empty for all of this type.
+        at_least: the smallest allowed number.
+        check: an additional check of the value.
     """
 
     kind: Any
@@ -63,7 +63,7 @@ class Parameter:
 
 @functools.cache
 def parameters_of(settings: type[Any]) -> dict[str, Parameter]:
-    """Return the arguments that a dataclass of settings describes, in order."""
+    """Return the arguments of a dataclass of settings, in order."""
     kinds = typing.get_type_hints(settings)
     names = ("allowed", "at_least", "check")
     return {
@@ -77,10 +77,10 @@ def parameters_of(settings: type[Any]) -> dict[str, Parameter]:
 
 
 def check_arguments(values: Mapping[str, Any], accepted: Mapping[str, Parameter], option: str) -> None:
-    """Check names, then values, against what is accepted.
+    """Check the names and values of arguments.
 
     Raises:
-        PresetError: an unknown or missing argument, or a value that is not allowed; names ``option.argument``.
+        PresetError: an unknown or missing argument, or an invalid value; names ``option.argument``.
     """
     for name, value in values.items():
         if name not in accepted:

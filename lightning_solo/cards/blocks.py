@@ -1,4 +1,4 @@
-"""The setting of techniques that act on parts of a model: which parts."""
+"""The setting that selects the blocks of a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from lightning_solo.cards.settings import setting
 
 AUTO = "auto"
-"""The repeated blocks of a module, found by how they are built."""
+"""Selects the repeated blocks of a module, which are found by their structure."""
 
 
 def blocks_setting(what: str = "the repeated blocks of any model", example: str = "GPT2Block") -> Any:
-    """Return a field of settings: `AUTO`, or the class names of what is one block each."""
+    """Return a field of settings: `AUTO`, or class names whose modules are one block each."""
     return setting(AUTO, f"auto: {what}; or class names, as [{example}]", check=partial(_complaint, example=example))
 
 

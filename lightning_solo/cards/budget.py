@@ -1,4 +1,4 @@
-"""The setting of techniques that keep something within a budget of memory: bytes, or a share."""
+"""The setting for a memory budget: bytes, or a share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bytes_or_share(budget: int | float | str) -> int | float:
     (6442450944, 6442450944, 0.5)
 
     Raises:
-        ValueError: it is neither.
+        ValueError: neither bytes nor a share.
     """
     try:
         if not isinstance(budget, bool) and 0 <= float(budget) <= 1:
@@ -30,7 +30,7 @@ def bytes_or_share(budget: int | float | str) -> int | float:
 
 
 def budget_setting(text: str, parse: Callable[[Any], object] = bytes_or_share) -> Any:
-    """Return a field of settings: a budget as ``parse`` reads it, or None."""
+    """Return a field of settings for a budget or None; ``parse`` raises ValueError for an invalid budget."""
 
     def complaint(budget: int | float | str | None) -> str | None:
         try:

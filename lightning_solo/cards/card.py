@@ -1,4 +1,4 @@
-"""A technique's card: all that others need to know of it, in one torch-free object in the technique's own folder."""
+"""A technique's card: everything that the rest of the package knows about the technique, without torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from lightning_solo.cards.configuration import Configuration
 
 Resources = frozenset[str] | Callable[[Any], frozenset[str]]
-"""Names of resources, or a function that returns them for the technique's settings."""
+"""Names of resources, or a function from the technique's settings to names."""
 
 RESOURCES = {
-    "accumulation_factor": "how many micro-batches make an optimizer step",
-    "batches": "what the loader yields",
+    "accumulation_factor": "the number of micro-batches per optimizer step",
+    "batches": "the batches that the loader yields",
     "device_peak": "the device's peak counters",
     "gradients": "`.grad` of the parameters, between backward and the step",
     "loss": "the loss that backward starts from",
-    "micro_batches": "in which parts a batch goes through forward and backward",
-    "micro_batch_weights": "by what each micro-batch counts in its optimizer step",
+    "micro_batches": "the parts in which a batch runs through forward and backward",
+    "micro_batch_weights": "the weight of each micro-batch in its optimizer step",
     "optimizer_states": "the optimizer's states",
-    "repeated_backward": "a forward and backward that failed, and can be run again",
-    "saved_tensors": "what forward keeps for backward",
-    "sequences": "how long the sequences of a batch are",
-    "trained_parameters": "which parameters are trained",
-    "weights": "where and in which precision the weights are stored",
+    "repeated_backward": "running a failed forward and backward again",
+    "saved_tensors": "the tensors that forward keeps for backward",
+    "sequences": "the lengths of a batch's sequences",
+    "trained_parameters": "the choice of parameters to train",
+    "weights": "the place and precision of the stored weights",
 }
-"""What a technique may own, read or free, and what it is. A technique may name others of its own."""
+"""Resource that a technique may own, read or free -> its meaning. A card may also use names that are not listed."""
 
 
 def _always(settings: Any) -> bool:
@@ -39,14 +39,14 @@ def _always(settings: Any) -> bool:
 
 @dataclass(frozen=True)
 class Requirement:
-    """Something of the machine or of installed packages, without which a technique can't run.
+    """A device, compiler or package that a technique needs.
 
     Attributes:
         kind: ``"cuda"`` for a CUDA device, ``"compiler"`` for a C++ compiler, ``"package"`` for an installed package,
-            ``"check"`` for a function that returns in words what is missing, or None.
-        remedy: what needs it, and what to write without it; ``{name}`` stands for the setting of that name.
+            ``"check"`` for a function that returns a description of what is missing, or None.
+        remedy: who needs it, and what to write without it; ``{name}`` stands for the setting of that name.
         name: the package with its versions, as ``"torchao>=0.12"``, or the function as ``"module:function"``.
-        when: whether it applies under the given settings.
+        when: returns whether it applies to the settings.
     """
 
     kind: Literal["cuda", "compiler", "package", "check"]
@@ -64,9 +64,9 @@ class Rung:
     """A technique's place in the ladder.
 
     Attributes:
-        name: as the ladder's table shows it.
-        order: what costs least comes first.
-        overrides: of `lightning-solo train` beside the choice of the technique itself.
+        name: its name in the ladder's table.
+        order: its position; the technique that costs least comes first.
+        overrides: for `lightning-solo train`, in addition to the override that chooses the technique.
     """
 
     name: str
@@ -76,33 +76,31 @@ class Rung:
 
 @dataclass(frozen=True, eq=False)
 class Card:
-    """What others know of a technique.
+    """The description of a technique.
 
     Attributes:
-        name: of its folder, its YAML, its test and its page.
-        target: ``"module:Class"``.
-        phase: when it acts, compared with others.
-        settings: a frozen dataclass, whose fields are made by `setting`: the arguments of the class.
-        saves, costs, numerics, conflicts, reference: a line or two each, from which documentation is made.
-        group: of configuration files: ``"strategy"`` for one that decides how model states are stored.
-        exact: whether it claims to change no bit of what a run without it gives.
+        name: of its folder, its option, its test and its page.
+        target: its class, as ``"module:Class"``.
+        phase: its place in the order in which techniques act.
+        settings: a frozen dataclass with the arguments of the class; `setting` makes its fields.
+        saves, costs, numerics, conflicts, reference: one or two lines each for the documentation.
+        group: ``"strategy"`` if it decides how model states are stored, else ``"callback"``.
+        exact: whether results are bitwise equal to those of a run without it.
         owns: resources that only one technique of a run may own; see `RESOURCES`.
         reads: resources that no other technique may free.
-        frees: resources that are gone, or not to be trusted, under this technique.
-        instead: resource -> what to write so that this technique gives it up.
-        first_factor: for one that owns the accumulation factor; returns for its settings how many micro-batches make
-            the first optimizer step.
-        rules: each returns why the technique can't be part of a configuration and what to write, or None.
-        caveat: returns for its settings why nobody should get it without asking for it by name, or None. `auto` leaves
-            a preset with a caveat out, and plans of all presets list it last, unless its preset is named. A technique
-            that owns ``trained_parameters`` has such a caveat already.
-        requires: of the machine.
-        on_cpu: settings under which it also runs on a CPU; None where it never does.
+        frees: resources that don't exist, or can't be trusted, under this technique.
+        instead: resource -> what to write so that this technique doesn't own it.
+        first_factor: returns the micro-batches of the first optimizer step; for an owner of ``accumulation_factor``.
+        rules: each returns why the technique doesn't fit a configuration and what to write, or None if it fits.
+        caveat: returns why only users who name the technique should get it, or None. `auto` doesn't choose a preset
+            with a caveat, and plans of all presets list it last. Owning ``trained_parameters`` implies a caveat.
+        requires: its needs of the machine.
+        on_cpu: settings with which it runs on a CPU; None if it never does.
         rung: its place in the ladder.
-        planned: ``"attached"``, ``"left out"``, or ``"module:function"``, which is called with settings and the
-            `Tracing` so far and returns the one to come; see `lightning_solo.planner.rules`.
-        footprint: ``"module:function"``, which is called with settings and a `cards.footprint.Request` and returns the
-            bytes of the model states under this technique; for one that owns or frees a part of them.
+        planned: ``"attached"``, ``"left out"``, or ``"module:function"``, a function from settings and a `Tracing` to
+            the changed `Tracing`; see `lightning_solo.planner.rules`.
+        footprint: ``"module:function"``, a function that returns the bytes of the model states from settings, a
+            `cards.footprint.Request` and the `Footprint` without this technique.
     """
 
     name: str
@@ -135,7 +133,7 @@ class Card:
 
     @property
     def class_name(self) -> str:
-        """The name of its class."""
+        """The name of the technique's class."""
         return self.target.partition(":")[2]
 
     @property
@@ -144,10 +142,10 @@ class Card:
         return {each.name: each.default for each in fields(self.settings)}
 
     def check(self, values: Mapping[str, Any], option: str | None = None) -> Any:
-        """Return the settings that plain values describe; see `TechniqueSettings.parse`."""
+        """Return settings from plain values; see `TechniqueSettings.parse`."""
         return self.settings.parse(values, option or self.name)
 
 
 def resources(of: Resources, settings: Any) -> frozenset[str]:
-    """Return the names of resources for given settings."""
+    """Return the names of a technique's resources."""
     return of(settings) if callable(of) else of

@@ -1,4 +1,4 @@
-"""All cards: those of this package's techniques, found by their folders, and those of other packages' entry points."""
+"""All cards: of this package's techniques, found by folder, and of other packages', found by entry point."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import PresetError, unknown_name
 
 GROUP = "lightning_solo.techniques"
-"""The group of entry points in which another package names its cards: ``name = "package.module:CARD"``."""
+"""Entry point group for the cards of other packages: ``name = "package.module:CARD"``."""
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The techniques that there are.
+    """All known techniques.
 
     Attributes:
-        cards: by name; ours first.
-        folders: of the presets that other packages bring; each has a folder ``solo``.
+        cards: by name; ours come first.
+        folders: of other packages' presets; each has a folder ``solo``.
         broken: entry point -> why its technique is left out.
     """
 
@@ -74,7 +74,7 @@ def own_cards() -> Mapping[str, Card]:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """Return all techniques. Those of other packages that are broken are left out with a warning, once."""
+    """Return all techniques; warn once of other packages' techniques that are broken, and leave them out."""
     others: dict[str, Card] = {}
     folders: list[Path] = []
     broken: dict[str, str] = {}
@@ -99,7 +99,7 @@ def card_of(group: str, name: object, option: str) -> Card:
     """Return the card of a name in a group.
 
     Raises:
-        PresetError: there is none; ``option`` is the path that the message names.
+        PresetError: an unknown name; the message starts with ``option``, the path of the name.
     """
     card = catalogue().cards.get(name) if isinstance(name, str) else None
     if card is None or card.group != group:
@@ -108,7 +108,7 @@ def card_of(group: str, name: object, option: str) -> Card:
 
 
 def chosen_of(technique: object) -> Chosen | None:
-    """Return a technique's object as a choice with its card and settings; None where no card names its class."""
+    """Return the choice that a technique's object stands for; None if no card names its class."""
     targets = {card.target: card for card in catalogue().cards.values()}
     for cls in type(technique).__mro__:
         card = targets.get(f"{cls.__module__}:{cls.__qualname__}")
@@ -120,12 +120,12 @@ def chosen_of(technique: object) -> Chosen | None:
 
 
 def load_class(card: Card) -> Any:
-    """Return the class of a technique; imports it."""
+    """Import and return the class of a technique."""
     return resolve_name(card.target)
 
 
 def _loaded(point: EntryPoint) -> Card:
-    """Return the card behind an entry point, checked."""
+    """Load and check the card of an entry point."""
     card = point.load()
     if not isinstance(card, Card):
         raise PresetError(f"{point.value} is a {type(card).__name__}; write a lightning_solo.cards.card.Card")
@@ -135,7 +135,7 @@ def _loaded(point: EntryPoint) -> Card:
 
 
 def problems(card: Card) -> Iterator[str]:
-    """Yield what is wrong with a card, and what to write; without importing the technique."""
+    """Yield each mistake in a card and what to write, without importing the technique."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", card.name):
         yield f"name={card.name!r}: write lower-case letters, digits and underscores"
     if not isinstance(card.phase, Phase):
@@ -182,7 +182,7 @@ def _missing_target(card: Card) -> Iterator[str]:
 
 
 def module_file(module: str) -> Path | None:
-    """Return the file of a module, without importing its parents; None if there is none."""
+    """Return the file of a module, or None if it has none; don't import its parents."""
     root, *rest = module.split(".")
     spec = importlib.util.find_spec(root)
     if spec is None or spec.origin is None:
@@ -195,7 +195,7 @@ def module_file(module: str) -> Path | None:
 
 
 def _configuration(point: EntryPoint) -> Path | None:
-    """Return the folder of the presets that come with a card's package, if there are any."""
+    """Return the folder with the presets of a card's package, or None."""
     root = module_file(point.module.split(".")[0])
     folder = (root or Path()).parent / "conf"
     return folder if root is not None and (folder / "solo").is_dir() else None

@@ -1,4 +1,4 @@
-"""A preset, parsed: its techniques with their settings, and the conflicts and needs that follow from their cards."""
+"""A parsed preset: its techniques with their settings, and the conflicts and needs that their cards declare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Chosen:
     Attributes:
         card: of the technique.
         settings: an instance of ``card.settings``.
-        option: the path of its settings, such as ``"callback.memory_logger"``.
+        option: path of the settings, such as ``"callback.memory_logger"``.
     """
 
     card: Card
@@ -29,7 +29,7 @@ class Chosen:
 
     @property
     def choice(self) -> str:
-        """How messages name it: ``strategy=zero_offload``, or ``callback.memory_logger``."""
+        """Its name in messages: ``strategy=zero_offload``, or ``callback.memory_logger``."""
         return f"strategy={self.card.name}" if self.card.group == "strategy" else self.option
 
     @property
@@ -38,18 +38,18 @@ class Chosen:
         return f"~{self.option}"
 
     def owned(self) -> frozenset[str]:
-        """Return what it owns under its settings."""
+        """Return the resources that it owns with these settings."""
         return resources(self.card.owns, self.settings)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A callback or strategy that the user names by ``_target_``, below a prefix that the user allowed.
+    """A callback or strategy that the user names by ``_target_``.
 
     Attributes:
         option: its path, such as ``"callback.mine"`` or ``"strategy"``.
         node: ``_target_`` and its arguments, in plain containers.
-        allow: the prefixes that the user allowed.
+        allow: prefixes of ``_target_`` that the user trusts.
     """
 
     option: str
@@ -59,13 +59,13 @@ class Target:
 
 @dataclass(frozen=True)
 class AutoSettings:
-    """How the preset `auto` chooses.
+    """The settings of the preset `auto`.
 
     Attributes:
         device: name of the device to plan for; None for this machine's.
-        budget: device memory that may be used, in bytes or as "16GiB"; None for all.
-        accept_tight: also choose a plan that leaves less than 5 % of the memory.
-        presets: the presets to choose among; None for all that train as the module does.
+        budget: usable device memory, in bytes or as "16GiB"; None for all.
+        accept_tight: whether a plan may leave less than 5 % of the memory.
+        presets: candidates; None for all presets that train as the module does.
     """
 
     device: str | None = None
@@ -76,14 +76,14 @@ class AutoSettings:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A preset, parsed and checked. Only what is not None reaches the Trainer; the names are Lightning's.
+    """A parsed and checked preset. None stands for a Trainer argument that the preset doesn't set.
 
     Attributes:
         precision: Lightning's long name, or None.
         accumulate_grad_batches: micro-batches per optimizer step, or None.
-        techniques: the registered ones, in the order in which the preset lists them.
+        techniques: in the order of the preset.
         foreign: callbacks and strategy that the user names by ``_target_``.
-        auto: how `auto` chooses among presets; None for any other preset.
+        auto: settings of `auto`; None for any other preset.
     """
 
     precision: str | None = None
@@ -94,7 +94,7 @@ class Configuration:
 
     @property
     def strategy(self) -> Chosen | Target | None:
-        """The strategy, where the preset has one."""
+        """The strategy, or None."""
         return next((part for part in self.parts if part.option == "strategy"), None)
 
     @property
@@ -103,7 +103,7 @@ class Configuration:
         return (*self.techniques, *self.foreign)
 
     def with_techniques_of(self, other: Configuration) -> Configuration:
-        """Return it with the techniques and targets of another one; those replace what has the same option."""
+        """Return a copy with the techniques and targets of another one, which win where both have the same option."""
 
         def joined(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple({part.option: part for part in (*ours, *theirs)}.values())
@@ -116,22 +116,22 @@ class Configuration:
 
     @property
     def accumulates(self) -> bool:
-        """Whether several micro-batches may make an optimizer step."""
+        """Whether an optimizer step may take several micro-batches."""
         return self.accumulate_grad_batches not in (None, 1) or bool(self.accumulating)
 
     @property
     def accumulating(self) -> tuple[Chosen, ...]:
-        """The techniques by which several micro-batches make an optimizer step."""
+        """The techniques that give an optimizer step several micro-batches."""
         return tuple(chosen for chosen in self.techniques if chosen.owned() & {"accumulation_factor", "micro_batches"})
 
     @property
     def makes_batches(self) -> bool:
-        """Whether a technique replaces the loader's batches by others, which a plan doesn't know."""
+        """Whether a technique replaces the loader's batches; a plan doesn't know the new ones."""
         return any(chosen.owned() & {"batches", "sequences"} for chosen in self.techniques)
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Reasons to choose this preset only by its name."""
+        """Reasons why only users who name this preset should get it."""
         words = [
             (chosen, "chooses which parameters are trained")
             for chosen in self.techniques
@@ -146,21 +146,21 @@ class Configuration:
 
     @property
     def first_factor(self) -> int:
-        """How many micro-batches make the first optimizer step."""
+        """Micro-batches of the first optimizer step."""
         for chosen in self.techniques:
             if chosen.card.first_factor is not None:
                 return chosen.card.first_factor(chosen.settings)
         return self.accumulate_grad_batches or 1
 
     def has(self, name: str) -> bool:
-        """Return whether a technique is part of it, under any key."""
+        """Return whether a technique is chosen, under any key."""
         return any(chosen.card.name == name for chosen in self.techniques)
 
     def check(self) -> None:
         """Refuse choices that cannot be combined.
 
         Raises:
-            ConflictError: names both choices and what to write instead.
+            ConflictError: names both choices and the remedy.
         """
         for message in self._conflicts():
             raise ConflictError(message)
@@ -177,9 +177,9 @@ class Configuration:
                     yield message
 
     def rivalries(self) -> Iterator[str]:
-        """Yield a message for each pair that can't be combined, by their resources or by a card's rule.
+        """Yield a message for each pair of techniques whose resources or rules forbid the combination.
 
-        A rule that refuses a technique alone isn't about others; a run checks what it needs itself.
+        Rules that refuse a technique even alone yield nothing.
         """
         for one, other in combinations(self.techniques, 2):
             for resource in sorted(one.owned() & other.owned()):
@@ -205,14 +205,14 @@ class Configuration:
                 )
 
     def requirements(self) -> Iterator[tuple[Requirement, str]]:
-        """Yield the requirements that apply, each with its remedy in words."""
+        """Yield each requirement that applies, and its remedy."""
         for chosen in self.techniques:
             for requirement in chosen.card.requires:
                 if requirement.when(chosen.settings):
                     yield requirement, requirement.words(chosen.settings)
 
     def needs_cuda(self) -> str | None:
-        """Return which choice needs a CUDA device, and what to write without one; None if it runs anywhere."""
+        """Return the choice that needs a CUDA device, and the remedy; None if the preset runs anywhere."""
         if self.precision in CUDA_PRECISIONS:
             return (
                 f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
@@ -221,7 +221,7 @@ class Configuration:
 
 
 def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:
-    """Return the message for two techniques that need one resource."""
+    """Return the message for two techniques that need the same resource."""
     remedies = [
         chosen.card.instead.get(resource, f"{chosen.removal} (removes {chosen.card.name})").format(
             **{"factor": "N", **vars(chosen.settings)}  # a remedy may name the Trainer's factor, and there is none here

@@ -1,4 +1,4 @@
-"""Bytes of model states, estimated before a run: plain AdamW's, then changed by each technique."""
+"""Bytes of model states, estimated before a run: those of plain AdamW, then changed by each technique."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Footprint:
     Attributes:
         weights, gradients, optimizer_states: on the device.
         host: in the host's memory, where the device is a GPU.
-        one_memory: bytes in all where device and host share one memory; None for the sum.
+        one_memory: bytes on a machine whose device and host share one memory; None for the sum.
     """
 
     weights: int
@@ -61,7 +61,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Bytes in all, for a machine whose device and host share one memory."""
+        """Bytes on device and host together, for a machine where they share one memory."""
         return self.device + self.host if self.one_memory is None else self.one_memory
 
 
@@ -77,12 +77,12 @@ def plain_footprint(request: Request) -> Footprint:
 
 
 def without_gradients(before: Footprint, request: Request, buffer: str) -> Footprint:
-    """Return the bytes under gradient release, which keeps the fp32 sum with accumulation only.
+    """Return the bytes under gradient release, which keeps an fp32 sum only when gradients accumulate.
 
     Args:
         before: the bytes without release.
         request: module, precision and accumulation.
-        buffer: where the sum is kept, ``"device"`` or ``"host"``.
+        buffer: place of the sum, ``"device"`` or ``"host"``.
     """
     kept = 0 if request.accumulation == 1 else 4 * sum(request.sizes.trainable)
     if buffer == "host":
@@ -91,7 +91,7 @@ def without_gradients(before: Footprint, request: Request, buffer: str) -> Footp
 
 
 def footprint_of(techniques: Iterable[Chosen], request: Request) -> Footprint | None:
-    """Return the bytes of the model states under techniques; None where one of them can't run with this request."""
+    """Return the bytes of the model states under techniques; None if one of them can't serve this request."""
     footprint: Footprint | None = plain_footprint(request)
     for chosen in sorted(techniques, key=lambda chosen: chosen.card.phase):
         if chosen.card.footprint is not None and footprint is not None:

@@ -1,4 +1,4 @@
-"""The setting of techniques that read the lengths of a data set's items."""
+"""The setting that selects how the lengths of a data set's items are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WAYS = "``auto``, ``collated``, the name of a column, or in Python a function of
 
 
 def length_setting() -> Any:
-    """Return a field of settings: how lengths are read, as by `lightning_solo.data.item_lengths.item_lengths`."""
+    """Return a field of settings for the argument of `lightning_solo.data.item_lengths.item_lengths`."""
     return setting("auto", WAYS, check=_complaint)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's own callbacks that change a resource of a technique, and what to write instead."""
+"""Lightning's callbacks that change a resource of a technique, and what to write instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lightning_solo.cards.card import RESOURCES
 from lightning_solo.errors import ConflictError
 
-# Class name, which is the same in both homes of Lightning -> resource -> what to write so that a technique may own it.
+# Class name (the same in both homes of Lightning) -> resource -> what to write instead
 CALLBACKS = {
     "BaseFinetuning": {
         "optimizer_states": "freeze with requires_grad_(False) before the fit, and fit again for the next phase"
@@ -29,16 +29,16 @@ CALLBACKS = {
 def refuse_callbacks(
     choice: str, owned: frozenset[str], callbacks: Iterable[object], instead: str | None = None
 ) -> None:
-    """Refuse Lightning's callbacks, and those derived from them, that change a resource that a technique owns.
+    """Refuse callbacks of Lightning, and their subclasses, that change a resource of a technique.
 
     Args:
-        choice: how the message names the technique.
-        owned: the resources.
+        choice: the technique's name in the message.
+        owned: the technique's resources.
         callbacks: of the Trainer.
-        instead: what to write where the table's remedy doesn't suit the technique.
+        instead: a remedy that replaces those of `CALLBACKS`.
 
     Raises:
-        ConflictError: names both and what to write instead.
+        ConflictError: names both and the remedy.
     """
     for callback in callbacks:
         for kind in type(callback).__mro__:

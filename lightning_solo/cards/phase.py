@@ -6,10 +6,10 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """When a technique acts, compared with others. Within a phase the order of the list counts."""
+    """The order in which techniques act. Within a phase the order of the preset counts."""
 
     BATCHES = 0
-    """Puts documents or items together to other batches; those behind count them."""
+    """Regroups items into batches; later phases see those."""
     DATA = 1
     """Changes the loader or its batches."""
     ADAPT = 2
@@ -17,12 +17,12 @@ class Phase(IntEnum):
     REWRITE = 3
     """Replaces modules, or the precision in which weights are stored."""
     SAVED_TENSORS = 4
-    """Changes what is kept for backward."""
+    """Changes the tensors that are kept for backward."""
     COMPILE = 5
-    """Compiles what the phases before have made."""
+    """Compiles the result of the earlier phases."""
     STATES = 6
     """Replaces optimizers, or moves their states."""
     STEP = 7
     """Changes when gradients are summed, used and freed."""
     OBSERVE = 8
-    """Only looks."""
+    """Only observes."""

@@ -1,4 +1,4 @@
-"""Settings of a technique: a frozen dataclass, from which constructor, documentation and configuration are derived."""
+"""Settings of a technique: a frozen dataclass that gives it constructor, documentation and configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AnySettings = TypeVar("AnySettings", bound="TechniqueSettings")
 def setting(
     default: Any, text: str, *, allowed: Sequence[Any] = (), at_least: float | None = None, check: Check | None = None
 ) -> Any:
-    """Return a field of a technique's settings, as `Parameter` has it; ``text``: what it means, with its unit."""
+    """Return a field of settings; ``text`` documents it with its unit, `Parameter` explains the checks."""
     return field(
         default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
     )
@@ -26,11 +26,11 @@ class TechniqueSettings:
     """Base of the frozen dataclasses that hold a technique's settings, and so of the techniques' classes.
 
     A technique's class has the dataclass as its last base: ``class Mine(Technique, Settings)``. The dataclass gives
-    it a constructor and a repr; its docstring gets the section ``Args:`` from the fields' texts, and its objects are
-    equal only to themselves. Values are checked once, when settings or a technique are constructed.
+    it a constructor and a repr. The fields' texts become the section ``Args:`` of its docstring. A technique is equal
+    only to itself. Values are checked once, in the constructor.
 
     Raises:
-        PresetError: a value that is not allowed; names ``technique.setting``.
+        PresetError: an invalid value; names ``technique.setting``.
         ConflictError: two settings that contradict each other.
     """
 
@@ -53,14 +53,14 @@ class TechniqueSettings:
 
     @classmethod
     def parse(cls: type[AnySettings], values: Mapping[str, Any], option: str) -> AnySettings:
-        """Return the settings that plain values describe; those left out have their defaults.
+        """Return settings from plain values and, for missing ones, defaults.
 
         Args:
-            values: by the settings' names.
-            option: the path that messages name.
+            values: setting -> value.
+            option: path of the settings, for messages.
 
         Raises:
-            PresetError: an unknown setting, or a value that is not allowed.
+            PresetError: an unknown setting or an invalid value.
             ConflictError: two settings that contradict each other.
         """
         defaults = {each.name: each.default for each in fields(cls) if each.default is not MISSING}
@@ -70,7 +70,7 @@ class TechniqueSettings:
 
     @classmethod
     def from_settings(cls: type[AnySettings], settings: TechniqueSettings) -> AnySettings:
-        """Return a technique with settings that are checked already."""
+        """Return a technique with settings that were checked before."""
         technique = cls._with(vars(settings))
         technique._init_state()
         return technique
@@ -90,11 +90,11 @@ class TechniqueSettings:
         """Refuse settings that contradict each other."""
 
     def _init_state(self) -> None:
-        """Set the attributes that a technique has beside its settings; called once per object."""
+        """Set the attributes that are not settings; called once per object."""
 
 
 def _copied(value: Any) -> Any:
-    """Return a value with containers of its own, so that the caller's are neither kept nor changed."""
+    """Return a copy of a value's containers, so that the caller's are neither kept nor changed."""
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -105,7 +105,7 @@ def _copied(value: Any) -> Any:
 
 
 def documented(doc: str, settings: type[TechniqueSettings]) -> str:
-    """Return a docstring in Google's style with a section ``Args:`` made from the fields' texts."""
+    """Return a docstring with a section ``Args:`` made from the fields' texts."""
     lines = []
     for name, parameter in parameters_of(settings).items():  # type: ignore[arg-type]
         text = f"{name}: {settings.__dataclass_fields__[name].metadata['text']}"

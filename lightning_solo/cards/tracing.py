@@ -1,4 +1,4 @@
-"""How a preset is traced for its plan; each technique's card may change it in turn."""
+"""Settings of the trace that a plan is made from; each technique's card may change them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from lightning_solo.cards.footprint import Sizes
 
 
 class EngineStates(Protocol):
-    """Model states that an engine stores, counted by a formula because a trace can't see them."""
+    """Model states of an engine, counted by a formula because a trace can't see them."""
 
     def buffers(self, sizes: Sizes, precision: str, accumulation: int) -> tuple[list[tuple[str, int]], int]:
-        """Return (category, bytes) of each buffer on a GPU, and the bytes on its host."""
+        """Return (category, bytes) of each buffer on the GPU, and the bytes on the host."""
 
     def seconds(self, sizes: Sizes, precision: str, accumulation: int, host_bandwidth: float) -> tuple[float, float]:
-        """Return the seconds of copies that may overlap with the micro-batches, and of the update after them."""
+        """Return the seconds of copies that can overlap with micro-batches, and of the update after them."""
 
 
 @dataclass(frozen=True)
 class Tracing:
-    """How a preset is traced.
+    """The settings of a trace.
 
     Attributes:
         precision: of forward and backward, by Lightning's name.
         accumulation: micro-batches per optimizer step.
-        attached: settings with which this technique is attached for the trace; None omits it.
-        states: how model states are counted where they aren't traced.
-        steps: optimizer steps that are traced; an optimizer has its states from the second on.
-        splits: whether a batch is run in several micro-batches, as large as fit.
-        at_most: examples in one of them; None for what fits.
-        scales: whether memory is affine in the micro-batch, so that traces of two sizes give all others.
-        ahead: batches of the loader that wait for their step: on a GPU, where a stream of their own copies them.
-        assumptions: where the trace differs from the run, in words.
+        attached: settings of the technique for the trace; None omits the technique.
+        states: formula for model states that are not traced; None if they are.
+        steps: number of traced optimizer steps; an optimizer has states from the second step on.
+        splits: whether a batch runs in several micro-batches, as large as memory allows.
+        at_most: largest number of examples in a micro-batch; None for no limit.
+        scales: whether memory is affine in the micro-batch, so that traces of two sizes predict all others.
+        ahead: batches that a prefetching loader holds on the GPU.
+        assumptions: differences between the trace and the run, in words.
     """
 
     precision: str

@@ -1,4 +1,4 @@
-"""The command `lightning-solo`: one file per sub-command, imported when it is called."""
+"""The command `lightning-solo`: one file per sub-command, imported when the sub-command runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ INTERRUPTED = 130
 TERMINATED = 143
 COMMANDS = {
     "train": "train a model under a preset (a Hydra application: key=value overrides, -m sweeps)",
-    "plan": "what would fit, and where, without training: lightning-solo plan model=byte_gpt_7b --device rtx-4090",
-    "ladder": "memory, time and loss of each technique on your own model: lightning-solo ladder --until 16GiB",
-    "results": "the sweeps here, or the jobs of one as a table or CSV: lightning-solo results runs/first --sort loss",
-    "presets": "list the presets: what each is for and which device it needs",
+    "plan": "predict memory and time without training: lightning-solo plan model=byte_gpt_7b --device rtx-4090",
+    "ladder": "measure memory, time and loss of each technique on your model: lightning-solo ladder --until 16GiB",
+    "results": "list sweeps, or print one as a table or CSV: lightning-solo results runs/first --sort loss",
+    "presets": "list the presets, each with its purpose and its device",
     "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
-    "report": "pictures of a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
-    "doctor": "what this machine has, and what each preset lacks here; --build compiles DeepSpeed's extensions ahead",
+    "report": "draw a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
+    "doctor": "print what this machine has and what each preset lacks here; --build compiles DeepSpeed's extensions",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the sub-command named first on the command line and exit.
+    """Run the sub-command that is the first argument, and exit.
 
     Exits with 0 (done), 1 (failed), 2 (refused), 130 or 143 (interrupted or terminated).
     """
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """Print a warning without the line of source that gave it, where that is this package's."""
+    """Print a warning; name the source file only if it is not this package's."""
     ours = os.sep + "lightning_solo" + os.sep in filename
     where = "" if ours else f"{filename}: "
     print(f"lightning-solo: {where}{category.__name__}: {message}", file=sys.stderr)
@@ -73,6 +73,6 @@ def _usage() -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """Print why the command is refused, and exit with 2."""
+    """Print the reason for a refusal, and exit with 2."""
     print(f"lightning-solo: {message}", file=sys.stderr)
     raise SystemExit(2)

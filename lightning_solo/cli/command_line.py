@@ -1,4 +1,4 @@
-"""Checks the overrides of `lightning-solo train` before torch is imported: names, types, targets, sweeps by count."""
+"""Checks the overrides of `lightning-solo train` before torch is imported: names, types, targets, number of jobs."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ FLAGS_WITH_VALUE = (
     "-c",
     "--cfg",
 )
-CHECKED_VALUES = 20  # of one override in a sweep, before it starts; every job checks its own again
+CHECKED_VALUES = 20  # of each override before a sweep; every job checks its own
 TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", "data", "optimizer", "solo")
 
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """The parts of the application's configuration as plain containers, checked."""
+    """The checked parts of the application's configuration, in plain containers."""
 
     solo: Configuration
     model: dict[str, Any]
@@ -73,7 +73,7 @@ class CheckedConfig:
 
 
 def chosen_batch(data: Mapping[str, Any]) -> int | None:
-    """Return the batch size of the embedded text; None for other data, and for the default, which nobody chose."""
+    """Return the batch size that the user chose for the embedded text; None for the default and for other data."""
     if data.get("name") != "stdlib_text":
         return None
     default = parameters(target_of("data", "stdlib_text", "data.name"))["batch_size"].default
@@ -82,14 +82,14 @@ def chosen_batch(data: Mapping[str, Any]) -> int | None:
 
 
 def search_path_override(overrides: Sequence[str]) -> list[str]:
-    """Return the override that adds the user's `./conf` to the search path, unless the user set that path."""
+    """Return the override that adds `./conf` to the search path; none if the user set that path."""
     own = user_conf_folder()
     given = any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides)
     return [f"hydra.searchpath=[file://{own}]"] if own is not None and not given else []
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Refuse what the command line alone shows to be wrong.
+    """Refuse a command line with mistakes that can be found without the model.
 
     Raises:
         PresetError: an unknown preset, field or argument, a wrong value, an empty or endless sweep, a bad run name.
@@ -126,10 +126,10 @@ def _parsed(overrides: Sequence[str], *, sweeping: bool) -> list[Override]:
 
 
 def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfig:
-    """Return the checked parts of an application, composed with these overrides.
+    """Return the checked parts of the application's configuration.
 
     Raises:
-        PresetError: an unknown key, name or argument, a wrong value, a target not allowed, a bad run name.
+        PresetError: an unknown key, name or argument, a wrong value, a forbidden target, a bad run name.
         ConflictError: two choices that cannot be combined; a Trainer argument that the preset sets.
     """
     for key in map(str, cfg):
@@ -167,21 +167,21 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
 
 
 def _refuse_unused_optimizer(optimizer: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse an optimizer that was chosen for a model which brings its own; the default one gives way."""
+    """Refuse a chosen optimizer if the model has its own; the default optimizer is not a choice."""
     default = OmegaConf.to_container(OmegaConf.load(conf_folder() / f"app/optimizer/{DEFAULT_OPTIMIZER}.yaml"))
     chosen = [text for text in overrides if text.lstrip("+~").startswith(("optimizer=", "optimizer."))]
     if chosen or optimizer != default:
         raise ConflictError(
-            f"{' '.join(chosen) or 'optimizer'} and model: this model takes no optimizer, it brings its own; drop it,"
-            " or hand it over as an argument: '+model.optimizer=${optimizer}'"
+            f"{' '.join(chosen) or 'optimizer'} and model: this model has its own optimizer; drop yours, or pass it as"
+            " an argument: '+model.optimizer=${optimizer}'"
         )
 
 
 def check_run_name(name: object) -> None:
-    """Refuse a run name that is not a plain file name: the run's folder stays below its root.
+    """Refuse a run name that is not a plain file name.
 
     Raises:
-        PresetError: the name is empty, too long, starts with ``-`` or ``.``, or holds other characters.
+        PresetError: the name is empty, too long, starts with ``-`` or ``.``, or has a forbidden character.
     """
     if not isinstance(name, (str, int)) or not RUN_NAME.fullmatch(str(name)):
         raise PresetError(
@@ -191,7 +191,7 @@ def check_run_name(name: object) -> None:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (flags with their values, overrides); Hydra's own parser refuses flags between overrides."""
+    """Return (flags with their values, overrides). Hydra's parser refuses flags between overrides."""
     flags, overrides = [], []
     waiting = False
     for argument in arguments:
@@ -204,7 +204,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _choices(override: Override) -> list[str]:
-    """Return the first overrides of single values that one override of a sweep stands for."""
+    """Return an override of a sweep as overrides with one value each, the first `CHECKED_VALUES` of them."""
     text = str(override.input_line)
     if not override.is_sweep_override():
         return [text]
@@ -218,7 +218,7 @@ def _choices(override: Override) -> list[str]:
 
 
 def _refuse_sweep(overrides: Sequence[Override], counts: Mapping[str, int], first: Sequence[str]) -> None:
-    """Refuse what only a search can do, and a product that is too large; a search takes no product."""
+    """Refuse an interval or too many jobs, unless the sweep is a search."""
     try:
         section = compose_application(first).hydra
     except (HydraException, OmegaConfBaseException):
@@ -227,7 +227,9 @@ def _refuse_sweep(overrides: Sequence[Override], counts: Mapping[str, int], firs
         return
     for override in overrides:
         if override.is_interval_sweep():
-            raise PresetError(f"{override.input_line!r}: an interval is for a search; write hydra/sweeper=solo_optuna")
+            raise PresetError(
+                f"{override.input_line!r}: only a search takes an interval; write hydra/sweeper=solo_optuna"
+            )
     check_most(counts, section.launcher.get("max_jobs"))
 
 
@@ -242,7 +244,7 @@ def _check_job(overrides: Sequence[str]) -> None:
 
 @contextmanager
 def composed_once(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, CheckedConfig, HydraContext]]:
-    """Yield the application's configuration, its checked parts, and what Hydra's `run_job` needs to run it.
+    """Yield the application's configuration, its checked parts, and the context for Hydra's `run_job`.
 
     Raises:
         PresetError, ConflictError: as `check_command_line`.
@@ -261,10 +263,10 @@ def composed_once(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, Checke
 
 
 def check_names(overrides: Sequence[Override]) -> None:
-    """Refuse unknown names of presets, parts of one, models, data and optimizers, before Hydra runs.
+    """Refuse unknown names of presets, techniques, models, data and optimizers, before Hydra runs.
 
     Raises:
-        PresetError: names the nearest one.
+        PresetError: names the nearest name.
     """
     for override in overrides:
         key, text = override.key_or_group, str(override.input_line)
@@ -283,7 +285,7 @@ def check_names(overrides: Sequence[Override]) -> None:
 
 
 def check_application(cfg: DictConfig, overrides: Sequence[str]) -> CheckedConfig:
-    """Return the checked parts of the application, and refuse what Hydra itself would do for it.
+    """Return the checked parts of the application, after checks of Hydra's section and of the run's folder.
 
     Raises:
         PresetError, ConflictError: as `check_config`, `check_hydra` and `check_root`.
@@ -310,10 +312,10 @@ def _check_choice(group: str, choice: object) -> None:
 
 
 def check_root(folder: Path) -> None:
-    """Refuse a run folder that can't be written, before anything is trained.
+    """Refuse a run's folder that can't be written.
 
     Raises:
-        PresetError: the path leads upwards, a part of it is a file, or nothing can be created in it.
+        PresetError: the path contains ``..``, a part of it is a file, or it is not writable.
     """
     if ".." in folder.parts:
         raise PresetError(f"root={folder.parent}: must not lead upwards; write an absolute path to leave this folder")
@@ -330,14 +332,14 @@ def check_root(folder: Path) -> None:
 
 
 def compose_application(overrides: Sequence[str]) -> DictConfig:
-    """Return the application's configuration as Hydra composes it, `hydra` included."""
+    """Return the application's composed configuration with its section `hydra`."""
     with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), **VERSION_BASE):
         everything = [*search_path_override(overrides), *overrides]
         return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
 
 
 def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
-    """Return our error for the override that Hydra refused, with the nearest name; else one with Hydra's words."""
+    """Return an error with a remedy for the override that Hydra refused, or else one with Hydra's message."""
     try:
         _refuse(overrides)
     except SoloError as ours:
@@ -346,7 +348,7 @@ def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
 
 
 def _refuse(overrides: Sequence[str]) -> None:
-    """Refuse the first override that doesn't apply to the application composed without them."""
+    """Refuse the first override that doesn't apply to the application without overrides."""
     parsed = [parse_override(text) for text in overrides]
     groups = [o for o in parsed if o.key_or_group in GROUPS or (o.key_or_group in SOLO_GROUPS and o.is_add())]
     try:

@@ -1,4 +1,4 @@
-"""`lightning-solo doctor`: what this machine has, and what each preset lacks here; builds DeepSpeed's extensions."""
+"""`lightning-solo doctor`: prints what this machine has and each preset lacks; --build compiles DeepSpeed's parts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_solo.units import format_bytes
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what this machine has, then a line per preset; exit 0 also where presets lack something.
+    """Print what this machine has, then a line per preset; return 0 even if presets lack something.
 
-    ``--build`` builds what DeepSpeed compiles at its first use otherwise, and exits 1 where something can't be built.
+    ``--build`` compiles the extensions that DeepSpeed would compile at first use; it returns 1 if one can't be built.
     """
     if list(arguments) == ["--build"]:
         return build()
@@ -38,12 +38,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def table(caption: str, headings: tuple[str, str], texts: dict[str, str]) -> Table:
-    """Return a table of names, in bold, and texts."""
+    """Return a table of names and texts."""
     return Table(caption, headings, [(Cell(name, style="bold"), Cell(text)) for name, text in texts.items()])
 
 
 def build() -> int:
-    """Build DeepSpeed's extensions, print a line for each, and return 1 where one can't be built, else 0."""
+    """Build DeepSpeed's extensions, print a line for each, and return 1 if one can't be built, else 0."""
     from lightning_solo.zero.extension import BUILDERS, is_built, load_extension
 
     failed = 0
@@ -59,7 +59,7 @@ def build() -> int:
 
 
 def hardware() -> dict[str, str]:
-    """Return processor, memory, disk and CUDA device in words."""
+    """Return descriptions of processor, memory, disk and CUDA device."""
     import torch
 
     total, available = host_memory()
@@ -84,7 +84,7 @@ def hardware() -> dict[str, str]:
 
 
 def tools() -> dict[str, str]:
-    """Return what DeepSpeed's extensions and torch.compile are built with, and whether those can be."""
+    """Return descriptions of the compiler, ninja and DeepSpeed's extensions."""
     from lightning_solo.zero.extension import is_built, what_is_missing
 
     def state(extension: str) -> str:
@@ -101,7 +101,7 @@ def tools() -> dict[str, str]:
 
 
 def lacks(preset: str) -> str | None:
-    """Return what keeps this machine from running a preset, or None."""
+    """Return the reason why this machine can't run a preset, or None."""
     try:
         check_machine(compose(preset))
     except SoloError as error:

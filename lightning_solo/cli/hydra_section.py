@@ -1,4 +1,4 @@
-"""Checks Hydra's own section, whose callbacks, launcher, sweeper and log handlers Hydra calls before our code runs."""
+"""Checks the section `hydra`, whose callbacks, launcher, sweeper and log handlers Hydra calls before our code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHand
 
 
 def check_hydra(cfg: DictConfig) -> None:
-    """Refuse callbacks, launchers and log handlers that Hydra would call before our code runs.
+    """Refuse foreign callbacks, launchers and log handlers, which Hydra would call before our code.
 
     Raises:
-        PresetError: a target that is not Hydra's own or a plugin's, or a resolver that makes one out of a string.
+        PresetError: a target that is neither Hydra's nor a plugin's, or a resolver that makes one from a string.
     """
     plain = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(plain, dict)

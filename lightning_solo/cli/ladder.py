@@ -1,4 +1,4 @@
-"""`lightning-solo ladder`: what each technique saves and costs on a model of your own, alone and together."""
+"""`lightning-solo ladder`: measures each technique on your model, alone and together."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def rung(config: RungConfig) -> dict[str, Any]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run, print and write the ladder; 0 if a rung finished, and with ``--until`` if one fits."""
-    sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
+    """Run, print and write the ladder; return 0 if a rung finished or, with ``--until``, if one fits."""
+    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     options = parse(arguments)
     cfg = compose_base(options)
     settings, preload = settings_of(cfg)
@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
         names=display.names,
     )
     ladder.plan()
-    print_lines(display.console, details(ladder.figures()))  # the refusals, which are known before anything runs
+    print_lines(display.console, details(ladder.figures()))  # refused rungs, which are known before any runs
     try:
         with display.shown():
             rows = ladder.run()
@@ -97,13 +97,13 @@ def claim(folder: SweepFolder, options: LadderOptions, command: str) -> None:
     """Reserve the folder for this ladder.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the folder has other files.
     """
     file = folder.path / "ladder.json"
     if file.exists():
         return
     if folder.path.exists() and any(folder.path.iterdir()):
-        raise CheckpointError(f"{folder.path} holds something else than a ladder; give another name: run=...")
+        raise CheckpointError(f"{folder.path} has files that are not of a ladder; give another name: run=...")
     write(folder, options, command, [])
 
 
@@ -129,12 +129,12 @@ def write(folder: SweepFolder, options: LadderOptions, command: str, rows: Seque
 
 
 def failed(row: Figures) -> bool:
-    """Return whether a rung ran and did not finish."""
+    """Return whether a rung ran but did not finish."""
     return row.status not in (FINISHED, NOT_RUN, REFUSED)
 
 
 def tell(display: Display, event: str, number: int | None, detail: str) -> None:
-    """Pass an event to the display; print a line of its own where the display shows none."""
+    """Pass an event to the display; print a line if the display is not a terminal."""
     display.tell(event, number, detail)
     if number is not None and event != "anew" and not display.console.is_terminal:
         line = event if event == "started" else detail.replace("failed CapabilityError", NOT_RUN)
@@ -143,7 +143,7 @@ def tell(display: Display, event: str, number: int | None, detail: str) -> None:
 
 
 def picture(folder: Path) -> str:
-    """Write the ladder's page and pictures, and return a line about them."""
+    """Write the ladder's page and pictures; return a line about them."""
     try:
         return f"report: {write_report(folder).page}"
     except SoloError as error:
@@ -153,7 +153,7 @@ def picture(folder: Path) -> str:
 def report(
     rows: Sequence[Figures], options: LadderOptions, folder: SweepFolder, written: Path, fits: Figures | None
 ) -> int:
-    """Print the table and the result of ``--until``, draw the picture, and return the exit status."""
+    """Print the table and the result of ``--until``, write the page, and return the exit status."""
     console = table_console()
     console.print(table(rows, options.steps))
     outputs = [folder.path / row.name.replace(" ", "") / "output.log" for row in rows if failed(row)]

@@ -1,4 +1,4 @@
-"""Options of the commands: a parser that refuses in our words, and values that several commands take."""
+"""Options of the commands: a parser that raises our errors, and values that several commands take."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 from typing import NoReturn
 
 from lightning_solo.errors import PresetError
-from lightning_solo.units import parse_budget
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a PresetError with what the command takes, instead of printing the usage."""
+    """Raises a PresetError that lists the options, instead of printing the usage."""
 
     def __init__(self, command: str, description: str, takes: str) -> None:
         super().__init__(prog=f"lightning-solo {command}", allow_abbrev=False, description=description)
@@ -24,20 +23,8 @@ def positive(option: str, text: str, example: int) -> int:
     """Return the integer of an option.
 
     Raises:
-        PresetError: it is not an integer of at least 1.
+        PresetError: not an integer of at least 1.
     """
     if not text.isdecimal() or not int(text):
         raise PresetError(f"{option} {text}: must be an integer of at least 1, such as {option} {example}")
     return int(text)
-
-
-def size(option: str, text: str | None) -> int | None:
-    """Return the bytes of an option, None where it is not given.
-
-    Raises:
-        PresetError: it is no size.
-    """
-    try:
-        return None if text is None else parse_budget(text)
-    except ValueError as error:
-        raise PresetError(f"{option} {error}") from None

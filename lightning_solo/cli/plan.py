@@ -1,4 +1,4 @@
-"""`lightning-solo plan`: the memory and time of training under each preset, on a GPU that need not be here."""
+"""`lightning-solo plan`: predicts memory and time under each preset, also for a GPU that this machine lacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 3600.0
 
 
 class Deferred:
-    """A call of a module-level function, made when this is unpickled: this process has no torch."""
+    """Calls a module-level function when it is unpickled, because this process has no torch."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -38,7 +38,7 @@ class Deferred:
 
 
 def budget_here(budget: int | None) -> int:
-    """Return the budget on this machine's device, or all of its memory for None.
+    """Return the budget on this machine's device; None stands for all of its memory.
 
     Raises:
         PresetError: the device has less.
@@ -47,8 +47,8 @@ def budget_here(budget: int | None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Plan, and print or write it; 0 if a preset fits."""
-    sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
+    """Plan, and print the plans; return 0 if a preset fits."""
+    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     options = parse(arguments)
     if options.calibrate:
         return measure(as_json=options.as_json)
@@ -80,10 +80,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def measure(*, as_json: bool) -> int:
-    """Measure this machine's device, and print the readings and where they are stored.
+    """Measure this machine's device; print the readings and their file.
 
     Raises:
-        CapabilityError: it can't be measured now, or the readings can't be kept.
+        CapabilityError: the device can't be measured, or the readings can't be stored.
     """
     from lightning_solo.planner.calibrate import calibrate
 
@@ -98,11 +98,10 @@ def measure(*, as_json: bool) -> int:
 def planned(
     request: PlanRequest, host_memory: int | None, *, caveats_last: bool
 ) -> tuple[list[Plan], dict[str, SoloError]]:
-    """Return the plans, the one to try first in front, and the errors of the other presets.
+    """Return the plans, best first, and the errors of the other presets.
 
     Raises:
-        SoloError: nothing can be planned: a module without data, or that can't be traced under any preset; or the
-            process that plans ended.
+        SoloError: no preset can be planned, for example because the module has no data, or the planning process ended.
     """
     plans: list[Plan] = []
     failed: dict[str, SoloError] = {}
@@ -122,10 +121,10 @@ def planned(
 
 
 def notes(plans: Sequence[Plan], presets: Mapping[str, Configuration]) -> list[str]:
-    """Return a line for each preset whose optimizer step is of several micro-batches, and for each caveat."""
+    """Return a line for each preset with several micro-batches per optimizer step, and for each caveat."""
     planned = {plan.preset: presets[plan.preset] for plan in plans}
     factors = {name: configuration.first_factor for name, configuration in planned.items()}
-    steps = [f"{name}: an optimizer step is of {count} micro-batches" for name, count in factors.items() if count > 1]
+    steps = [f"{name}: an optimizer step takes {count} micro-batches" for name, count in factors.items() if count > 1]
     return steps + [f"{name}: {caveat}" for name, parts in planned.items() for caveat in parts.caveats]
 
 

@@ -1,4 +1,4 @@
-"""Plans on the terminal: progress, the table, the peaks as bars, assumptions, and the command to train with."""
+"""Plans on the terminal: progress, table, bars of the peaks, assumptions, and the command that trains."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lightning_solo.tables import Cell, Table, terminal
 from lightning_solo.units import format_bytes
 
 INKS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_black")
-WIDEST = 100  # columns of a bar with its name and figure
+WIDEST = 100  # columns of a bar with name and figure
 FIGURE = len(" 1023.99 GiB")
 BUDGET = "|"
 
 
 class Progress:
-    """Shows on standard error the preset being planned and the verdicts of the others: in place, or a line for each.
+    """Shows the current preset and the verdicts of the earlier ones on standard error.
 
     Args:
-        names: of the presets, in the order in which they are planned.
+        names: of the presets, in the order of planning.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -46,7 +46,7 @@ class Progress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the progress until the end, where there is a terminal."""
+        """Show the progress in place if standard error is a terminal."""
         if not self.console.is_terminal:
             yield
             return
@@ -54,7 +54,7 @@ class Progress:
             yield
 
     def tell(self, name: str, answer: Plan | SoloError) -> None:
-        """Show that a preset is done."""
+        """Show the result of a preset."""
         self.done[name] = answer.verdict if isinstance(answer, Plan) else "could not be planned"
         if self._status is not None:
             self._status.update(self._line())
@@ -71,7 +71,7 @@ class Progress:
 
 
 def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: Sequence[str], advice: str) -> None:
-    """Print plans, of which the first is the one to try first, errors, notes and advice."""
+    """Print plans, best first, errors, notes and advice."""
     console = table_console()
     if plans:
         print_lines(console, [heading(plans)])
@@ -87,7 +87,7 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
 
 
 def heading(plans: Sequence[Plan]) -> str:
-    """Return the device, budget and batch of all plans, and the meaning of the columns."""
+    """Return a line with device, budget, batch and the meaning of the columns."""
     first = plans[0]
     context = "" if first.device == CPU else " with the CUDA context"
     fastest = "the fastest that fits" if first.fits else "the fastest"
@@ -98,11 +98,11 @@ def heading(plans: Sequence[Plan]) -> str:
 
 
 def bars(plans: Sequence[Plan], width: int) -> Text:
-    """Return a bar per preset, with a sign per category and the budget marked, and a legend of the signs."""
+    """Return a bar per preset with a sign per category and a mark at the budget, and a legend."""
     inks = dict(zip(CATEGORIES, INKS, strict=True))
     names, budget = max(len(plan.preset) for plan in plans) + 1, plans[0].budget_bytes
     cells = max(min(width, WIDEST) - names - FIGURE, 10)
-    scale = length(plans) / (cells - 1)  # the mark has a cell of its own behind the budget
+    scale = length(plans) / (cells - 1)  # one cell is for the mark
     mark = BUDGET if budget <= length(plans) else ""
     drawn, used = Text(), set()
     for plan in plans:
@@ -124,7 +124,7 @@ def bars(plans: Sequence[Plan], width: int) -> Text:
 
 
 def assumptions(plans: Sequence[Plan]) -> list[str]:
-    """Return each assumption once, with the presets that it is about unless it is about all."""
+    """Return each assumption once; name its presets unless it holds for all."""
     names_by_text: dict[str, list[str]] = {}
     for plan in plans:
         for text in plan.assumptions:
@@ -136,12 +136,12 @@ def assumptions(plans: Sequence[Plan]) -> list[str]:
 
 
 def shortages(plans: Sequence[Plan]) -> list[str]:
-    """Return a line for each preset whose verdict is due to the host's memory."""
+    """Return a line for each preset that lacks host memory."""
     return [f"{plan.preset}: {plan.verdict}: {plan.host_shortage}" for plan in plans if plan.host_shortage]
 
 
 def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: CheckedConfig) -> str:
-    """Return the command that trains with the first preset if that fits, else how much the nearest lacks."""
+    """Return the command that trains with the first preset if it fits, else the bytes that the nearest one lacks."""
     if not plans:
         return "none could be planned"
     first = plans[0]
@@ -165,7 +165,7 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
 
 
 def print_readings(device: Device, readings: Readings, path: Path) -> None:
-    """Print the readings of a device, beside its peaks, and where they are stored."""
+    """Print a device's readings, their share of its peaks, and their file."""
     console = Console()
     rows = [
         (f"{kind} product", f"{speed / 1e12:.2f} TFLOP/s", f"{speed / peak:.0%} of {peak / 1e12:g}")
@@ -181,11 +181,11 @@ def print_readings(device: Device, readings: Readings, path: Path) -> None:
     table = Table("", ("what", "reading", "of peak"), [tuple(map(Cell, row)) for row in rows])
     print_lines(console, [f"{device.label}, measured on {readings.date}"])
     console.print(terminal(table, headings=False))
-    print_lines(console, [f"kept for plans for the device that is here: {path}"])
+    print_lines(console, [f"plans for this machine's device use them: {path}"])
 
 
 def command(preset: str, overrides: Sequence[str], checked: CheckedConfig, micro_batch: int) -> str:
-    """Return, in words, the command that trains with a preset and a micro-batch, which it may leave to the loader."""
+    """Return a sentence with the command that trains with a preset and a micro-batch."""
     argument = batch_argument(checked)
     if argument is not None and argument[1] != micro_batch:
         overrides = with_batch(overrides, argument[0], micro_batch)

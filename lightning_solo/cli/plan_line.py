@@ -11,11 +11,11 @@ from pathlib import Path
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import composed, parsed
-from lightning_solo.cli.options import Parser, positive, size
+from lightning_solo.cli.options import Parser, positive
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, SoloError, nearest
 from lightning_solo.machine import is_installed
 from lightning_solo.presets.compose import check_combination
-from lightning_solo.presets.devices import Device, budget_on, device
+from lightning_solo.presets.devices import Device, budget_bytes, budget_on, device
 from lightning_solo.presets.files import names_in, preset_files
 from lightning_solo.presets.old_spellings import refuse_old_preset
 from lightning_solo.presets.overrides import refuse_twice
@@ -28,18 +28,18 @@ OURS = {
     "monitor": "a plan keeps no checkpoint; drop it",
     "hydra": "a plan runs no job; drop it",
 }
-"""Overrides of `lightning-solo train` that a plan has no use for, and what to write."""
+"""Override of `lightning-solo train` that a plan doesn't take -> what to write."""
 TAKES = (
     "a plan takes overrides as `lightning-solo train` does, --device, --budget, --host-memory, --micro-batch,"
     " --presets, --json and --picture; --calibrate alone"
 )
-DESCRIPTION = "What training would take under each preset, on a GPU that need not be here: nothing is trained."
-AUTO = "auto"  # trains with the preset that a plan picks
+DESCRIPTION = "Predict memory and time under each preset, also for a GPU that this machine lacks. Nothing is trained."
+AUTO = "auto"  # the preset that trains with the best plan's preset
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The command line, checked; None stands for the default that an option's help names in brackets."""
+    """The checked command line; None stands for the default in brackets in an option's help."""
 
     overrides: tuple[str, ...]
     presets: tuple[str, ...]
@@ -50,37 +50,37 @@ class PlanOptions:
     picture: Path | None
     host_memory: int | None = None
     calibrate: bool = False
-    all_presets: bool = True  # that is, none is named
+    all_presets: bool = True  # no preset is named
 
 
 def parse(arguments: Sequence[str]) -> PlanOptions:
     """Return the command line.
 
     Raises:
-        PresetError: an unknown flag, a value out of range, or an override that a plan has no use for.
-        CapabilityError: the packages that draw a picture are not installed.
+        PresetError: an unknown flag, a value out of range, or an override that a plan doesn't take.
+        CapabilityError: a package that draws pictures is not installed.
     """
     parser = Parser("plan", DESCRIPTION, TAKES)
     parser.add_argument("overrides", nargs="*", help="as for `lightning-solo train`: model=byte_gpt_7b solo=bf16")
-    parser.add_argument("--device", help="a GPU that need not be here, such as rtx-4090, or cpu (the one that is here)")
-    parser.add_argument("--budget", help="how much of its memory may be taken, such as 16GiB (all of it)")
-    parser.add_argument("--host-memory", help="of a machine that isn't this one, such as 64GiB (not judged)")
+    parser.add_argument("--device", help="the device, such as rtx-4090, or cpu (this machine's)")
+    parser.add_argument("--budget", help="its usable memory, such as 16GiB (all of it)")
+    parser.add_argument("--host-memory", help="host memory of another machine, such as 64GiB (not checked)")
     parser.add_argument("--micro-batch", metavar="N", help="examples per forward (the data's batch)")
-    parser.add_argument("--presets", help="presets, joined by commas; [a,b] combines two (all)")
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on standard output")
-    parser.add_argument("--picture", metavar="FILE.png", help="draw the peak of each preset by category")
-    parser.add_argument("--calibrate", action="store_true", help="measure the device that is here, for later plans")
+    parser.add_argument("--presets", help="presets, separated by commas; [a,b] combines two (all)")
+    parser.add_argument("--json", action="store_true", help="print only JSON on standard output")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw each preset's peak by category")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's device for later plans")
     options = parser.parse_intermixed_args(list(arguments))
     if options.calibrate and (others := [text for text in arguments if text not in ("--calibrate", "--json")]):
         raise ConflictError(
-            f"--calibrate and {shlex.join(others)}: it measures the device that is here, and plans nothing; write"
+            f"--calibrate and {shlex.join(others)}: --calibrate measures this machine's device and plans nothing; write"
             " lightning-solo plan --calibrate, then plan"
         )
     preset = None
     for override in parsed(options.overrides):
         key = override.key_or_group
         if override.is_sweep_override():
-            raise PresetError(f"{override.input_line!r} names several values; a plan is of one module: {_instead(key)}")
+            raise PresetError(f"{override.input_line!r} names several values; a plan takes one module: {_instead(key)}")
         first = re.split(r"[./]", key)[0]
         if first in OURS and key != "hydra.searchpath":
             raise PresetError(f"{override.input_line}: {OURS[first]}")
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     if preset is not None and options.presets is not None:
         raise ConflictError(f"solo={preset} and --presets {options.presets}: keep one; --presets takes several names")
     on = None if options.device is None else device(options.device)
-    budget = size("--budget", options.budget)
+    budget = budget_bytes(options.budget, "--budget")
     return PlanOptions(
         overrides=tuple(text for text in options.overrides if not text.lstrip("+").startswith("solo=")),
         all_presets=preset is None and options.presets is None,
@@ -100,7 +100,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
         micro_batch=None if options.micro_batch is None else positive("--micro-batch", options.micro_batch, 8),
         as_json=options.json,
         picture=None if options.picture is None else _picture(options.picture),
-        host_memory=size("--host-memory", options.host_memory),
+        host_memory=budget_bytes(options.host_memory, "--host-memory"),
         calibrate=options.calibrate,
     )
 
@@ -119,9 +119,7 @@ def _presets(option: str, text: str | None) -> tuple[str, ...]:
             check_combination(combination)
             continue
         if name == AUTO:
-            raise PresetError(
-                f"{option}{text}: auto trains with what a plan picks; drop it, or choose among the others"
-            )
+            raise PresetError(f"{option}{text}: auto chooses among the others by their plans; drop it, or name others")
         if name not in known:
             refuse_old_preset(name)
             raise PresetError(f"{option}{text}: no preset {name!r}{nearest(name, known)}there are {', '.join(known)}")
@@ -142,10 +140,10 @@ def _picture(text: str) -> Path:
 
 
 def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, Configuration], dict[str, SoloError]]:
-    """Return the checked application, the configuration of each preset, and the presets that refuse the overrides.
+    """Return the checked application, the configuration of each preset, and the errors of presets that refuse it.
 
     Raises:
-        PresetError, ConflictError: no preset takes the overrides.
+        PresetError, ConflictError: every preset refuses the overrides.
     """
     overrides = parsed(options.overrides)
     refuse_twice(overrides)
@@ -158,7 +156,7 @@ def compose(options: PlanOptions) -> tuple[CheckedConfig, dict[str, Configuratio
             _, checked = composed([*options.overrides, f"solo={name}"])
         except SoloError as error:
             if first is None and not about_presets and isinstance(error, PresetError):
-                raise  # a typo: no other preset would take it either
+                raise  # a typo: every preset would refuse it
             refused[name] = error
             continue
         first = first or checked

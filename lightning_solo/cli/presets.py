@@ -1,4 +1,4 @@
-"""`lightning-solo presets`: every preset with its purpose and the device it needs, then every technique."""
+"""`lightning-solo presets`: lists every preset with its purpose and device, and every technique."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning_solo.errors import PresetError
 from lightning_solo.presets.files import describe, preset_files, user_conf_folder
 from lightning_solo.tables import Cell, Table, terminal
 
-FOR = "what it is for, and where it runs"
-SAVES = "what it saves; added by +solo/callback=<name>, or +solo/strategy=<name>"
+FOR = "purpose and device"
+SAVES = "what it saves; add it by +solo/callback=<name>, or +solo/strategy=<name>"
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`lightning-solo report RUN`: pictures of a run, a sweep or a ladder, as one HTML page, PNG and for TensorBoard."""
+"""`lightning-solo report RUN`: draws a run, a sweep or a ladder as an HTML page, PNG files and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ USAGE = "write: lightning-solo report RUN, with the folder of a run, a sweep or 
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the report into the folder and print where it is."""
+    """Write the report into the folder and print its files."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(f"{__doc__}\n{USAGE}")
         return 0

@@ -1,4 +1,4 @@
-"""`lightning-solo results [RUN]`: a sweep's jobs as a table or CSV, and why some failed; without RUN, the sweeps."""
+"""`lightning-solo results [RUN]`: prints a sweep's jobs as a table or CSV; without RUN, lists the sweeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_solo.sweeps.results import Row, read_all
 from lightning_solo.tables import Cell, Column, csv_row, filled_table, terminal
 
 DEPTH = 3
-"""How many folders deep sweeps are looked for."""
+"""Depth of folders in which sweeps are searched."""
 SHOWN = (
     "job",
     "overrides",
@@ -37,16 +37,16 @@ SHOWN = (
     "best",
 )
 COLUMNS = [name for name in columns([]) if name != "best"]
-"""As for `--sort` and in a CSV's head."""
+"""Columns for `--sort` and CSV."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the rows of a sweep, or write them as CSV; exit 1 where a job did not finish. Without one, list sweeps."""
+    """Print a sweep or write it as CSV, or list the sweeps; return 1 if a job did not finish."""
     options = _parser().parse_args(arguments)
     if options.run is None:
         sweeps = sweeps_below(Path())
         if arguments or not sweeps:
-            raise NothingToDoError(f"results {' '.join(arguments)}: no sweep is named; {_offered(sweeps)}")
+            raise NothingToDoError(f"results {' '.join(arguments)}: name a sweep; {_offered(sweeps)}")
         print_sweeps(sweeps)
         return 0
     rows, column = rows_of(options.run), options.sort
@@ -62,13 +62,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    status = "The exit status is 1 where a job did not finish."
+    status = "The exit status is 1 if a job did not finish."
     description = f"{(__doc__ or '').splitlines()[0]} {status}"
     parser = argparse.ArgumentParser(prog="lightning-solo results", description=description)
     parser.add_argument("run", nargs="?", type=Path, help="the sweep's folder, such as runs/first; without it, a list")
     parser.add_argument("--sort", default="job", metavar="COLUMN", help=f"one of {', '.join(COLUMNS)}")
     parser.add_argument("--descending", action="store_true", help="the largest first")
-    parser.add_argument("--csv", metavar="FILE", help="write them there, - for standard output, with all metrics")
+    parser.add_argument("--csv", metavar="FILE", help="write the jobs with all metrics to FILE; - is standard output")
     return parser
 
 
@@ -76,30 +76,30 @@ def rows_of(folder: Path) -> list[Row]:
     """Return the rows of a sweep's folder.
 
     Raises:
-        NothingToDoError: there are none; lists the sweeps in this folder.
-        CheckpointError: they are of another version.
+        NothingToDoError: no rows; lists the sweeps near the folder.
+        CheckpointError: the rows are of another version.
     """
     rows = read_all(SweepFolder(folder))
     if not rows:
         sweeps = sweeps_below(folder if folder.is_dir() else folder.parent)
-        raise NothingToDoError(f"{folder}: no results of a sweep there; {_offered(sweeps)}")
+        raise NothingToDoError(f"{folder} has no results of a sweep; {_offered(sweeps)}")
     return rows
 
 
 def sweeps_below(folder: Path) -> list[Path]:
-    """Return the folders of sweeps with jobs in a folder, such as `multirun/train-1a2b3c4d`, the last run first."""
+    """Return the folders of sweeps below a folder, such as `multirun/train-1a2b3c4d`, the latest first."""
     depths = ("*/" * depth for depth in range(DEPTH + 1))
     found = {path.parent for depth in depths for name in (STATE, RESULTS) for path in folder.glob(depth + name)}
     return sorted(filter(_jobs_of, found), key=_last_run, reverse=True)
 
 
 def _jobs_of(sweep: Path) -> str:
-    """Return how many jobs of a sweep ended how; empty where there are none."""
+    """Return the number of a sweep's jobs by status, in words; empty if there are none."""
     try:
         counts = Counter(row.status for row in read_all(SweepFolder(sweep)))
     except CheckpointError:
         return "of another version of lightning-solo"
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:  # a file of someone else's, or damaged
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:  # a foreign or damaged file
         return f"can't be read: {error}"
     return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
@@ -110,11 +110,11 @@ def _last_run(sweep: Path) -> float:
 
 def _offered(sweeps: Sequence[Path]) -> str:
     there = ", ".join(map(str, sweeps))
-    return f"there are {there}" if sweeps else "lightning-solo train -m ... run=x makes runs/x"
+    return f"there are {there}" if sweeps else "lightning-solo train -m ... run=x writes runs/x"
 
 
 def print_sweeps(sweeps: Sequence[Path]) -> None:
-    """Print a table of sweeps: when each ran last, and how its jobs ended."""
+    """Print a table of sweeps with their last run and the status of their jobs."""
 
     def when(sweep: Path) -> Cell:
         return Cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(_last_run(sweep))))
@@ -124,9 +124,9 @@ def print_sweeps(sweeps: Sequence[Path]) -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table of jobs, which marks those on a Pareto front of loss, and why jobs failed.
+    """Print a table of jobs, with marks on the Pareto fronts of loss, and the errors of failed jobs.
 
-    Overrides that do not fit beside the figures are listed below.
+    Overrides that don't fit into the table are listed below it.
     """
     console, common, shown = Console(), common_overrides(rows), columns(rows)
     names = [shown["overrides"].cell(row).text for row in rows]
@@ -146,7 +146,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def write_csv(rows: Sequence[Row], target: str) -> None:
-    """Write all columns and all metrics; ``-`` is standard output.
+    """Write all columns and metrics as CSV; ``-`` is standard output.
 
     Raises:
         PresetError: the file can't be written.

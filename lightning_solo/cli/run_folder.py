@@ -1,4 +1,4 @@
-"""The folder of one run: its files, and whether a command may start in it or resume from it."""
+"""The folder of one run: its files, and the check that a command may start or resume in it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class RunFolder:
         self.config = path / "config.yaml"
 
     def open(self, cfg: DictConfig) -> str | None:
-        """Return the checkpoint to resume from, or None to start, with configuration and versions written.
+        """Return the checkpoint to resume from; or write configuration and versions, and return None.
 
         Raises:
             PresetError: the folder can't be written.
-            CheckpointError: there is a run already and ``resume=never``, or its last checkpoint is damaged.
-            ConflictError: the run to resume was configured otherwise; lists every difference.
+            CheckpointError: the folder has a run and ``resume=never``, or its last checkpoint is damaged.
+            ConflictError: the run to resume has another configuration; lists every difference.
         """
         checkpoint = self._checkpoint(cfg)
         if checkpoint is None:
@@ -58,7 +58,7 @@ class RunFolder:
             return None
         if cfg.resume == "never":
             raise CheckpointError(
-                f"{self.path} holds a run already; write resume=auto to resume it, or another name: run=..."
+                f"{self.path} has a run already; write resume=auto to resume it, or another name: run=..."
             )
         if cfg.resume == "auto":
             self._refuse_changes(cfg)
@@ -78,7 +78,7 @@ class RunFolder:
         ]
         if changed:
             raise ConflictError(
-                f"resume=auto: {self.path} was configured otherwise:{''.join(changed)}\n"
+                f"resume=auto: {self.path} has another configuration:{''.join(changed)}\n"
                 f"give the former values, or write resume=override to resume with the new ones"
             )
 

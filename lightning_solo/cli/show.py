@@ -1,4 +1,4 @@
-"""`lightning-solo show NAME [override ...]`: a preset, several as ``[NAME,NAME]``, or a technique, in YAML."""
+"""`lightning-solo show NAME [override ...]`: prints a preset, several as ``[NAME,NAME]``, or a technique in YAML."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from lightning_solo.presets.overrides import parse_overrides
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the preset, checked as a run would check it."""
+    """Print the preset after the checks of a run."""
     if not arguments:
         raise PresetError(f"show which preset? there are {', '.join(sorted(preset_files()))}")
     name, *overrides = arguments
     if "=" in name or name.startswith("~"):
         raise PresetError(f"show which preset? write its name first: lightning-solo show bf16 {name}")
-    overrides = [re.sub(r"^([+~]*)solo[./]", r"\1", text) for text in overrides]  # as written for `train`
+    overrides = [re.sub(r"^([+~]*)solo[./]", r"\1", text) for text in overrides]  # the prefix of `train`
     if name in catalogue().cards and name not in preset_files():
         print(technique(catalogue().cards[name], overrides), end="")
         return 0
     preset = names_in(name)
     compose(preset, overrides)
-    with warnings.catch_warnings():  # said by compose
+    with warnings.catch_warnings():  # compose has warned
         warnings.simplefilter("ignore")
         print(show(preset, overrides), end="")
     return 0
 
 
 def technique(card: Card, overrides: Sequence[str]) -> str:
-    """Return the settings of a technique in YAML, headed by its savings and the override that adds it."""
+    """Return a technique's settings in YAML, after comments with its savings and the override that adds it."""
     node = compose_yaml("baseline", parse_overrides([f"+{card.group}={card.name}", *overrides]))[card.group]
     saves = card.saves.replace("``", "")  # marks for the documentation
     head = f"# Saves {saves}.\n# A technique: +solo/{card.group}={card.name} adds it to a preset.\n"

@@ -1,4 +1,4 @@
-"""`lightning-solo train`: a Hydra application that trains a module under a preset and prints a summary."""
+"""`lightning-solo train`: trains a module under a preset, as a Hydra application, and prints a summary."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.tables import Cell, Table, size, terminal
 
 AUTO_FILE = "auto.json"
-"""The plan of the preset that `auto` chose, in a run's folder."""
-# Imported once for all jobs of a sweep, in the process that forks them
+"""File in a run's folder with the plan of the preset that `auto` chose."""
+# Modules that the process which forks a sweep's jobs imports once for all of them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train once; with a flag of Hydra, such as ``-m`` for a sweep, Hydra runs the command line."""
-    sys.path.insert(0, str(Path.cwd()))  # a console script does not have it, and a user's module is there
+    """Train once, or let Hydra run a command line with its flags, such as ``-m`` for a sweep."""
+    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     flags, overrides = split(arguments)
     if not flags and not any(text.startswith("hydra.mode=") for text in overrides):
         with composed_once(overrides) as (cfg, checked, context):
             job = run_job(partial(_job, checked=checked), cfg, "hydra.run.dir", None, context)
-            _ = job.return_value  # raises what the job has raised
+            _ = job.return_value  # raises the job's exception
         return 0
     check_command_line(arguments)
     sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _job(cfg: DictConfig, checked: CheckedConfig | None = None) -> float | None:
-    if RESUMES in os.environ:  # a job of a sweep that an earlier attempt began
+    if RESUMES in os.environ:  # a job of a sweep that is attempted again
         cfg.resume = "auto"
     try:
         return train(cfg, Path(HydraConfig.get().runtime.output_dir), checked)
@@ -80,17 +80,17 @@ def _job(cfg: DictConfig, checked: CheckedConfig | None = None) -> float | None:
 
 
 def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -> float | None:
-    """Train as configured inside ``folder`` and return the metric that a search monitors, None if it was not logged.
+    """Train in ``folder`` and return the metric that a search monitors, or None if it was not logged.
 
-    ``checked`` are the parts of ``cfg``, where they are checked already.
+    ``checked`` are the checked parts of ``cfg``; by default they are checked here.
 
     Raises:
-        SoloError: any refusal: of a choice, of this machine, of a run to resume.
+        SoloError: a refused choice, machine or run to resume.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, with the last checkpoint saved.
     """
     checked = checked or check_config(cfg)
     if cfg.get("optimizer") and not checked.optimizer:
-        cfg.optimizer = {}  # a default that the model doesn't take is no part of the run's configuration
+        cfg.optimizer = {}  # the model doesn't use the default
     run_folder = RunFolder(folder)
     checkpoint = run_folder.open(cfg)
     plan_checks: list[Any] = []
@@ -98,7 +98,7 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         resumes = checkpoint is not None and cfg.resume != "override"
         solo, plan_checks = chosen(checked, folder / AUTO_FILE, resumes=resumes)
         checked = replace(checked, solo=solo)
-    often = checked.trainer.get("log_every_n_steps") or 50  # as everything else is logged; 0 would be never
+    often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(own_cards()["throughput"])(every_n_steps=often)]
     callbacks = [*watch, *plan_checks]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
@@ -125,7 +125,7 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
 
 
 def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Configuration, list[Any]]:
-    """Return the preset that `auto` picks, which a resumed run keeps, and the callbacks that check its plan.
+    """Return the preset that `auto` chooses, and the callbacks that check its plan. A resumed run keeps its preset.
 
     Raises:
         BudgetError: no preset fits.
@@ -151,7 +151,7 @@ def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Config
 
 
 def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
-    """Return the last value of the metric that a search monitors; by default a validation loss, by its name.
+    """Return the last value of the metric that a search monitors, by default that of a validation loss.
 
     >>> objective({"train_loss": 1.0, "val_loss": 2.0, "val_accuracy": 0.5}, None)
     2.0
@@ -161,13 +161,13 @@ def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
 
 
 def _quieten() -> None:
-    """Silence warnings of Lightning that its user can't act on."""
+    """Silence warnings that a user can't act on."""
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # Lightning 2.6 on torch 2.13
 
 
 def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
-    """Return (module, data module); the data module is None where the module brings its own loaders."""
+    """Return (module, data module); the data module is None if the module has its own loaders."""
     arguments = dict(checked.model)
     if "optimizer" in arguments:
         optimizer = checked.optimizer
@@ -178,11 +178,11 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
     if "_target_" in arguments and checked.data.get("name") == "stdlib_text":
         if brings_data(model):
             _refuse_unused_batch(checked, type(model).__name__)
-            print(f"data: {type(model).__name__}'s own train_dataloader, which sets the batch size")
+            print(f"data: {type(model).__name__}'s train_dataloader, which sets the batch size")
             return model, None
         print(
-            f"data: the embedded text, batches of bytes, since {type(model).__name__} has no train_dataloader; for data"
-            " of your own write data=custom data._target_=my_project.MyData"
+            f"data: batches of bytes of the embedded text, because {type(model).__name__} has no train_dataloader; for"
+            " your own data write data=custom data._target_=my_project.MyData"
         )
     data = make("data", checked.data, allow=checked.allow) if checked.data else None
     if data is None and not brings_data(model):
@@ -194,14 +194,14 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
 
 
 def _refuse_unused_batch(checked: CheckedConfig, module: str) -> None:
-    """Refuse a batch size of the embedded text beside a module with a loader of its own."""
+    """Refuse a batch size of the embedded text if the module has its own loader."""
     batch = chosen_batch(checked.data)
     if batch is not None:
         arguments = inspect.signature(get_object(checked.model["_target_"])).parameters
         near = [f"{'' if name in checked.model else '+'}model.{name}={batch}" for name in arguments if "batch" in name]
         raise PresetError(
-            f"data.batch_size={batch}: {module} brings its own train_dataloader, which sets the batch size; drop it and"
-            f" set the size there, by an argument of {module}: {' or '.join(near) or ', '.join(arguments)}"
+            f"data.batch_size={batch}: the train_dataloader of {module} sets the batch size; drop data.batch_size and"
+            f" use an argument of {module}: {' or '.join(near) or ', '.join(arguments)}"
         )
 
 
@@ -211,7 +211,7 @@ def model_of(checked: CheckedConfig) -> Any:
 
 
 def first_batch(checked: CheckedConfig) -> Any:
-    """Return the first training batch; a model that brings its own data is built with empty parameters."""
+    """Return the first training batch; a model that has its own data is built with empty parameters."""
     from lightning_solo.planner.fake_modules import empty_parameters
 
     with empty_parameters():
@@ -225,14 +225,14 @@ def first_batch(checked: CheckedConfig) -> Any:
 
 
 def brings_data(model: Any) -> bool:
-    """Return whether a module has a `train_dataloader` of its own, which a data module would silently replace."""
+    """Return whether a module has a `train_dataloader`, which a data module would silently replace."""
     import lightning as L
 
     return type(model).train_dataloader is not L.LightningModule.train_dataloader
 
 
 def own_arguments(folder: Path, *, resumes: bool = False) -> dict[str, Any]:
-    """Return the Trainer arguments of the command line itself: its folder and loggers."""
+    """Return the Trainer's folder and loggers."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
     return {
@@ -245,7 +245,7 @@ def own_arguments(folder: Path, *, resumes: bool = False) -> dict[str, Any]:
 
 
 def csv_logger(folder: Path, *, resumes: bool) -> Any:
-    """Return the logger of ``csv/metrics.csv``; a resumed run continues the file, which Lightning deletes."""
+    """Return the logger of ``csv/metrics.csv``; a resumed run continues the file, which Lightning would delete."""
     from lightning.pytorch.loggers import CSVLogger
 
     logger = CSVLogger(str(folder), name="csv", version="")
@@ -254,7 +254,7 @@ def csv_logger(folder: Path, *, resumes: bool) -> Any:
         return logger
     kept = file.replace(file.with_suffix(".before_resume"))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Experiment logs directory")  # that earlier files will be deleted
+        warnings.filterwarnings("ignore", "Experiment logs directory")  # about deleted files
         writer: Any = logger.experiment
     text = kept.read_text(encoding="utf-8")
     kept.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # an interrupted run may end in half a line
@@ -264,7 +264,7 @@ def csv_logger(folder: Path, *, resumes: bool) -> Any:
 
 
 def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> list[Any]:
-    """Return the callbacks that keep the best checkpoint and the last one, the last also on Ctrl-C and errors."""
+    """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors."""
     from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
     embedded = checked.model.get("name") == "byte_gpt"
@@ -278,13 +278,13 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
     )
 
     def begun(*_: Any) -> None:
-        run_folder.write(cfg)  # of a resumed run: only now has its checkpoint been read
+        run_folder.write(cfg)  # a resumed run has read its checkpoint only now
 
     def save_on_exception(*_: Any) -> None:
-        # Before the first batch there is nothing to save; after a refused resume the states are not those of the file.
+        # Before the first batch there is nothing to save, and a refused resume has other states than the file
         best.save_on_exception = True
 
-    # ModelCheckpoint saves with each validation; the steps after the last one would be lost
+    # ModelCheckpoint saves after each validation; on_train_end saves the steps after the last one
     end = LambdaCallback(
         on_train_start=begun,
         on_train_batch_end=save_on_exception,
@@ -307,7 +307,7 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
 
 
 def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None:
-    """Print the final table of metrics and costs, and the paths of what was written."""
+    """Print the final table of metrics and costs, and the paths of the written files."""
     from lightning_solo.memory.reading import read
     from lightning_solo.sweeps.observer import figures
 
@@ -330,7 +330,7 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
 
 
 def written(trainer: Any, folder: Path) -> dict[str, Path]:
-    """Return the path of each written file by its description."""
+    """Return description -> path of each written file."""
     callback = trainer.checkpoint_callback
     paths = {
         "best checkpoint": Path(callback.best_model_path) if callback and callback.best_model_path else None,

@@ -1,1 +1,1 @@
-"""Presets as plain configuration: composing, parsing, and the names that become objects; without torch."""
+"""Presets as plain configuration, without torch: composition, parsing, and the names that become objects."""

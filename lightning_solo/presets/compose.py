@@ -1,4 +1,4 @@
-"""From a preset's name, or a user's `cfg.solo`, and overrides to a `Configuration`; Hydra composes, once."""
+"""From a preset's name, or a user's `cfg.solo`, and overrides to a `Configuration`; Hydra composes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_solo.presets.overrides import apply_override, is_choice, marks_of
 from lightning_solo.presets.parse import UNSET, PresetSchema, parse_configuration
 from lightning_solo.presets.registry import leaves
 
-# Hydra 1.3 warns without it, 1.4 with it
+# Hydra 1.3 warns if it is missing, 1.4 if it is passed
 VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
 
 
@@ -63,10 +63,10 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
 def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str, Any]:
     """Return the fields of a preset with overrides as plain containers; `parse_configuration` checks them.
 
-    Hydra composes the files and the chosen callbacks and strategy; the other overrides are applied to the result.
+    Hydra composes files and chosen techniques; the other overrides are applied to the result.
 
     Raises:
-        PresetError: unknown preset, ill-formed file, override that does not apply.
+        PresetError: unknown preset, ill-formed file, inapplicable override.
     """
     choices = [_with_prefix(override) for override in overrides if is_choice(override)]
     values = [override for override in overrides if not is_choice(override)]
@@ -99,17 +99,13 @@ def _hydra(overrides: Sequence[str], what: str) -> DictConfig:
             with initialize_config_dir(folder, **VERSION_BASE):
                 return hydra_compose(config_name=None, overrides=[*overrides, *WITHOUT_HYDRA])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise PresetError(f"{what}: {in_our_words(error)}") from error
-
-
-def in_our_words(error: Exception) -> str:
-    """Return the message of Hydra's error, with the names that a user of a preset writes."""
-    cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-    return f"{error}{cause}".replace("solo/", "").replace("solo.", "")
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        words = f"{error}{cause}".replace("solo/", "").replace("solo.", "")  # the names that a user of a preset writes
+        raise PresetError(f"{what}: {words}") from error
 
 
 def _with_values(composed: DictConfig, overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return composed fields with overrides as plain containers, with interpolations resolved."""
+    """Apply overrides to composed fields; return plain containers with interpolations resolved."""
     typed = OmegaConf.get_type(composed) is PresetSchema
     fields: Any = OmegaConf.to_container(composed, resolve=False)
     if typed:  # fields that no file sets
@@ -129,7 +125,7 @@ def _refuse_mandatory(name: str, file: DictConfig, fields: DictConfig, overrides
 
 @contextmanager
 def hydra_of_our_own() -> Iterator[None]:
-    """Set the Hydra of a running application and its version aside; restore both afterwards."""
+    """Hide the Hydra of a running application, and its version; restore both afterwards."""
     ours = ("GlobalHydra", "VersionBase")
     aside = {cls: Singleton._instances.pop(cls) for cls in list(Singleton._instances) if cls.__name__ in ours}
     try:
@@ -141,10 +137,10 @@ def hydra_of_our_own() -> Iterator[None]:
 
 
 def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration node as plain dicts and lists, with interpolations resolved.
+    """Return a configuration node as plain dicts and lists with interpolations resolved.
 
     Raises:
-        PresetError: a mandatory value (`???`) is missing, or an interpolation leads nowhere; names the key.
+        PresetError: a mandatory value (`???`) is missing, or an interpolation can't be resolved; names the key.
     """
     try:
         node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
@@ -163,17 +159,17 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in leaves(plain):
         if value == "???":
             raise PresetError(f"{path}: a mandatory value is missing; write {path}=...")
-        if isinstance(value, str) and "${" in value:  # it would be resolved once more, and could become a target then
+        if isinstance(value, str) and "${" in value:  # a second resolution could turn it into a target
             raise PresetError(f"{path}={value!r}: an escaped interpolation is not supported; write the value itself")
     return {str(key): value for key, value in plain.items()}
 
 
 def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> None:
-    """Check a list of presets; warn of each field that two of them set differently, since the later one wins.
+    """Check a list of presets; warn of each field that two of them set differently, because the later preset wins.
 
     Raises:
-        PresetError: an empty list, an unknown preset, one that is listed twice, `auto`.
-        ConflictError: two of them choose different strategies, or one replaces all that another sets.
+        PresetError: an empty list, an unknown preset, a preset that is listed twice, `auto`.
+        ConflictError: two presets choose different strategies, or one replaces every field of another.
     """
     if not names or not all(isinstance(name, str) for name in names):
         raise PresetError(f"preset={names!r}: write names, such as [compact,checkpointing]")
@@ -188,8 +184,8 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
     strategies = {name: options["strategy.name"] for name, options in chosen.items() if "strategy.name" in options}
     if len(set(strategies.values())) > 1:
         raise ConflictError(
-            f"presets {' and '.join(strategies)}: each brings its strategy, {' and '.join(strategies.values())}, and a"
-            f" run has one; drop {' or '.join(strategies)}"
+            f"presets {' and '.join(strategies)}: a run has one strategy, but these choose"
+            f" {' and '.join(strategies.values())}; drop {' or '.join(strategies)}"
         )
     for index, (name, options) in enumerate(chosen.items()):
         replaced = {}
@@ -200,7 +196,7 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
         if replaced and len(replaced) == len(options):
             others = " and ".join(dict.fromkeys(replaced.values()))
             raise ConflictError(
-                f"presets {name} and {others}: {', '.join(replaced)} of {name} is replaced, which is all that it sets;"
+                f"presets {name} and {others}: {others} replaces every field that {name} sets, {', '.join(replaced)};"
                 f" drop {name} or {others}"
             )
         for option, other in replaced.items():
@@ -213,7 +209,7 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
 
 
 def _callers_stacklevel() -> int:
-    """Return the ``stacklevel`` with which a warning names the code that called this package."""
+    """Return the ``stacklevel`` for a warning that names the caller of this package."""
     package = str(Path(__file__).parents[1])
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
@@ -222,6 +218,6 @@ def _callers_stacklevel() -> int:
 
 
 def _with_prefix(override: Override) -> str:
-    """Return the choice of a callback or strategy with the name of Hydra's group, ``solo/...``."""
+    """Return a choice of a callback or strategy with Hydra's group ``solo/...``."""
     marks = marks_of(override)
     return f"{marks}solo/{str(override.input_line)[len(marks) :]}"

@@ -1,7 +1,7 @@
-"""Devices that plans know without having them: their memory, speeds, and the memory that CUDA itself takes.
+"""Devices for plans, which need not be on this machine: their memory, speeds, and the memory that CUDA takes.
 
-The figures are in ``conf/library/solo/device/<name>.yaml``, each with where it comes from; a user's own devices, or
-better figures for one of ours, are found in ``./conf/solo/device/<name>.yaml``.
+The figures and their sources are in ``conf/library/solo/device/<name>.yaml``. A user's devices, and better figures for
+one of ours, are in ``./conf/solo/device/<name>.yaml``.
 """
 
 from __future__ import annotations
@@ -25,37 +25,35 @@ from lightning_solo.units import format_bytes, parse_budget
 
 CPU = "cpu"
 KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
-EXAMPLES: dict[str, object] = {  # every field of a file, and what one looks like
-    "label": "NVIDIA GeForce RTX 4090",
-    "memory_bytes": 25253904384,
-    "memory_bandwidth": 1.008e12,
-    "host_bandwidth": 2.5e10,
-    "flops": "{bf16: 165.2e12, fp16: 165.2e12, tf32: 82.6e12, fp32: 82.6e12, fp64: 1.29e12}",
-    "context_bytes": 503316480,
-    "workspace_bytes": 8519680,
-    "source": "https://www.nvidia.com/...",
-}
 
 
 def _is_speed(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
-_SPEED = (_is_speed, "a number above 0, in bytes per second")
-_TEXT = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
-_BYTES = (lambda value: type(value) is int and value >= 0, "an integer of at least 0, in bytes")
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {  # of each field, and what its value has to be
-    "label": _TEXT,
-    "memory_bytes": (lambda value: type(value) is int and value >= 1, "an integer of at least 1, in bytes"),
-    "memory_bandwidth": _SPEED,
-    "host_bandwidth": _SPEED,
-    "flops": (lambda value: isinstance(value, dict), "a mapping"),
-    "context_bytes": _BYTES,
-    "workspace_bytes": _BYTES,
-    "source": _TEXT,
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_SPEED, _SIZE = "a number above 0, in bytes per second", "an integer of at least 0, in bytes"
+_FLOPS = "{bf16: 165.2e12, fp16: 165.2e12, tf32: 82.6e12, fp32: 82.6e12, fp64: 1.29e12}"
+FIELDS: dict[str, tuple[Callable[[Any], bool], str, object]] = {
+    "label": (_is_text, "a text", "NVIDIA GeForce RTX 4090"),
+    "memory_bytes": (lambda value: _is_size(value) and value > 0, "an integer of at least 1, in bytes", 25253904384),
+    "memory_bandwidth": (_is_speed, _SPEED, 1.008e12),
+    "host_bandwidth": (_is_speed, _SPEED, 2.5e10),
+    "flops": (lambda value: isinstance(value, dict), "a mapping", _FLOPS),
+    "context_bytes": (_is_size, _SIZE, 503316480),
+    "workspace_bytes": (_is_size, _SIZE, 8519680),
+    "source": (_is_text, "a text", "https://www.nvidia.com/..."),
 }
+"""Field of a device's file -> check of its value, the allowed values in words, an example."""
 FLOPS_REACHED, BANDWIDTH_REACHED = 0.70, 0.80  # shares of the peaks; set once, not fitted
-MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words without which a name is still understood
+MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words that a name may leave out
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,19 @@ class Device:
     """The figures of a device that a plan needs.
 
     Attributes:
-        name: of its file, ``cpu``, or made of the label where there is no file.
-        label: as ``torch.cuda.get_device_name`` has it.
-        memory_bytes: as ``torch.cuda.get_device_properties(0).total_memory`` has it, less than what is printed on it.
-        memory_bandwidth: bytes per second, at most.
-        host_bandwidth: bytes per second to the host or from it, as they can be had.
-        flops: floating-point operations per second, at most and dense, of bf16, fp16, tf32, fp32 and fp64; None where
-            the device has no such arithmetic.
+        name: stem of its file; ``cpu``, or made from the label, where it has no file.
+        label: the name that ``torch.cuda.get_device_name`` returns.
+        memory_bytes: ``total_memory`` of ``torch.cuda.get_device_properties(0)``, less than the advertised memory.
+        memory_bandwidth: peak bytes per second.
+        host_bandwidth: reached bytes per second to or from the host.
+        flops: peak dense floating-point operations per second for bf16, fp16, tf32, fp32 and fp64; None for a kind
+            that the device doesn't have.
         context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
-        workspace_bytes: cuBLAS' workspace, inside it.
-        source: where the figures are from.
+        workspace_bytes: cuBLAS' workspace, inside torch's allocator.
+        source: of the figures.
         flops_reached: share of each of ``flops`` that a matrix product reaches.
         bandwidth_reached: share of ``memory_bandwidth`` that a copy reaches.
-        calibrated: the day on which the shares, ``host_bandwidth`` and the constants were measured; None where not.
+        calibrated: date of the measurement of the shares, ``host_bandwidth`` and the constants; None without one.
     """
 
     name: str
@@ -93,7 +91,7 @@ class Device:
 
 
 def devices() -> list[str]:
-    """Return the names of the devices that can be planned for; `cpu` is this machine's."""
+    """Return the names of the devices that a plan can be for; `cpu` is this machine's."""
     return [*_files(), *([] if CPU in _files() else [CPU])]
 
 
@@ -101,7 +99,7 @@ def device(name: str, option: str = "device") -> Device:
     """Return a device by the name of its file or by that of the GPU: ``rtx-4090``, ``NVIDIA GeForce RTX 4090``.
 
     Raises:
-        PresetError: there is none of that name; or its file can't be read, or lacks a field.
+        PresetError: an unknown name, or a file that can't be read or lacks a field.
     """
     if isinstance(name, str) and (known := find(name)) is not None:
         return known
@@ -109,15 +107,15 @@ def device(name: str, option: str = "device") -> Device:
     close = nearest(wanted, [known for known in names if known.startswith(wanted)] or names)  # of an a100, not the h100
     raise PresetError(
         f"{option}={name!r}: no device of that name{close}there are {', '.join(names)}. "
-        f"For another one write conf/solo/device/<name>.yaml with {', '.join(EXAMPLES)}"
+        f"For another one write conf/solo/device/<name>.yaml with {', '.join(FIELDS)}"
     )
 
 
 def budget_bytes(given: str | int | float | None, option: str = "budget") -> int | None:
-    """Return the bytes of an option, None where it is not given.
+    """Return the bytes of an option; None stands for a missing option.
 
     Raises:
-        PresetError: it is no size such as ``16GiB``, nor a number of bytes of at least 1 MiB.
+        PresetError: neither a size such as ``16GiB`` nor at least 1 MiB in bytes.
     """
     try:
         return None if given is None else parse_budget(given)
@@ -139,7 +137,7 @@ def budget_on(on: Device, budget: int | None, given: str) -> int:
 
 
 def file_name(name: str) -> str:
-    """Return the name that a file for this device would have.
+    """Return the stem of a device's file.
 
     >>> file_name("NVIDIA GeForce RTX 4090"), file_name("rtx-4090")
     ('rtx_4090', 'rtx_4090')
@@ -161,7 +159,7 @@ def find(name: str) -> Device | None:
 
 
 def _files() -> dict[str, Path]:
-    """Return the file of every device by name; a user's own goes first."""
+    """Return the file of every device by name; a user's file replaces ours."""
     folders = [conf_folder() / "library" / "solo" / "device", (user_conf_folder() or Path()) / "solo" / "device"]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
@@ -175,25 +173,25 @@ def _key(name: str) -> str:
 
 
 def _cpu() -> Device:
-    """Return this machine's CPU; the speeds are guesses at a few cores of a desktop, alike for every precision."""
+    """Return this machine's CPU. Its speeds are guesses for a few desktop cores, the same for most precisions."""
     flops = {"bf16": 4e11, "fp16": 4e11, "tf32": None, "fp32": 4e11, "fp64": 2e11}
     source = "memory of this host; the speeds are guesses, good for the order of presets only"
     return Device(CPU, "CPU", host_memory()[0], 4e10, 4e10, flops, 0, 0, source)
 
 
 def _read(name: str, path: Path) -> Device:
-    """Return a file's device, each field checked."""
+    """Return the device in a file; check each field."""
     where = f"device {name!r}: {path}"
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise PresetError(f"{where} can't be read: {error}") from error
     if not isinstance(values, dict) or not values:
-        raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(EXAMPLES)}")
-    _check_names(values, tuple(EXAMPLES), where, "a device has")
-    for field, (is_right, expected) in CHECKS.items():
+        raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(FIELDS)}")
+    _check_names(values, tuple(FIELDS), where, "a device has")
+    for field, (is_right, expected, example) in FIELDS.items():
         if not is_right(values[field]):
-            raise PresetError(f"{where}: {field}={values[field]!r}: must be {expected}, such as {EXAMPLES[field]}")
+            raise PresetError(f"{where}: {field}={values[field]!r}: must be {expected}, such as {example}")
     flops = values["flops"]
     _check_names(flops, KINDS, where, "flops are those of", "flops.")
     for kind, speed in flops.items():
@@ -214,5 +212,5 @@ def _check_names(values: Mapping[Any, Any], fields: tuple[str, ...], where: str,
             )
     for field in fields:
         if field not in values:
-            example = EXAMPLES.get(field, "null, or a number such as 82.6e12")
+            example = FIELDS[field][2] if field in FIELDS else "null, or a number such as 82.6e12"
             raise PresetError(f"{where}: no {prefix}{field}; write {field}: {example}")

@@ -1,4 +1,4 @@
-"""Folders and files of presets: ours, those of other packages, and the user's `./conf`."""
+"""Folders and files of presets: ours, those of other packages, and those in the user's `./conf`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lightning_solo.presets.registry import leaves
 
 
 def conf_folder() -> Path:
-    """Return the folder of our configurations: inside an installed wheel, or beside the package in a checkout."""
+    """Return the folder of our configurations: in the package if it is installed, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
 
 def library_folders() -> list[Path]:
-    """Return the folders that hold a folder ``solo``: ours, then those that other packages' techniques bring."""
+    """Return the folders with presets: ours, then those of other packages."""
     return [conf_folder() / "library", *catalogue().folders]
 
 
 def user_conf_folder() -> Path | None:
-    """Return `./conf` of the working directory, if it holds presets or parts of the application; else None."""
+    """Return `./conf` of the working directory if it has presets or parts of the application, else None."""
     folder = Path.cwd() / "conf"
     groups = ("solo", "model", "data", "optimizer", "experiment")
     return folder if any((folder / group).is_dir() for group in groups) else None
 
 
 def preset_files() -> dict[str, Path]:
-    """Return the file of every preset by name; a user's own (`conf/solo/<name>.yaml`) goes first, as in Hydra."""
+    """Return the file of every preset by name; a user's file (`conf/solo/<name>.yaml`) replaces ours, as in Hydra."""
     folder = user_conf_folder()
     return {**_library_presets(), **({} if folder is None else _presets_in(folder))}
 
@@ -58,7 +58,7 @@ def _presets_in(folder: Path) -> dict[str, Path]:
 
 
 def names_in(text: str) -> str | list[str]:
-    """Return the list of names in a text such as ``[compact,checkpointing]``; a single name as it is.
+    """Return the names in a text such as ``[compact,checkpointing]``; return a single name unchanged.
 
     >>> names_in("[compact, checkpointing]"), names_in("bf16")
     (['compact', 'checkpointing'], 'bf16')
@@ -69,13 +69,13 @@ def names_in(text: str) -> str | list[str]:
 
 
 def describe(path: Path) -> str:
-    """Return the first line of a preset's file: its purpose and the device it needs."""
+    """Return the first line of a preset's file: its purpose and its device."""
     first = path.read_text(encoding="utf-8-sig").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def descriptions(preset: str | Sequence[str]) -> list[str]:
-    """Return the purpose of each of one or several presets."""
+    """Return the purpose of each preset."""
     files = preset_files()
     return [describe(files[name]) for name in ([preset] if isinstance(preset, str) else preset)]
 
@@ -84,7 +84,7 @@ def check_file(name: str) -> DictConfig:
     """Return the content of a preset's file.
 
     Raises:
-        PresetError: an unknown preset, or a file that is no mapping of fields; names the nearest one, or the line.
+        PresetError: an unknown preset, or a file that doesn't hold a mapping; names the nearest preset, or the line.
     """
     files = preset_files()
     if name not in files:
@@ -103,9 +103,9 @@ def check_file(name: str) -> DictConfig:
 
 
 def written_fields(name: str) -> dict[str, Any]:
-    """Return the value of each option that a preset's file sets, with those of presets that it inherits, by its path.
+    """Return path -> value of each option that a preset's file sets, itself or by a preset in its defaults list.
 
-    A technique that the defaults list chooses sets all its settings.
+    A technique in the defaults list sets all its settings.
 
     >>> written_fields("bf16"), written_fields("checkpointing")["callback.memory_logger.every_n_steps"]
     ({'precision': 'bf16-mixed'}, 50)
@@ -127,7 +127,7 @@ def written_fields(name: str) -> dict[str, Any]:
 
 
 def _settings_of(group: str, word: Any) -> dict[str, Any]:
-    """Return the default of each setting of a chosen technique by its path; a user's own part has none."""
+    """Return path -> default of each setting of a technique; empty for a user's file."""
     card = catalogue().cards.get(word)
     if card is None or card.group != group:
         return {}
@@ -137,7 +137,7 @@ def _settings_of(group: str, word: Any) -> dict[str, Any]:
 
 
 def _other_form(name: str) -> str:
-    """Return what to write instead of a list in a text, or of a technique's name."""
+    """Return the remedy for a list in a text, and for a technique's name."""
     if "," in name:
         names = [each.strip() for each in name.strip("[]").split(",")]
         return f"; several are a list: write {names}"
@@ -148,10 +148,10 @@ def _other_form(name: str) -> str:
 
 
 def check_choice(group: str, value: object) -> None:
-    """Refuse a callback or strategy for which there is neither a technique nor a file of the user's.
+    """Refuse a callback or strategy that is neither a technique nor a file of the user.
 
     Raises:
-        PresetError: names the nearest one and what there is.
+        PresetError: names the nearest choice, and all choices.
     """
     if group == "strategy" and (message := refusal(value)):
         raise PresetError(message)

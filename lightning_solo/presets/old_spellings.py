@@ -1,4 +1,4 @@
-"""Names of earlier versions: refused with what to write instead, and read in the folders of old runs."""
+"""Names of earlier versions: new commands that use them are refused with a remedy, old runs are still read."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import Any
 
 from lightning_solo.errors import PresetError
 
-_OFFLOADING = "write compact_host, which keeps states on the host too, or zero_offload"
-PRESETS = {  # name -> remedy
-    "super_offload": _OFFLOADING,
-    "zenflow": _OFFLOADING,
-}
+PRESETS = dict.fromkeys(
+    ("super_offload", "zenflow"), "write compact_host, which keeps states on the host too, or zero_offload"
+)  # name -> remedy
 
 
 def refuse_old_preset(name: str) -> None:
-    """Refuse a preset that an earlier version had; do nothing for other names.
+    """Refuse a preset of an earlier version.
 
     Raises:
-        PresetError: names what to write instead.
+        PresetError: names its replacement.
     """
     if name in PRESETS:
-        raise PresetError(f"preset {name!r} is of an earlier version; {PRESETS[name]}")
+        raise PresetError(f"preset {name!r} was removed; {PRESETS[name]}")
 
 
 _STATES = ("master_bits", "moment_bits", "state_budget", "checkpoint_weights", "back_end")
@@ -31,7 +29,7 @@ _CALLBACKS = "compact is no strategy any more, but two callbacks"
 
 
 def refusal(name: object) -> str | None:
-    """Return the message for the name of the strategy, or of its class; None for any other name."""
+    """Return the message for the old strategy's name or class; None for any other name."""
     if name == "compact":
         return (
             f"strategy='compact': {_CALLBACKS}; write the preset compact, or"
@@ -45,7 +43,7 @@ def refusal(name: object) -> str | None:
 
 
 def refusal_of_strategy(node: object) -> str | None:
-    """Return the message for a ``strategy`` of a configuration that is written as in 0.2.0; None for any other."""
+    """Return the message for the old strategy in a configuration; None for any other strategy."""
     if not isinstance(node, Mapping):
         return None
     if str(node.get("_target_", "")).endswith(f".{_CLASS}"):
@@ -65,7 +63,7 @@ def refusal_of_strategy(node: object) -> str | None:
 
 
 def callbacks_of(strategy: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the callbacks, with their settings, that do what the strategy of 0.2.0 did."""
+    """Return the callbacks, with their settings, that replace the strategy of 0.2.0."""
     callbacks = {"compact_states": {name: strategy[name] for name in _STATES if name in strategy}}
     if strategy.get("release_gradients", True):
         callbacks["gradient_release"] = {"buffer": strategy.get("gradient_buffer", "device")}
@@ -73,7 +71,7 @@ def callbacks_of(strategy: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def updated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a preset that 0.2.0 saved in a run's folder, as they are written now."""
+    """Return a preset's fields, saved by 0.2.0 in a run's folder, in today's form."""
     strategy = fields.get("strategy") or {}
     if strategy.get("name") != "compact":
         return dict(fields)
@@ -81,5 +79,5 @@ def updated(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Return a value as an override has it."""
+    """Return a value in the syntax of overrides."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,6 @@
-"""Overrides of a preset: parsed and checked by their names before Hydra runs, applied to what it composed.
+"""Overrides of a preset: checked by name before Hydra composes, applied to the composed fields.
 
-An override is Hydra's, with Lightning's names of fields and without a prefix: `precision=32-true`,
+An override has Hydra's syntax, Lightning's names of fields and no prefix: `precision=32-true`,
 `callback.memory_logger.every_n_steps=10`, `+callback=throughput` (adds one), `~callback.memory_logger` (removes one).
 """
 
@@ -24,10 +24,10 @@ MISSING: Any = object()
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
-    """Return Hydra's reading of overrides of a preset.
+    """Parse and check overrides of a preset.
 
     Raises:
-        PresetError: not of the form field=value; an unknown field, callback or strategy; a sweep; one key twice.
+        PresetError: not of the form field=value; an unknown field, callback or strategy; a sweep; a repeated key.
     """
     if isinstance(texts, (str, Mapping)):
         raise PresetError(f"overrides={texts!r}: must be a list of strings, such as ['precision=32-true']")
@@ -39,10 +39,10 @@ def parse_overrides(texts: Sequence[str]) -> tuple[Override, ...]:
 
 
 def parse_override(text: str) -> Override:
-    """Return Hydra's reading of one override.
+    """Parse one override.
 
     Raises:
-        PresetError: it is not of the form key=value.
+        PresetError: not of the form key=value.
     """
     try:
         return OverridesParser.create().parse_override(text)
@@ -72,12 +72,12 @@ def _check(override: Override) -> None:
 
 
 def is_choice(override: Override) -> bool:
-    """Return whether an override chooses a callback or strategy by name, which Hydra composes."""
+    """Return whether an override chooses a callback or strategy by name; Hydra applies such an override."""
     return override.key_or_group in GROUPS and not override.is_delete()
 
 
 def refuse_twice(overrides: Sequence[Override]) -> None:
-    """Refuse two overrides of one key, of which Hydra would silently take the last.
+    """Refuse two overrides of the same key; Hydra would silently use the last.
 
     Raises:
         PresetError: names both.
@@ -93,16 +93,16 @@ def refuse_twice(overrides: Sequence[Override]) -> None:
 
 
 def marks_of(override: Override) -> str:
-    """Return the marks in front of an override's key: ``+``, ``++``, ``~`` or none."""
+    """Return the marks before an override's key: ``+``, ``++``, ``~`` or none."""
     line = str(override.input_line)
     return line[: len(line) - len(line.lstrip("+~"))]
 
 
 def apply_override(fields: DictConfig, override: Override) -> None:
-    """Change the fields of a preset as an override says.
+    """Apply an override to the fields of a preset.
 
     Raises:
-        PresetError: it adds what is there, or changes or removes what isn't.
+        PresetError: the override adds an existing field, or changes or removes a missing one.
     """
     text, path = str(override.input_line), override.key_or_group.split(".")
     if override.is_delete():
@@ -118,7 +118,7 @@ def apply_override(fields: DictConfig, override: Override) -> None:
 
 
 def _require(node: Any, path: Sequence[str], text: str) -> Any:
-    """Return the container that holds the last key of a path."""
+    """Return the container with the last key of a path."""
     for depth, key in enumerate(path):
         if not isinstance(node, DictConfig) or key not in node or node[key] == {}:
             names = list(map(str, node)) if isinstance(node, DictConfig) else []
@@ -131,9 +131,9 @@ def _require(node: Any, path: Sequence[str], text: str) -> Any:
 
 
 def _refuse_absent(fields: DictConfig, text: str, path: Sequence[str]) -> None:
-    """Refuse to change a callback that the preset doesn't have; a missing setting of one has its default."""
+    """Refuse to change a callback that the preset doesn't have; an unset setting of its callbacks may be changed."""
     if path[0] == "auto" and not fields.get("auto"):
-        raise PresetError(f"{text!r}: only the preset auto chooses among others; choose it, or drop {path[0]}")
+        raise PresetError(f"{text!r}: only the preset auto has settings of auto; choose it, or drop {path[0]}")
     if path[0] == "callback" and path[1] not in (chosen := fields.get("callback") or {}):
         if path[2:] != ["_target_"]:
             card_of("callback", path[1], f"callback.{path[1]}")

@@ -1,4 +1,4 @@
-"""From plain fields to a `Configuration`: the one check of a preset, before torch is imported."""
+"""From plain fields to a checked `Configuration`, before torch is imported."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ PRECISIONS = {
     "transformer-engine": "transformer-engine",
     "transformer-engine-float16": "transformer-engine-float16",
 }
-"""What Lightning accepts -> the long form of it."""
+"""Name of a precision that Lightning accepts -> its long form."""
 
 
 @dataclass
 class PresetSchema:
     """The fields of a preset for Hydra's composition.
 
-    A field that a preset leaves out is missing in Hydra's sense. In a list of presets it keeps the value of an earlier
-    one, which None would replace.
+    A field that a preset doesn't set is `MISSING`, not None: in a list of presets it keeps an earlier preset's value.
     """
 
     precision: Optional[str] = MISSING  # noqa: UP045
@@ -52,18 +51,18 @@ class PresetSchema:
 
 FIELDS = tuple(f.name for f in fields(PresetSchema))
 UNSET = ("precision", "accumulate_grad_batches")
-"""Fields that are missing, in Hydra's sense, until a preset sets them."""
+"""Fields that are `MISSING` until a preset sets them."""
 
 
 def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> Configuration:
-    """Return the configuration that plain fields describe; everything is checked here, and nowhere else.
+    """Return the configuration of plain fields. All checks of a preset happen here.
 
     Args:
-        given: the fields of a preset, plain containers only (no interpolations left).
+        given: the fields of a preset in plain containers, without interpolations.
         allow: prefixes of ``_target_`` that the user trusts.
 
     Raises:
-        PresetError: an unknown field, argument or name, a wrong type, an impossible value, a target not allowed.
+        PresetError: an unknown field, argument or name, a wrong type, an impossible value, a forbidden target.
         ConflictError: two choices that cannot be combined.
     """
     if isinstance(allow, str) or not all(isinstance(prefix, str) and prefix for prefix in allow):
@@ -98,7 +97,7 @@ def _nodes(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _part(node: object, option: str, allow: Sequence[str]) -> Chosen | Target:
-    """Return the technique or the target that a node describes."""
+    """Return the technique or target of a node."""
     kind = option.split(".")[0]
     if kind == "strategy" and (message := old_spellings.refusal_of_strategy(node)):
         raise PresetError(message)
@@ -127,16 +126,16 @@ def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, 
 
 
 def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequence[str] = ()) -> None:
-    """Check a ``model``, ``data`` or ``optimizer`` node; None and ``{}`` stand for none.
+    """Check a ``model``, ``data`` or ``optimizer`` node.
 
     Args:
-        kind: of node.
-        node: the arguments beside ``name`` or ``_target_``.
+        kind: ``"model"``, ``"data"`` or ``"optimizer"``.
+        node: ``name`` or ``_target_``, and arguments; None and ``{}`` stand for no object.
         allow: prefixes of ``_target_`` that the user trusts.
-        given: arguments that the caller adds.
+        given: names of arguments that the caller adds.
 
     Raises:
-        PresetError: an unknown or missing argument or name, a wrong type, a target not allowed.
+        PresetError: an unknown or missing argument or name, a wrong type, a forbidden target.
     """
     if not node:
         return
@@ -147,7 +146,7 @@ def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequ
 
 
 def unknown_field(name: str, value: object) -> str:
-    """Return the message for an unknown field of a preset: its likely meaning, and what to write."""
+    """Return the message for an unknown field of a preset, with the likely meaning and what to write."""
     if name in ("devices", "num_nodes"):
         return (
             f"{name}={value!r}: lightning-solo trains on one device, devices=1; "
@@ -186,7 +185,7 @@ def _factor(value: object) -> int | None:
 
 
 AUTO_EXAMPLES = {"device": "rtx-4090", "budget": "16GiB", "accept_tight": "true", "presets": "[bf16,checkpointing]"}
-"""The fields of the preset `auto`, and a value of each."""
+"""Field of the preset `auto` -> an example of its value."""
 
 
 def _auto(given: object) -> AutoSettings | None:

@@ -1,7 +1,7 @@
-"""The names that a configuration may turn into objects; everything else is refused.
+"""The names that a configuration may turn into objects.
 
-A node of a configuration becomes an object by ``name``, of a technique's card or of the classes below; or by
-``_target_: some.path``, where the user allowed that path's prefix.
+A node of a configuration becomes an object by the ``name`` of a technique or of a class below, or by
+``_target_: some.path`` if the user allowed a prefix of that path. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def target_of(kind: str, name: object, option: str) -> str:
     """Return the ``"module:Class"`` of a name.
 
     Raises:
-        PresetError: there is none of that name; ``option`` is the path that the message names.
+        PresetError: an unknown name; the message starts with ``option``, the path of the name.
     """
     names = NAMES[kind]
     if not isinstance(name, str) or name not in names:
@@ -32,7 +32,7 @@ def target_of(kind: str, name: object, option: str) -> str:
 
 
 def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield each value at any depth of a plain configuration, with its path; without ``of_lists`` lists are values.
+    """Yield (path, value) of each value in a plain configuration; with ``of_lists=False`` a list is one value.
 
     >>> list(leaves({"a": {"b": [1, 2]}})), list(leaves({"a": {"b": [1, 2]}}, of_lists=False))
     ([('a.b[0]', 1), ('a.b[1]', 2)], [('a.b', [1, 2])])

@@ -1,4 +1,4 @@
-"""Constructor arguments of models, data and optimizers, read from source, since importing them takes seconds."""
+"""Constructor arguments of models, data and optimizers, read from source because importing them takes seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_solo.cards.arguments import REQUIRED, Foreign, Parameter
@@ -16,7 +15,7 @@ from lightning_solo.cards.catalogue import module_file
 
 
 class _Names(dict[str, Any]):
-    """The names an annotation may use; every other one is `Foreign`."""
+    """The names that an annotation may use; any other name is `Foreign`."""
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
@@ -32,7 +31,9 @@ _NAMES.update(Mapping=Mapping, Sequence=Sequence)
 def parameters(target: str) -> dict[str, Parameter]:
     """Return the constructor arguments of ``"module:Class"`` in order, without importing the module."""
     module, _, name = target.partition(":")
-    tree = ast.parse(_source(module).read_text(encoding="utf-8"))
+    file = module_file(module)
+    assert file is not None, f"the registry names a missing module: {module}"
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     init = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
     arguments = init.args.args[1:] + init.args.kwonlyargs
@@ -48,16 +49,10 @@ def parameters(target: str) -> dict[str, Parameter]:
 
 
 def _literal(node: ast.expr, tree: ast.Module) -> Any:
-    """Return the value of a default: a literal, or the name of a constant of the same module."""
+    """Return the value of a default, a literal or the name of a constant in the same module."""
     if isinstance(node, ast.Name):
         node = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == node.id)
     return ast.literal_eval(node)
-
-
-def _source(module: str) -> Path:
-    path = module_file(module)
-    assert path is not None, f"the registry names a missing module: {module}"
-    return path
 
 
 def _evaluate(annotation: ast.expr) -> Any:
@@ -68,7 +63,7 @@ def _evaluate(annotation: ast.expr) -> Any:
 
 
 def parameters_of_class(cls: Callable[..., Any]) -> dict[str, Parameter] | None:
-    """Return the constructor arguments of an imported class, or None where it takes any (``**kwargs``)."""
+    """Return the constructor arguments of a class, or None if it takes ``**kwargs``."""
     signature = inspect.signature(cls)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
         return None

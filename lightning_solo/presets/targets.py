@@ -1,4 +1,4 @@
-"""Nodes with a ``_target_``: which are allowed, and the objects that they describe."""
+"""Nodes with a ``_target_``: the check that they are allowed, and their objects."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.signature import parameters_of_class
 
-_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # Hydra's words in a node
+_SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # keys with a meaning for Hydra
 
 
 def is_allowed(path: str, allow: Sequence[str]) -> bool:
-    """Return whether ``path`` is one of the prefixes in ``allow`` or below one.
+    """Return whether a prefix in ``allow`` is ``path`` or one of its parents.
 
     >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
     (True, False)
@@ -24,7 +24,7 @@ def is_allowed(path: str, allow: Sequence[str]) -> bool:
 
 
 def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
-    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, at any depth, lists included."""
+    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, including those in lists."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             if key == "_target_":
@@ -37,7 +37,7 @@ def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
 
 
 def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
-    """Refuse every ``_target_`` outside the prefixes in ``allow``, before anything is imported.
+    """Refuse every ``_target_`` outside the prefixes in ``allow``; import nothing.
 
     Raises:
         PresetError: a target is not a string, or outside ``allow``.
@@ -53,9 +53,9 @@ def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None
 
 
 def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
-    """Return what a plain, checked tree describes: Hydra's `_target_`, `_args_` and `_partial_`, nothing resolved anew.
+    """Return the object of a plain, checked node with Hydra's `_target_`, `_args_` and `_partial_`.
 
-    Not `hydra.utils.instantiate`: it resolves interpolations once more, which could make a target after our check.
+    `hydra.utils.instantiate` would resolve interpolations again, which could make a new target after our check.
     """
     if isinstance(node, (list, tuple)):
         return [instantiate(value, f"{option}[{index}]", allow) for index, value in enumerate(node)]
@@ -79,7 +79,7 @@ def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
 
 
 def _allowed(target: str, option: str, allow: Sequence[str]) -> Any:
-    """Return the object at a path; refuse ``my_project.os.system``: below an allowed name, but defined elsewhere."""
+    """Return the object at a path; refuse one that is defined elsewhere, such as ``my_project.os.system``."""
     thing = _locate(target, option)
     home = f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', '')}"
     if not callable(thing) or not is_allowed(home, allow):
@@ -98,7 +98,7 @@ def _locate(target: str, option: str) -> Any:
             thing: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
-                raise  # the user's module exists, but one that it imports doesn't
+                raise  # the user's module exists, but a module that it imports doesn't
             continue
         for name in parts[depth:]:
             if not hasattr(thing, name):
@@ -113,7 +113,7 @@ def _locate(target: str, option: str) -> Any:
 
 
 def _instead(name: str, thing: Any, package: str) -> str:
-    """Return the nearest name, and the names of the package's classes and functions in a module or class."""
+    """Return the nearest name, and the names of the package's own classes and functions in a module or class."""
     names = [
         own
         for own, value in getattr(thing, "__dict__", {}).items()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_solo.planner.plan import Plan
+from tests.cli.commands import call
 
-ROOT = Path(__file__).parents[2]
 PROJECT = """
 import lightning as L
 import torch
@@ -41,24 +38,11 @@ ASKED = ["model=custom", "model._target_=their_project.Theirs", "allow=[their_pr
 AUTO = ["solo=auto", "solo.auto.device=rtx-4090", "solo.auto.presets=[bf16]", "+trainer.accelerator=cpu"]
 
 
-def trained(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_solo.cli", "train", *ASKED, *AUTO, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.long
 def test_a_run_and_the_one_that_goes_on_check_the_plan(tmp_path: Path) -> None:
     (tmp_path / "their_project.py").write_text(PROJECT)
-    out = trained(tmp_path, "trainer.max_steps=2")
+    out = call(tmp_path, "train", *ASKED, *AUTO, "trainer.max_steps=2")
     plan = Plan.from_dict(json.loads((tmp_path / "runs" / "first" / "auto.json").read_text()))
     said = f"checks: [('bf16', 'rtx_4090', {plan.peak_bytes})]"
     assert said in out
-    assert said in trained(tmp_path, "trainer.max_steps=4", "resume=auto")
+    assert said in call(tmp_path, "train", *ASKED, *AUTO, "trainer.max_steps=4", "resume=auto")

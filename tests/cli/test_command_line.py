@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +15,9 @@ from lightning_solo.cli.command_line import (
     compose_application,
 )
 from lightning_solo.errors import ConflictError, PresetError
+from tests.cli.commands import call
 from tests.conftest import long
 from tests.messages import mentions, nearest
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -196,18 +193,12 @@ def test_run_name_that_is_no_file_name_is_refused(name: object) -> None:
     ],
 )
 def test_commands(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_solo.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "COLUMNS": "200", "HOME": str(tmp_path)},
-    )
-    assert done.returncode == code, done.stderr
-    assert words in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    output = call(tmp_path, *arguments, code=code)
+    assert words in output
+    assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("command", ["show", "presets", "doctor"])
+@pytest.mark.parametrize("command", ["show", "presets", "doctor", "report"])
 def test_help_of_a_command_without_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

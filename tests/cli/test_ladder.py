@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,9 +21,9 @@ from lightning_solo.ladder.rungs import techniques
 from lightning_solo.presets.compose import compose
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.units import format_bytes
+from tests.cli.commands import call, command, environment
 from tests.messages import lines_with, mentions, nearest
 
-ROOT = Path(__file__).parents[2]
 PROJECT = """
 from pathlib import Path
 import lightning as L
@@ -69,22 +67,6 @@ class WithoutLoader(L.LightningModule):
 MODULE = ["model=custom", "model._target_=their_project.Theirs", "allow=[their_project]"]
 LADDER = [*MODULE, "+model.batch_size=8", "--steps", "4"]
 RUNGS = {"baseline", "bf16", "checkpointing", "accumulation", "bf16+checkpointing", "bf16+checkpointing+accumulation"}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "lightning_solo.cli", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-
-
-def call(folder: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout + done.stderr
 
 
 def starts(folder: Path) -> Counter[str]:
@@ -203,8 +185,8 @@ def test_a_module_without_blocks_is_a_row_with_the_reason(folder: Path) -> None:
 BAD = {
     "--steps=0": ["--steps 0:", "at least 1", "--steps 25"],
     "--steps=many": ["--steps many:", "at least 1"],
-    "--until=16GB": ["--until '16GB':", "B, KiB, MiB, GiB, TiB", "16GiB"],
-    "--until=-1GiB": ["--until '-1GiB':", "16GiB"],
+    "--until=16GB": ["--until='16GB':", "B, KiB, MiB, GiB, TiB", "16GiB"],
+    "--until=-1GiB": ["--until='-1GiB':", "16GiB"],
     "--techniques=bf61": ["'bf61'", nearest("bf16"), "bf16, checkpointing"],
     "-m": [": -m;", "lightning-solo train", "--steps", "--until"],
     "solo=checkpointing": ["solo=checkpointing:", "baseline", "drop it"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -33,9 +32,9 @@ from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture
 from lightning_solo.units import GiB
+from tests.cli.commands import command, environment
 from tests.messages import lines_with, mentions, nearest
 
-ROOT = Path(__file__).parents[2]
 PROJECT = """
 import lightning as L
 import torch
@@ -89,10 +88,6 @@ SAMPLE = Plan(
     largest_micro_batch=20,
     assumptions=("a", "b"),
 )
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def called(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
@@ -196,7 +191,7 @@ def test_without_a_gpu_and_without_a_device_it_is_the_cpu(capsys: pytest.Capture
 @pytest.mark.long
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_solo.cli", "plan", "model=byte_gpt_7b", *CARD],
+        command("plan", "model=byte_gpt_7b", *CARD),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -346,9 +341,9 @@ def test_assumptions_once_each_and_the_command_has_the_micro_batch() -> None:
 # --- what is refused, and how ---
 
 BAD = {
-    "--budget=0": ["--budget '0':", "B, KiB, MiB, GiB, TiB", "16GiB"],
-    "--budget=-1": ["--budget '-1':", "16GiB"],
-    "--budget=16 gigs": ["--budget '16 gigs':", "16GiB"],
+    "--budget=0": ["--budget='0':", "B, KiB, MiB, GiB, TiB", "16GiB"],
+    "--budget=-1": ["--budget='-1':", "16GiB"],
+    "--budget=16 gigs": ["--budget='16 gigs':", "16GiB"],
     "--device=rtx-4091": ["device='rtx-4091':", nearest("rtx_4090"), "a100_80gb"],
     "--device=rtx-4090 --budget=64GiB": ["--budget 64GiB:", "NVIDIA GeForce RTX 4090", "23.52 GiB"],
     "--micro-batch=0": ["--micro-batch 0:", "at least 1"],
@@ -356,7 +351,7 @@ BAD = {
     "--presets=bf61": ["--presets bf61:", nearest("bf16"), "accumulation, baseline"],
     "--presets=": ["--presets :", "''"],
     "--presets=auto": ["--presets auto:"],
-    "--host-memory=64": ["--host-memory '64':", "16GiB"],
+    "--host-memory=64": ["--host-memory='64':", "16GiB"],
     "--calibrate --device=t4 solo=bf16": ["--calibrate and --device=t4 solo=bf16:"],
     "solo=bf61": ["solo=bf61:", nearest("bf16")],
     "solo=bf16 --presets=fp16": ["solo=bf16 and --presets fp16:", "keep one"],
@@ -385,7 +380,7 @@ def test_bad_command_lines(line: str) -> None:
 def test_a_refusal_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = called(capsys, "--budget", "16 gigs", "--json", code=2)
     assert out == ""
-    assert err.startswith("lightning-solo: --budget '16 gigs'")
+    assert err.startswith("lightning-solo: --budget='16 gigs'")
 
 
 def test_what_fails_for_all_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

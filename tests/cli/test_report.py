@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_solo.cli import COMMANDS, main
+from lightning_solo.cli import main
+from tests.cli.commands import environment
 from tests.cli.test_plan import WATCHED
 from tests.messages import lines_with
 from tests.report.folders import make_run
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_it_prints_where_everything_is_and_imports_no_torch(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first")
     (run / "csv" / "memory.csv").write_text("a\n1\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-c", WATCHED, "report", "first"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert printed[0] == f"report: {Path('first/report.html')}"
@@ -51,11 +48,3 @@ def test_refused_in_words_with_exit_2(
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == []
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["report", "--help"])
-    assert caught.value.code == 0
-    assert "lightning-solo report RUN" in capsys.readouterr().out
-    assert "report" in COMMANDS

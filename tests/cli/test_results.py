@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from lightning_solo.errors import NothingToDoError
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import BEGUN
 from lightning_solo.sweeps.results import line_of
+from tests.cli.commands import command, environment
 from tests.messages import lines_with
 from tests.report.folders import make_row, make_sweep
 
-ROOT = Path(__file__).parents[2]
 OVERRIDES = ("model.width=8", "optimizer.lr=0.0008311303692128172", "optimizer.betas=[0.9,0.999]")
 
 
@@ -127,9 +126,8 @@ def test_a_job_in_its_second_attempt_is_not_shown_by_the_row_of_its_first(
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
     make_sweep(tmp_path, [make_row(n, detail="x" * 1000) for n in range(200)])  # more than a pipe holds
-    command = [sys.executable, "-m", "lightning_solo.cli", "results", str(tmp_path), "--csv", "-"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    arguments = command("results", str(tmp_path), "--csv", "-")
+    with subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith(b"job,overrides,")

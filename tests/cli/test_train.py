@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,39 +21,14 @@ from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts, csv_logger, first_batch
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import compose
+from tests.cli.commands import call, environment, signalled
 from tests.messages import lines_with, mentions, nearest
 
-ROOT = Path(__file__).parents[2]
 QUICK = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=2"]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "lightning_solo.cli", "train", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-
-
 def train(folder: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def command_output(folder: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_solo.cli", *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return call(folder, "train", *arguments, code=code)
 
 
 def steps_of(folder: Path) -> int:
@@ -133,10 +105,11 @@ def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
         build_parts(checked({}))
 
     embedded = {"name": "stdlib_text", "context": 8}
-    assert (
-        build_parts(checked({**embedded, "batch_size": 16}, "Loading"))[1] is None
-    )  # as `data/stdlib_text.yaml` has it
-    remedies = mentions("data.batch_size=8", "Loading", "train_dataloader", "drop it", "+model.images_per_batch=8")
+    default = {**embedded, "batch_size": 16}  # of `data/stdlib_text.yaml`
+    assert build_parts(checked(default, "Loading"))[1] is None
+    remedies = mentions(
+        "data.batch_size=8", "Loading", "train_dataloader", "drop data.batch_size", "+model.images_per_batch=8"
+    )
     with pytest.raises(PresetError, match=remedies):
         build_parts(checked({**embedded, "batch_size": 8}, "Loading"))
     with pytest.raises(PresetError, match=remedies):  # as a plan asks
@@ -215,26 +188,8 @@ def test_ctrl_c_saves_and_the_run_goes_on(sent: signal.Signals, status: int, tmp
     presets = "solo=[bf16,accumulation]"
     arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", presets]
     metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
-    deadline = time.monotonic() + 500
-    with subprocess.Popen(
-        command(*arguments),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-    ) as process:
-        try:
-            while not metrics.exists():  # written with the first hundred logged steps
-                assert process.poll() is None, process.communicate()[0]
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
-            process.send_signal(sent)
-            output, _ = process.communicate(timeout=500)
-        finally:
-            process.kill()
-    assert process.returncode == status, output
+    ended, output = signalled(tmp_path, "train", *arguments, sent=sent, ready=metrics.exists)
+    assert ended == status, output
     assert "Traceback" not in output
     saved = steps_of(tmp_path / "runs" / "first")
     assert saved > 0
@@ -258,38 +213,22 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert output.count(": finished") == 4
     again = train(tmp_path, *small, "-m", "run=sweep", "solo=baseline,bf16", "model.width=32,64")
     assert len(lines_with(again, "finished", "earlier")) == 4
-    shown = command_output(tmp_path, "results", "runs/sweep", "--csv", "-")
+    shown = call(tmp_path, "results", "runs/sweep", "--csv", "-")
     rows = list(csv.DictReader(shown.splitlines()))
     assert [(row["job"], row["status"], row["steps"]) for row in rows] == [(str(n), "finished", "2") for n in range(4)]
     assert all(float(row["loss"]) == float(row["train/loss"]) for row in rows)
-    assert "best in loss" in command_output(tmp_path, "results", "runs/sweep", "--sort", "loss")
-    assert "there are runs/sweep" in command_output(tmp_path, "results", "runs", code=2)
-    assert nearest("loss") in command_output(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
+    assert "best in loss" in call(tmp_path, "results", "runs/sweep", "--sort", "loss")
+    assert "there are runs/sweep" in call(tmp_path, "results", "runs", code=2)
+    assert nearest("loss") in call(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
 
 
 @pytest.mark.long
 def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     arguments = [*QUICK, "-m", "run=sweep", "trainer.max_steps=800", "trainer.val_check_interval=800", "solo=bf16"]
     folder = tmp_path / "runs" / "sweep" / "0"
-    deadline = time.monotonic() + 500
-    with subprocess.Popen(
-        command(*arguments),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            while not (folder / "csv" / "metrics.csv").exists():
-                assert process.poll() is None, process.communicate()[0]
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            process.send_signal(signal.SIGTERM)
-            output, _ = process.communicate(timeout=500)
-        finally:
-            process.kill()
-    assert process.returncode == 130, output
+    metrics = folder / "csv" / "metrics.csv"
+    ended, output = signalled(tmp_path, "train", *arguments, sent=signal.SIGTERM, ready=metrics.exists)
+    assert ended == 130, output
     saved = steps_of(folder)
     assert 0 < saved < 800
     train(tmp_path, *arguments)
@@ -342,7 +281,7 @@ def test_a_module_of_ones_own_as_in_help(tmp_path: Path) -> None:
     (tmp_path / "my_module_here.py").write_text(MINE)
     own = ["model=custom", "model._target_=my_module_here.MyModule", "allow=[my_module_here]"]
     output = train(tmp_path, *own, "run=plain", "trainer.max_steps=2")
-    assert "data: MyModule's own train_dataloader" in output
+    assert "data: MyModule's train_dataloader" in output
 
 
 def test_hydra_composes_once_for_a_run(tmp_path: Path) -> None:
