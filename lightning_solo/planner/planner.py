@@ -19,7 +19,7 @@ from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
-from lightning_solo.planner.timeline import COMPUTE, Span, condensed
+from lightning_solo.planner.timeline import COMPUTE, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
 from lightning_solo.planner.traces import ScalableTrace, scalable_trace
 
@@ -76,29 +76,21 @@ class Planner:
             size = min(size, largest or size)
             arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
         planned = self._at(size, arranged, scalable)
-        peak, breakdown = self._peak(planned)
-        needed = self._needed(planned)
-        seconds, flops, moved, timeline = self._cost(planned, arranged)
+        memory = self._memory(planned)
         return Plan(
             preset=name,
             device=self.device.name,
             micro_batch=size,
-            peak_bytes=peak,
-            breakdown=breakdown,
             phases=_phase_peaks(planned),
-            needed_bytes=needed,
-            reserved_bytes=self._reserved(planned, needed),
             budget_bytes=self.budget,
-            verdict=verdict_of(needed, self.budget),
+            verdict=verdict_of(memory["needed_bytes"], self.budget),
             host_bytes=planned.host_bytes,
-            seconds_per_step=seconds,
-            flops=flops,
-            bytes_moved=moved,
             largest_micro_batch=largest,
             assumptions=tuple(dict.fromkeys(assumptions)),
             traced=scalable.how,
             accumulation=arranged.accumulation,
-            timeline=tuple(timeline),
+            **memory,
+            **self._cost(planned, arranged),
         )
 
     def check_module(self, precisions: Iterable[str | None]) -> None:
@@ -146,29 +138,20 @@ class Planner:
 
     # --- memory ---
 
-    def _peak(self, trace: Trace) -> tuple[int, dict[str, int]]:
-        exact, where = trace.log.peak()
+    def _memory(self, trace: Trace) -> dict[str, Any]:
+        """Return the device memory of a trace, by attribute of `Plan`."""
+        peak, where = trace.log.peak()
         breakdown = trace.log.breakdown(where)
-        if not self._cuda:
-            return exact, breakdown
-        peak = peak_allocated(trace.log, self.device.workspace_bytes)
-        rounding = peak - exact - self.device.workspace_bytes
-        return peak, {**breakdown, "workspace": self.device.workspace_bytes, "rounding": rounding}
-
-    def _needed(self, trace: Trace) -> int:
-        if not self._cuda:
-            return trace.log.peak()[0]
-        return smallest_capacity(trace.log, self.device.workspace_bytes) + self.device.context_bytes
-
-    def _reserved(self, trace: Trace, needed: int) -> int:
-        """Return the memory that the device will show; for a plan that doesn't fit, on a large enough device."""
-        if not self._cuda:
-            return needed
-        workspace, context = self.device.workspace_bytes, self.device.context_bytes
-        reserved = replay(trace.log, None, workspace).peak_reserved
-        if needed <= self.budget < reserved + context:  # unused segments are released in time
-            reserved = replay(trace.log, self.budget - context, workspace).peak_reserved
-        return reserved + context
+        needed = reserved = peak
+        if self._cuda:
+            workspace, context = self.device.workspace_bytes, self.device.context_bytes
+            exact, peak = peak, peak_allocated(trace.log, workspace)
+            breakdown |= {"workspace": workspace, "rounding": peak - exact - workspace}
+            needed = smallest_capacity(trace.log, workspace) + context
+            reserved = replay(trace.log, None, workspace).peak_reserved + context
+            if needed <= self.budget < reserved:  # unused segments are released in time
+                reserved = replay(trace.log, self.budget - context, workspace).peak_reserved + context
+        return {"peak_bytes": peak, "breakdown": breakdown, "needed_bytes": needed, "reserved_bytes": reserved}
 
     def _fits_at(self, trace: Trace) -> bool:
         room = int(self.budget / (1 + TIGHT))
@@ -192,8 +175,8 @@ class Planner:
 
     # --- time ---
 
-    def _cost(self, trace: Trace, arranged: Arrangement) -> tuple[float, int, int, list[Span]]:
-        """Return (seconds, FLOPs, bytes moved, schedule) of the last optimizer step with all its micro-batches."""
+    def _cost(self, trace: Trace, arranged: Arrangement) -> dict[str, Any]:
+        """Return the costs of the last optimizer step with all its micro-batches, by attribute of `Plan`."""
         first, last = trace.steps[-2], trace.steps[-1]
         starts = [costs for _, costs, _ in trace.phases]
         phases = [trace.phases[bisect_right(starts, index) - 1][2] for index in range(first, last)]
@@ -210,10 +193,13 @@ class Planner:
                 trace.sizes, arranged.precision, arranged.accumulation, self.device.host_bandwidth
             )
             seconds, in_step = max(windows * step_seconds(in_batches, self.device), moved) + update, []
-        flops = round(sum(cost.flops for cost in in_batches) * windows) + sum(cost.flops for cost in in_step)
-        bytes_ = round(_moved(in_batches) * windows) + _moved(in_step)
         overlaps = any(cost.stream != COMPUTE for cost in costs)
-        return seconds, flops, bytes_, condensed(step_schedule(costs, self.device, phases)) if overlaps else []
+        return {
+            "seconds_per_step": seconds,
+            "flops": round(sum(cost.flops for cost in in_batches) * windows) + sum(cost.flops for cost in in_step),
+            "bytes_moved": round(_moved(in_batches) * windows) + _moved(in_step),
+            "timeline": tuple(condensed(step_schedule(costs, self.device, phases))) if overlaps else (),
+        }
 
     def _trace(self, arranged: Arrangement, micro_batch: int) -> ScalableTrace:
         arguments = arranged.arguments()

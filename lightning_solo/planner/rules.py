@@ -25,14 +25,11 @@ class Arrangement(Tracing):
 
     Attributes:
         arguments: returns arguments of a Trainer on the CPU, new ones for each trace.
+        window: micro-batches of the traced window, which takes as much memory as a whole one.
     """
 
     arguments: Callable[[], dict[str, Any]] = dict
-
-    @property
-    def window(self) -> int:
-        """Micro-batches in the traced window, which needs as much memory as a whole one."""
-        return WINDOW if self.splits else min(self.accumulation, WINDOW)
+    window: int = 1
 
 
 def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:
@@ -68,6 +65,8 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
         assumption = "16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped"
         tracing = replace(tracing, precision="bf16-mixed", assumptions=(*tracing.assumptions, assumption))
 
+    window = WINDOW if tracing.splits else min(tracing.accumulation, WINDOW)
+
     def arguments() -> dict[str, Any]:
         objects = {part.option: built(part) for part in attached}
         strategy = {"strategy": objects.pop("strategy")} if "strategy" in objects else {}
@@ -75,8 +74,8 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
             **{key: value for key, value in trainer.items() if key in KEPT},
             **strategy,
             "precision": tracing.precision,
-            "accumulate_grad_batches": WINDOW if tracing.splits else min(tracing.accumulation, WINDOW),
+            "accumulate_grad_batches": window,
             "callbacks": list(objects.values()),
         }
 
-    return Arrangement(**{**vars(tracing), "precision": precision}, arguments=arguments)
+    return Arrangement(**{**vars(tracing), "precision": precision}, arguments=arguments, window=window)
