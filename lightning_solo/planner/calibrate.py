@@ -88,8 +88,8 @@ def held_after_training(device: Device, on: torch.device) -> dict[str, int]:
     return {"workspace": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
 
-def train_a_little(on: torch.device, dtype: torch.dtype, steps: int = 3) -> list[float]:
-    """Train a small transformer for a few steps, which loads a step's kernels, and return its losses."""
+def train_a_little(on: torch.device, dtype: torch.dtype) -> None:
+    """Train a small transformer for three steps, which loads the kernels of a step."""
     width, classes = 256, 512
     block = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
     module = nn.Sequential(nn.TransformerEncoder(block, 2, enable_nested_tensor=False), nn.Linear(width, classes)).to(
@@ -97,16 +97,13 @@ def train_a_little(on: torch.device, dtype: torch.dtype, steps: int = 3) -> list
     )
     optimizer = torch.optim.AdamW(module.parameters())
     inputs, targets = torch.randn(4, 128, width, device=on), torch.randint(classes, (4, 128), device=on)
-    losses = []
-    for _ in range(steps):
+    for _ in range(3):
         with torch.autocast(on.type, dtype):
             loss = nn.functional.cross_entropy(module(inputs).flatten(0, 1).float(), targets.flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def speeds(device: Device, on: torch.device, width: int | None = None, copied: int = COPIED) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_one_process_imports_the_application_for_all_rungs(tmp_path: Path) -> No
 # --- which combinations, and what becomes of them ---
 
 
-def test_baseline_each_alone_then_one_on_top_of_the_other(tmp_path: Path) -> None:
+def test_ladder_tries_baseline_each_alone_and_combinations(tmp_path: Path) -> None:
     does = {"a": {"counted_bytes": 750, "step_s": 3.0}, "a + b": {"fingerprint": "b", "loss": 3.5}}
     rows = stub(tmp_path, does).run()
     assert [row.name for row in rows] == ["baseline", "a", "b", "c", "a + b", "a + b + c"]
@@ -144,14 +144,14 @@ def test_a_technique_that_fails_alone_is_a_row_and_in_no_combination(tmp_path: P
         ({"raise": "BudgetError", "message": "2 GiB are missing"}, "failed"),
     ],
 )
-def test_what_only_lacks_memory_alone_is_tried_with_others(tmp_path: Path, do: dict[str, Any], status: str) -> None:
+def test_technique_without_enough_memory_is_tried_with_others(tmp_path: Path, do: dict[str, Any], status: str) -> None:
     rows = by_name(stub(tmp_path, {"baseline": do, "b": do}).run())
     assert rows["baseline"].status == rows["b"].status == status
     assert rows["a + b"].status == rows["a + b + c"].status == "finished"
     assert rows["a"].counted_change is None  # there is nothing to compare with
 
 
-def test_a_combination_that_is_refused_is_a_row_before_anything_runs_and_the_next_does_without(tmp_path: Path) -> None:
+def test_refused_combination_is_a_row_and_left_out_of_later_ones(tmp_path: Path) -> None:
     ladder = stub(tmp_path, {"a + b": {"conflict": "a, b: both"}})
     ladder.plan()
     (refused,) = ladder.figures()
@@ -163,7 +163,7 @@ def test_a_combination_that_is_refused_is_a_row_before_anything_runs_and_the_nex
     assert "a + b" not in starts(tmp_path)
 
 
-def test_a_rung_keeps_its_number_where_another_command_finds_one_that_fails(tmp_path: Path) -> None:
+def test_rung_keeps_its_number_in_a_later_command(tmp_path: Path) -> None:
     does: dict[str, Any] = {"b": {"raise": "RuntimeError", "message": "bad luck"}}
     assert [row.name for row in stub(tmp_path, does).run()] == ["baseline", "a", "b", "c", "a + c"]
     assert starts(tmp_path)["a + c"] == 1
@@ -172,7 +172,7 @@ def test_a_rung_keeps_its_number_where_another_command_finds_one_that_fails(tmp_
     assert starts(tmp_path) == {"baseline": 1, "a": 1, "b": 2, "c": 1, "a + c": 1}
 
 
-def test_until_stops_at_the_first_that_fits_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_until_stops_at_the_first_fit_and_resumes(tmp_path: Path) -> None:
     does = {"b": {"peak_bytes": 600}, "a + b": {"peak_bytes": 500}}
     ladder = stub(tmp_path, does, until=600)
     assert [row.name for row in ladder.run()] == ["baseline", "a", "b"]
@@ -187,7 +187,7 @@ def test_until_stops_at_the_first_that_fits_and_goes_on_from_there(tmp_path: Pat
     assert set(starts(tmp_path).values()) == {1}  # nothing was measured twice
 
 
-def test_a_module_that_is_refused_is_refused_once_and_tried_anew(tmp_path: Path) -> None:
+def test_refused_module_is_tried_once_per_command(tmp_path: Path) -> None:
     refused = {"baseline": {"raise": "PresetError", "message": "no module 'mine'"}}
     for _ in range(2):  # the second time it could have been mended
         with pytest.raises(PresetError, match=r"^no module 'mine'$"):
@@ -209,7 +209,7 @@ def test_rungs_side_by_side_are_refused(tmp_path: Path) -> None:
 # --- the overrides ---
 
 
-def test_an_argument_of_a_technique_goes_where_it_is() -> None:
+def test_argument_of_a_technique_is_used_only_with_it() -> None:
     given = ["seed=1", "solo.callback.activation_checkpointing.every_k=2", "+solo/callback=throughput"]
     checkpointing, accumulation = techniques()["checkpointing"], techniques()["accumulation"]
     assert overrides_of([], given) == ["seed=1", "solo=baseline", "+solo/callback=[throughput]"]
@@ -222,7 +222,7 @@ def test_an_argument_of_a_technique_goes_where_it_is() -> None:
     assert given[1] in overrides_of([], given, ladder=[accumulation])  # where Hydra refuses it
 
 
-def test_two_techniques_that_set_one_thing_are_a_conflict() -> None:
+def test_techniques_that_set_one_field_conflict() -> None:
     with pytest.raises(ConflictError, match=mentions("zero_offload and mine", "solo/strategy")):
         overrides_of([techniques()["zero_offload"], LadderTechnique("mine", ("+solo/strategy=another",))], [])
 
@@ -239,7 +239,7 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
         chosen("activation_checkpoint")
 
 
-def test_every_rung_is_what_its_name_says() -> None:
+def test_rungs_have_the_configuration_of_their_names() -> None:
     """In the order in which they are added to one another: the strategy, precision and callbacks of each alone."""
     rungs = {}
     for technique in chosen(None):
@@ -273,7 +273,7 @@ def measured(
     return measure(module, None, {**quiet, **arguments}, clock, steps), clock, module
 
 
-def test_a_step_is_all_its_micro_batches(tmp_path: Path) -> None:
+def test_step_includes_all_its_micro_batches(tmp_path: Path) -> None:
     one, clock, module = measured([], 12, tmp_path)
     assert (one["steps"], one["samples_per_step"], one["device"]) == (12, 4, "cpu")
     assert len(clock.seconds) == len(clock.losses) == 12
@@ -321,9 +321,7 @@ def test_a_run_that_ends_within_the_counted_steps_has_no_step_time(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["allocated", "resident"])
-def test_the_peak_is_that_of_the_run_not_what_is_left_at_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_peak_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """On a GPU of the allocator, elsewhere of the process: 3 GiB at the start, 2 at the end, 7 between."""
     now = iter([3 * GiB, 2 * GiB])
     monkeypatch.setattr(measurement, "read", lambda device: Reading(**{kind: next(now), f"peak_{kind}": 7 * GiB}))
@@ -372,15 +370,7 @@ def test_under_manual_optimization_the_logged_loss_is_taken(tmp_path: Path) -> N
     assert lines_with(remark, "loss", "training_step")
 
 
-def test_the_fingerprint_sees_running_means(tmp_path: Path) -> None:
-    _, module, clock = by_hand("train/loss", tmp_path, 4)
-    before = fingerprint(module, clock.losses)
-    assert module.norm.running_mean is not None
-    module.norm.running_mean.add_(1.0)
-    assert before != fingerprint(module, clock.losses)
-
-
-def test_the_spread_is_of_the_steps_that_are_timed(tmp_path: Path) -> None:
+def test_spread_is_of_the_timed_steps(tmp_path: Path) -> None:
     found, clock, _ = measured([], 12, tmp_path)
     first, third = found["step_quartiles_s"]
     assert min(clock.seconds[5:]) <= first <= found["step_s"] <= third <= max(clock.seconds[5:])
@@ -392,13 +382,15 @@ def test_a_loader_without_a_batch_is_refused(tmp_path: Path) -> None:
         measured([], 2, tmp_path, limit_train_batches=0)
 
 
-def test_the_fingerprint_sees_one_bit(tmp_path: Path) -> None:
-    same = [measured([], 3, tmp_path) for _ in range(2)]
-    assert same[0][0]["fingerprint"] == same[1][0]["fingerprint"]
-    _, clock, module = same[1]
-    weight = next(module.parameters()).detach()
-    weight.view(-1).view(torch.int32)[0] ^= 1
-    assert fingerprint(module, clock.losses) != same[0][0]["fingerprint"]
+def test_fingerprint_sees_one_bit_running_means_and_losses() -> None:
+    module = ByHand("train/loss")
+    assert module.norm.running_mean is not None
+    prints = [fingerprint(module, [1.0]), fingerprint(module, [1.5])]
+    module.first.weight.detach().view(-1).view(torch.int32)[0] ^= 1
+    prints.append(fingerprint(module, [1.0]))
+    module.norm.running_mean.add_(1.0)
+    prints.append(fingerprint(module, [1.0]))
+    assert len({*prints, None}) == 5
     assert fingerprint(torch.nn.LazyLinear(1), []) is None
 
 
@@ -427,7 +419,7 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     assert noise_in_words([Figures("a", "failed")]) == ""
 
 
-def test_what_can_not_be_compared_is_said() -> None:
+def test_remark_says_why_a_row_is_not_comparable() -> None:
     base = {"steps": 5, "samples_per_step": 8, "loss": 1.0}
     for other, claims_to_be_exact, words in (
         ({"samples_per_step": 32}, None, ("32 ", " 8", "data.batch_size")),
@@ -440,7 +432,7 @@ def test_what_can_not_be_compared_is_said() -> None:
     assert change(1, 0) is None
 
 
-def test_the_file_is_json_for_every_reader(tmp_path: Path) -> None:
+def test_rows_are_strict_json(tmp_path: Path) -> None:
     rows = stub(tmp_path, {"b": {"loss": float("nan")}}).run()
     text = json.dumps([asdict(row) for row in rows], allow_nan=False)
     keys = {"name", "status", "detail", "peak_bytes", "counted_change", "step_s", "step_change", "loss", "exact"}

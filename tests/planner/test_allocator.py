@@ -45,7 +45,7 @@ def test_segments(sizes: list[int], reserved_mib: int) -> None:
     assert allocator.reserved == reserved_mib * MiB
 
 
-def test_a_freed_block_is_taken_again_best_fit_first_and_joined_with_its_neighbours() -> None:
+def test_freed_blocks_are_reused_by_best_fit_and_merged() -> None:
     allocator = CachingAllocator()
     first, second, third = (allocator.allocate(6 * MiB) for _ in range(3))  # of one segment of 20 MiB
     allocator.release(first)
@@ -56,7 +56,7 @@ def test_a_freed_block_is_taken_again_best_fit_first_and_joined_with_its_neighbo
     assert allocator.reserved == 20 * MiB
 
 
-def test_unused_segments_are_given_back_before_it_fails() -> None:
+def test_unused_segments_are_released_before_out_of_memory() -> None:
     allocator = CachingAllocator(capacity=40 * MiB)
     allocator.release(allocator.allocate(30 * MiB))
     allocator.allocate(40 * MiB)
@@ -92,7 +92,7 @@ def test_another_stream_keeps_its_segments_to_itself() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 40 * MiB), st.integers(0, 30)), min_size=1, max_size=60),
 )
-def test_it_survives_between_allocated_and_reserved(births: list[tuple[int, int]]) -> None:
+def test_smallest_capacity_is_between_allocated_and_reserved(births: list[tuple[int, int]]) -> None:
     """Each birth is (bytes, how many births later it goes)."""
     events: list[tuple[int, int]] = []
     for index, (size, _) in enumerate(births):

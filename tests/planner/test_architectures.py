@@ -38,7 +38,7 @@ def measuring() -> Any:
         *map(long, ("image/vit", "image/resnet", "audio/wav2vec2")),
     ],
 )
-def test_planned_steps_hold_what_real_steps_hold(measuring: Any, architecture: str) -> None:
+def test_planned_peak_equals_real_peak(measuring: Any, architecture: str) -> None:
     kind, name = architecture.split("/")
     cls = dict(measuring.KINDS)[kind][name]
     found = measuring.compare(kind, name, cls if isinstance(cls, str) else cls[0])

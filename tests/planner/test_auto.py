@@ -58,7 +58,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Configu
 # --- which one ---
 
 
-def test_the_fastest_that_fits(answers: Any) -> None:
+def test_fastest_fitting_preset_is_chosen(answers: Any) -> None:
     said = io.StringIO()
     name, _, _ = answers(
         planned("bf16_true", "does not fit", 0.1),
@@ -71,7 +71,7 @@ def test_the_fastest_that_fits(answers: Any) -> None:
     assert all(name in said.getvalue() for name in ("bf16_true", "baseline", "checkpointing", "zero_offload *"))
 
 
-def test_why_it_is_this_one(answers: Any) -> None:
+def test_message_says_why_the_preset_is_chosen(answers: Any) -> None:
     said = io.StringIO()
     assert answers(planned("checkpointing", seconds=1.0), planned("bf16", seconds=1.01), said=said)[0] == "bf16"
     assert answers(planned("checkpointing", seconds=1.5), planned("bf16"), said=said)[0] == "bf16"
@@ -82,9 +82,7 @@ def test_why_it_is_this_one(answers: Any) -> None:
     assert "100% less time than checkpointing" in said.getvalue()
 
 
-def test_a_preset_that_is_named_is_compared_whatever_its_caveat(
-    preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_preset_is_compared_despite_its_caveat(preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = planned("bf16"), planned(preset_with_caveat, seconds=0.5)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
     config = compose("auto", [f"auto.presets=[bf16,{preset_with_caveat}]"])
@@ -92,14 +90,14 @@ def test_a_preset_that_is_named_is_compared_whatever_its_caveat(
     assert choose(config, ByteGPT, None, check=lambda config: None, console=console)[0] == preset_with_caveat
 
 
-def test_a_tight_one_only_where_it_is_accepted(answers: Any) -> None:
+def test_tight_preset_needs_accept_tight(answers: Any) -> None:
     plans = planned("baseline", "tight", 0.5, needed=int(1.99 * GiB)), planned("checkpointing", "does not fit", 1.0)
     with pytest.raises(BudgetError, match=mentions("auto.accept_tight=true", "baseline")):
         answers(*plans)
     assert answers(*plans, overrides=["auto.accept_tight=true"])[0] == "baseline"
 
 
-def test_where_none_fits_the_nearest_is_named(answers: Any) -> None:
+def test_error_names_the_nearest_preset_if_none_fits(answers: Any) -> None:
     said = io.StringIO()
     with pytest.raises(BudgetError) as caught:
         answers(
@@ -112,7 +110,7 @@ def test_where_none_fits_the_nearest_is_named(answers: Any) -> None:
     assert "baseline" in said.getvalue(), "the table is shown all the same"
 
 
-def test_where_the_hosts_memory_lacks_it_is_the_host_that_is_named() -> None:
+def test_error_names_the_host_if_its_memory_is_too_small() -> None:
     short = with_host_memory(planned("zero_offload", host_bytes=9 * GiB, device="t4"), 8 * GiB)
     error = none_fits([short, planned("bf16", "does not fit", needed=32 * GiB)])
     need = "1.00 GiB and 9.00 GiB on the host, which has 8.00 GiB"
@@ -120,7 +118,7 @@ def test_where_the_hosts_memory_lacks_it_is_the_host_that_is_named() -> None:
     assert (error.needed, error.available) == (9 * GiB, 8 * GiB)
 
 
-def test_the_host_is_this_one_wherever_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_that_of_this_machine_for_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def plans(*args: Any, **given: Any) -> list[Plan]:
@@ -156,7 +154,7 @@ def test_a_preset_with_a_caveat_is_a_candidate_only_by_name(
 
 
 @pytest.mark.long
-def test_precision_and_accumulation_stay_what_they_are() -> None:
+def test_candidates_keep_precision_and_accumulation() -> None:
     config = compose("auto", ["precision=32-true", "accumulate_grad_batches=4"])
     found = candidates(config, lambda config: None, None, ())
     assert {made.precision for made in found.values()} == {"32-true"}
@@ -169,7 +167,7 @@ def test_precision_and_accumulation_stay_what_they_are() -> None:
     assert "bf16" in candidates(compose("auto"), lambda config: None, None, ())
 
 
-def test_what_this_machine_cannot_run_is_no_candidate() -> None:
+def test_preset_that_this_machine_cannot_run_is_no_candidate() -> None:
     def check(config: Configuration) -> None:
         if config.strategy is not None:
             raise CapabilityError("no GPU here")
@@ -197,7 +195,7 @@ def test_what_this_machine_cannot_run_is_no_candidate() -> None:
         ("auto=3", ["auto"]),
     ],
 )
-def test_fields_that_cannot_be(override: str, says: list[str]) -> None:
+def test_invalid_fields_are_refused(override: str, says: list[str]) -> None:
     with pytest.raises(PresetError, match=mentions(*says)):
         trainer_kwargs("auto", [override], module=ByteGPT())
 
@@ -214,12 +212,12 @@ def test_fields_that_cannot_be(override: str, says: list[str]) -> None:
         ),
     ],
 )
-def test_device_and_budget_are_refused_where_the_preset_is_composed(overrides: list[str], says: list[str]) -> None:
+def test_invalid_device_or_budget_is_refused_by_compose(overrides: list[str], says: list[str]) -> None:
     with pytest.raises(PresetError, match=mentions(*says)):
         compose("auto", overrides)
 
 
-def test_that_is_before_torch_is_imported() -> None:
+def test_invalid_device_is_refused_without_importing_torch() -> None:
     code = (
         "import sys\nfrom lightning_solo.errors import PresetError\n"
         "from lightning_solo.presets.compose import compose\n"
@@ -230,7 +228,7 @@ def test_that_is_before_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_names_as_people_write_them_stay_what_they_are() -> None:
+def test_device_name_is_shown_as_written() -> None:
     assert "device: RTX 4090" in show("auto", ["auto.device=RTX 4090"])
 
 
@@ -242,7 +240,7 @@ def test_a_budget_above_this_devices_memory_is_refused() -> None:
         trainer_kwargs("auto", here, module=byte_gpt(), batch=text())
 
 
-def test_without_a_module_it_says_how() -> None:
+def test_missing_module_is_refused_with_the_call_to_write() -> None:
     with pytest.raises(PresetError, match=mentions('write trainer_kwargs("auto", module=module, batch=batch)')):
         trainer_kwargs("auto")
 
@@ -261,7 +259,7 @@ def text(size: int = 32) -> torch.Tensor:
 
 
 @pytest.mark.long
-def test_a_smaller_budget_chooses_another_and_a_fit_runs_with_it(make_trainer: Any, capsys: Any) -> None:
+def test_smaller_budget_chooses_another_preset_and_its_fit_runs(make_trainer: Any, capsys: Any) -> None:
     module, batch = byte_gpt(), text()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     chosen = [
@@ -279,12 +277,12 @@ def test_a_smaller_budget_chooses_another_and_a_fit_runs_with_it(make_trainer: A
 
 
 @pytest.mark.long
-def test_a_budget_for_none_names_the_nearest_and_its_need() -> None:
+def test_too_small_budget_is_refused_with_the_nearest_preset() -> None:
     with pytest.raises(BudgetError, match=mentions("1.00 MiB", "checkpointing")):
         trainer_kwargs("auto", [*TOLD, f"auto.budget={MiB}"], module=byte_gpt(), batch=text())
 
 
-def test_a_module_that_cannot_be_planned_is_an_error() -> None:
+def test_failing_module_is_an_error_with_its_line() -> None:
     with pytest.raises(PlanError, match=r"RuntimeError: .*byte_gpt\.py:\d+"):
         trainer_kwargs("auto", TOLD, module=byte_gpt(), batch=torch.zeros(4, 9, 2, dtype=torch.uint8))
 
@@ -293,7 +291,7 @@ def test_a_module_that_cannot_be_planned_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("peak", "said"), [(1.0, False), (1.09, False), (0.91, False), (1.11, True), (0.89, True)])
-def test_a_difference_is_said_above_a_tenth(peak: float, said: bool) -> None:
+def test_difference_above_ten_percent_gives_a_message(peak: float, said: bool) -> None:
     plan = planned("checkpointing", peak_bytes=GiB)
     states = {"weights": 100 * MiB, "gradients": 200 * MiB, "optimizer_states": 0, "other": 7}
     message = difference(plan, int(peak * GiB), states)
@@ -353,18 +351,18 @@ def fitted(make_trainer: Any, check: PlanCheck, *others: Any, fails_at: int | No
     return steps.after
 
 
-def test_a_plan_is_compared_once_after_two_steps(make_trainer: Any, counter: Counter) -> None:
+def test_plan_is_compared_once_after_two_steps(make_trainer: Any, counter: Counter) -> None:
     assert fitted(make_trainer, PlanCheck(planned("bf16"))) == [0, 1, 1, 1]
     assert counter.resets == 1
     assert fitted(make_trainer, PlanCheck(planned("bf16", peak_bytes=2 * GiB))) == [0, 0, 0, 0]
 
 
-def test_steps_are_those_of_the_optimizer(make_trainer: Any, counter: Counter) -> None:
+def test_comparison_counts_optimizer_steps(make_trainer: Any, counter: Counter) -> None:
     after = fitted(make_trainer, PlanCheck(planned("bf16")), accumulate_grad_batches=2)
     assert after == [0, 0, 0, 1, 1, 1, 1, 1]
 
 
-def test_in_a_run_that_goes_on_they_count_from_its_start(make_trainer: Any, counter: Counter, tmp_path: Any) -> None:
+def test_comparison_counts_from_the_start_of_a_resumed_run(make_trainer: Any, counter: Counter, tmp_path: Any) -> None:
     folder = tmp_path / "save"
     fitted(make_trainer, PlanCheck(planned("bf16")), max_steps=3, default_root_dir=str(folder))
     on = {"max_steps": 6, "max_epochs": 2, "ckpt_path": str(folder / "it.ckpt")}
@@ -372,7 +370,7 @@ def test_in_a_run_that_goes_on_they_count_from_its_start(make_trainer: Any, coun
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_beside_a_logger_that_resets_the_counter_nothing_is_compared(
+def test_logger_that_resets_the_counter_prevents_the_comparison(
     make_trainer: Any, counter: Counter, order: int
 ) -> None:
     logger, check = MemoryLogger(per_phase=True, table=False), PlanCheck(planned("bf16"))
@@ -383,14 +381,14 @@ def test_beside_a_logger_that_resets_the_counter_nothing_is_compared(
     assert fitted(make_trainer, check, MemoryLogger(table=False)) == [0, 1, 1, 1], "without per_phase it resets nothing"
 
 
-def test_without_a_counter_nothing_is_reset_or_compared(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_run_resets_and_compares_nothing(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[Any] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     assert fitted(make_trainer, PlanCheck(planned("bf16"))) == [0, 0, 0, 0]
     assert not resets
 
 
-def test_after_an_exception_the_next_fit_is_compared_afresh(make_trainer: Any, counter: Counter) -> None:
+def test_fit_after_an_exception_is_compared_anew(make_trainer: Any, counter: Counter) -> None:
     check = PlanCheck(planned("bf16"))
     own = set(vars(check))  # Lightning hangs a `log` on it
     before = dict(vars(check))
@@ -400,7 +398,7 @@ def test_after_an_exception_the_next_fit_is_compared_afresh(make_trainer: Any, c
     assert {name: vars(check)[name] for name in own} == before
 
 
-def test_a_plan_for_the_cpu_has_nothing_to_compare_with() -> None:
+def test_cpu_plan_has_no_check() -> None:
     assert checks(planned("bf16")) == []
     (check,) = checks(planned("bf16", device="rtx_4090"))
     assert isinstance(check, PlanCheck)

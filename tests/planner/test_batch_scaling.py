@@ -64,7 +64,7 @@ def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False
 @pytest.mark.parametrize("checkpointing", [long(False, id="plain"), pytest.param(True, id="checkpointing")])
 @pytest.mark.parametrize("precision", [long("32-true"), "bf16-mixed", long("bf16-true")])
 @pytest.mark.parametrize("name", [long("byte_gpt"), long("attending"), "convolutional"])
-def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str, checkpointing: bool) -> None:
+def test_scaled_trace_equals_own_trace(name: str, precision: str, checkpointing: bool) -> None:
     both = of_two(name, precision, checkpointing=checkpointing)
     for size in (7, 16) if checkpointing and precision == "bf16-mixed" else (16,):
         made, own = both.at(size), trace(name, size, precision, checkpointing=checkpointing)
@@ -78,7 +78,7 @@ def test_another_micro_batch_is_what_its_own_trace_is(name: str, precision: str,
 
 
 @pytest.mark.long
-def test_the_peak_itself_is_no_line() -> None:
+def test_peak_is_not_linear_in_the_batch() -> None:
     both = of_two("byte_gpt")
     first, second, large = (both.at(size).log.peak()[0] for size in (2, 3, 64))
     assert large > 1.2 * (first + (second - first) * 62), "at first in the optimizer's step, then in backward"
@@ -101,13 +101,13 @@ def branches() -> Branches:
     return Branches(nn.Linear(16, 5))
 
 
-def test_two_sizes_that_do_different_things_give_nothing() -> None:
+def test_sizes_with_different_operators_give_no_affine_trace() -> None:
     traces = {size: capture(branches, vectors(size), {}) for size in (2, 3, 4)}
     assert affine_trace(2, traces[2], 3, traces[3]) is None
     assert affine_trace(3, traces[3], 4, traces[4]) is not None
 
 
-def test_the_plan_of_such_a_module_says_so() -> None:
+def test_plan_says_that_sizes_run_different_operators() -> None:
     planner = Planner(branches, vectors(9), {}, device("cpu"), GiB)
     plan = planner.plan("baseline", compose("baseline"))
     assert any("2 and 3" in said and "micro_batch=" in said for said in plan.assumptions)
@@ -116,7 +116,7 @@ def test_the_plan_of_such_a_module_says_so() -> None:
 
 
 @pytest.mark.parametrize("part", ["costs", "phases", "steps", "labels", "held"])
-def test_each_part_has_to_match(part: str) -> None:
+def test_each_part_of_two_traces_must_match(part: str) -> None:
     def made() -> Trace:
         log = EventLog([(1, 8), (1, -8)], ["weights", "activations"], {0: 4})
         return Trace(log, [(0, 0, "forward")], [], [0])
@@ -144,7 +144,7 @@ def capture_cost() -> Any:
 # --- the order of what goes at once ---
 
 
-def test_deaths_in_a_row_are_sorted_and_births_numbered() -> None:
+def test_consecutive_frees_are_sorted_and_storages_numbered() -> None:
     log = EventLog([(5, 8), (3, 4), (5, -8), (3, -4), (7, 2)], ["other"] * 8)
     log.labels[5], log.labels[3], log.labels[7] = "activations", "weights", "gradients"
     other = EventLog([(3, 8), (5, 4), (5, -4), (3, -8), (7, 2)], ["other"] * 8)
@@ -155,7 +155,7 @@ def test_deaths_in_a_row_are_sorted_and_births_numbered() -> None:
     assert found.labels == ["activations", "weights", "gradients"]
 
 
-def test_a_row_of_deaths_ends_where_a_phase_begins() -> None:
+def test_frees_are_sorted_within_a_phase() -> None:
     events = [(0, 1), (1, 2), (2, 4), (2, -4), (1, -2), (0, -1)]
     log = EventLog(events, ["other"] * 3)
     assert canonical(log, []).events == [*events[:3], (0, -1), (1, -2), (2, -4)]
@@ -163,14 +163,14 @@ def test_a_row_of_deaths_ends_where_a_phase_begins() -> None:
     assert within.events == [*events[:3], (1, -2), (2, -4), (0, -1)]
 
 
-def test_what_lived_before_comes_first() -> None:
+def test_storages_from_before_have_the_first_numbers() -> None:
     log = EventLog([(2, 8), (9, -4)], ["activations"] * 9 + ["weights"], {9: 4})
     found = canonical(log, [])
     assert (found.held, found.events, found.labels[0]) == ({0: 4}, [(1, 8), (0, -4)], "weights")
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms())
-def test_the_order_of_deaths_in_a_row_changes_nothing(sizes: list[int], random: Any) -> None:
+def test_order_of_consecutive_frees_changes_nothing(sizes: list[int], random: Any) -> None:
     births = list(enumerate(sizes))
     deaths = [(storage, -size) for storage, size in births]
     random.shuffle(deaths)
@@ -194,7 +194,7 @@ def contrastive() -> Contrastive:
 
 
 @pytest.mark.parametrize("size", [1, *map(long, (2, 3, 64))])
-def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size: int) -> None:
+def test_nonlinear_memory_is_planned_for_one_batch(size: int) -> None:
     batch = vectors(size)
     plan = Planner(contrastive, batch, {}, device("cpu"), GiB).plan("baseline", compose("baseline"))
     direct = capture(contrastive, batch, {"precision": "32-true"}, cuda=False)
@@ -206,7 +206,7 @@ def test_what_is_not_linear_in_the_batch_is_planned_for_the_given_one_alone(size
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, *map(long, (2, 3, 4, 9))])
-def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
+def test_linear_memory_is_planned_for_all_batches(size: int) -> None:
     planner = Planner(byte_gpt, text(size), {}, device("cpu"), 4 * MiB)
     plan = planner.plan("baseline", compose("baseline"))
     direct = capture(byte_gpt, text(size), {"precision": "32-true"}, cuda=False)
@@ -214,7 +214,7 @@ def test_what_is_linear_is_planned_for_any_batch_from_any(size: int) -> None:
     assert plan.largest_micro_batch == largest_of_byte_gpt()
 
 
-def test_a_single_example_that_does_not_fit_is_traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_example_that_does_not_fit_is_traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def counted(*functions: Callable[[], Trace], **given: Any) -> list[Trace]:

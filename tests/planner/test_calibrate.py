@@ -14,7 +14,7 @@ import torch
 from lightning_solo.errors import CapabilityError
 from lightning_solo.planner import calibrate as measuring
 from lightning_solo.planner import calibration
-from lightning_solo.planner.calibrate import calibrate, speeds, train_a_little
+from lightning_solo.planner.calibrate import calibrate, speeds
 from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep, kept, place
 from lightning_solo.planner.device import Device, assumed, device, this_device
 from lightning_solo.planner.step_time import step_seconds
@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- from readings to a device ---
 
 
-def test_what_was_measured_takes_the_place_of_the_tables() -> None:
+def test_readings_replace_the_tables_figures() -> None:
     table = device("t4")
     found = calibrated(table, READINGS)
     assert (found.context_bytes, found.workspace_bytes, found.host_bandwidth) == (200 * MiB, 16 * MiB, 5e9)
@@ -58,7 +58,7 @@ def test_what_was_measured_takes_the_place_of_the_tables() -> None:
     assert "2026-11-22" in found.source
 
 
-def test_a_steps_time_is_that_of_the_readings() -> None:
+def test_step_time_follows_from_readings() -> None:
     found = calibrated(device("t4"), READINGS)
     # 2e13 operations at 2e13 a second, 4e12 at 4e12, 3e11 bytes at 1e11 a second: 1 + 1 + 3
     costs = [Cost(2 * 10**13, 0, torch.float16), Cost(4 * 10**12, 0, torch.float32), Cost(0, 3 * 10**11, torch.float32)]
@@ -70,7 +70,7 @@ def test_a_steps_time_is_that_of_the_readings() -> None:
     assert step_seconds(costs[2:], table) == pytest.approx(3e11 / (0.80 * table.memory_bandwidth))
 
 
-def test_a_context_is_what_the_device_has_less_but_for_torchs_own() -> None:
+def test_context_is_the_missing_memory_that_torch_did_not_reserve() -> None:
     assert context_of(10 * GiB, 7 * GiB, 3 * GiB - 300 * MiB) == 300 * MiB
     for after in (12 * GiB, 10 * GiB, 1 * GiB):  # others gave memory back, or took some
         with pytest.raises(CapabilityError, match="CUDA context"):
@@ -122,7 +122,7 @@ def test_a_cpus_readings_are_kept_by_processor_and_threads(cache: Path, monkeypa
     ("key", "value"),
     [("bandwidth", -1.0), ("bandwidth", "fast"), ("flops", 3), ("flops", {"bf16": 0}), ("context_bytes", 1.5)],
 )
-def test_a_file_that_cannot_be_is_said_and_not_used(cache: Path, key: str, value: object) -> None:
+def test_invalid_file_of_readings_gives_a_warning_and_is_ignored(cache: Path, key: str, value: object) -> None:
     on = device("cpu")
     path = keep(on, READINGS)
     path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_is_said_and_not_used(cache: Path, key: str, value
         assert kept(on) is None
 
 
-def test_without_a_folder_to_keep_them_it_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readings_without_a_folder_are_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("a file")
     with pytest.raises(CapabilityError, match=mentions("Not a directory", "write XDG_CACHE_HOME=")):
         keep(device("cpu"), READINGS)
@@ -143,7 +143,7 @@ def test_without_a_folder_to_keep_them_it_is_an_error(cache: Path, monkeypatch: 
         keep(device("cpu"), READINGS)
 
 
-def test_the_device_that_is_here_is_the_calibrated_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_device_is_calibrated(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=15 * GiB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -180,7 +180,7 @@ def test_speeds_of_this_cpu() -> None:
     assert found["host_bandwidth"] == found["bandwidth"]
 
 
-def test_seconds_are_of_the_fastest_call_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastest_call_after_the_warm_up_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, called = [0.0], []
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
 
@@ -198,12 +198,6 @@ def test_seconds_are_of_the_fastest_call_after_the_first(monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_the_small_training_trains() -> None:
-    losses = train_a_little(torch.device("cpu"), torch.bfloat16, steps=4)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the GPU is measured")
 def test_this_cpu_from_end_to_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -216,7 +210,7 @@ def test_this_cpu_from_end_to_end(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     assert this_device() == found
 
 
-def test_a_process_that_fails_is_an_error_with_its_last_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_process_is_an_error_with_its_last_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = cache.parent / "fails"
     script.write_text("#!/bin/sh\necho first >&2\necho 'torch.OutOfMemoryError: all of it is taken' >&2\nexit 1\n")
     script.chmod(0o755)

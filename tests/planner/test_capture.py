@@ -87,9 +87,7 @@ def test_clipping_by_value() -> None:
     ("name", "precision", "extra"),
     named([*itertools.product(("attending", "convolutional", "tied"), ("bf16-mixed", "bf16-true"), ARGUMENTS)]),
 )
-def test_compact_states_hold_what_real_ones_hold(
-    name: str, precision: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compact_states_equal_real_ones(name: str, precision: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed_moments, "LEAST", 64)  # the modules are small
     make, batch = MODULES[name]
     arranged = arrange(compose("compact", [f"precision={precision}"]), {})
@@ -100,7 +98,7 @@ def test_compact_states_hold_what_real_ones_hold(
 
 
 @pytest.mark.parametrize("extra", [long("plain"), "clipped_window"])
-def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_on_the_host_equal_real_ones(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed_moments, "LEAST", 64)
     make, batch = MODULES["attending"]
     arranged = arrange(compose("compact_host"), {})
@@ -108,7 +106,7 @@ def test_states_on_the_host_hold_what_real_ones_hold(extra: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("preset", ["compact_host", long("compact")])
-def test_what_this_host_has_limits_no_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_of_this_machine_limits_no_plan(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (compact_states, host_slabs):
         monkeypatch.setattr(room, "host_memory", lambda: (2**30, 100))
     make, batch = MODULES["attending"]
@@ -116,7 +114,7 @@ def test_what_this_host_has_limits_no_plan(preset: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-def test_planned_for_a_gpu_states_on_the_host_are_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_on_the_host_are_not_counted_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressed_moments, "LEAST", 64)
     make, batch = MODULES["attending"]
     traces = {
@@ -136,7 +134,7 @@ def test_planned_for_a_gpu_states_on_the_host_are_not_on_the_device(monkeypatch:
     "name", [name if name == "SGD" else long(name) for name in ONE_BY_ONE if name not in ("Adam", "AdamW")]
 )
 @pytest.mark.parametrize("extra", [long("plain"), "clipped_window"])
-def test_split_masters_of_other_optimizers_hold_what_real_ones_hold(name: str, extra: str) -> None:
+def test_split_masters_of_other_optimizers_equal_real_ones(name: str, extra: str) -> None:
     make, batch = MODULES["dense"]
 
     def with_optimizer() -> Any:
@@ -149,7 +147,7 @@ def test_split_masters_of_other_optimizers_hold_what_real_ones_hold(name: str, e
     assert_equal(fake, real)
 
 
-def test_another_librarys_kernels_are_not_planned_as_ours() -> None:
+def test_kernels_of_another_library_are_refused() -> None:
     said = r"back_end=torchao_8bit: .* can't be traced; plan callback\.compact_states\.back_end=own with .*bits=16-st"
     with pytest.raises(PlanError, match=said):
         arrange(compose("compact", ["callback.compact_states.back_end=torchao_8bit"]), {})
@@ -181,7 +179,7 @@ IN_TURN = list(zip(BLOCKS, itertools.cycle(PRECISIONS[:2]), strict=False))
     ("name", "precision"),
     [choice if choice in IN_TURN[:1] else long(*choice) for choice in itertools.product(BLOCKS, PRECISIONS)],
 )
-def test_recomputing_steps_hold_what_real_steps_hold(name: str, precision: str) -> None:
+def test_recomputing_fake_steps_equal_real_steps(name: str, precision: str) -> None:
     make, batch = MODULES[name]
     assert_equal(*both(make, batch(), recomputing(name, precision)))
 
@@ -238,7 +236,7 @@ def with_optimizer(make_optimizer: Callable[[Any], Any], made: list[Any]) -> Cal
 @pytest.mark.parametrize(
     ("name", "precision"), [choice if choice in BY_TURNS[1:12:3] else long(*choice) for choice in BY_TURNS]
 )
-def test_every_optimizer_to_the_byte_and_its_states_are_those_of_a_real_run(name: str, precision: str) -> None:
+def test_every_optimizer_equals_a_real_run(name: str, precision: str) -> None:
     made: list[Any] = []
     fake, real = both(with_optimizer(OPTIMIZERS[name], made), vectors(), lambda: {"precision": precision})
     assert_equal(fake, real)
@@ -250,7 +248,7 @@ def test_every_optimizer_to_the_byte_and_its_states_are_those_of_a_real_run(name
 
 
 @pytest.mark.long
-def test_lbfgs_is_as_large_as_after_many_steps_and_one_vector_is_called_otherwise() -> None:
+def test_lbfgs_has_its_full_history() -> None:
     made: list[Any] = []
     fake, real = both(with_optimizer(O.LBFGS, made), vectors(), lambda: {"precision": "32-true"})
     (peak, where), (real_peak, real_where) = fake.log.peak(), real.log.peak()
@@ -271,19 +269,19 @@ def test_an_lstm_on_a_cpu_is_not_planned_without_data(precision: str) -> None:
         capture(make, batch(), {"precision": precision}, cuda=False)
 
 
-def test_recurrent_layers_of_a_gpu_are_planned_step_by_step_which_is_said() -> None:
+def test_recurrent_layers_on_a_gpu_are_an_assumption() -> None:
     make, batch = MODULES["recurrent"]
     assert any("cuDNN" in said for said in capture(make, batch(), {}).assumptions)
 
 
-def test_a_kernel_that_returns_one_tensor_twice_does_so_in_each_step() -> None:
+def test_kernel_that_returns_one_tensor_twice_costs_the_same_each_time() -> None:
     make, batches = MODULES["recurrent"]  # backward of an LSTM's kernel: the gradient of both biases
     batch = batches(4)
     first, second = (capture(make, batch, {"precision": "bf16-mixed"}) for _ in range(2))
     assert first.costs == second.costs
 
 
-def test_an_update_of_lists_costs_what_it_does_and_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_of_lists_is_counted_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     mode = fake_mode()
     with mode, Tracer(nn.Linear(1, 1)) as tracer:
         first, second = torch.empty(3), torch.empty(3)

@@ -54,7 +54,7 @@ SHAPES = {
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_it_is_what_the_profiler_sees(name: str, dtype: torch.dtype, layout: torch.memory_format) -> None:
+def test_workspaces_equal_the_profilers(name: str, dtype: torch.dtype, layout: torch.memory_format) -> None:
     batch, inputs, outputs, side, kernel, stride, groups = SHAPES[name]
     if dtype == torch.float64 and (groups > 1 or layout == torch.channels_last):
         pytest.skip("torch loops over groups, and copies")
@@ -91,7 +91,7 @@ class UNet(nn.Module):
 
 
 @pytest.mark.long
-def test_the_plan_of_a_u_net_is_near_what_the_profiler_sees() -> None:
+def test_plan_of_a_u_net_is_near_the_profilers_peak() -> None:
     batch = (torch.randn(8, 3, 64, 64), torch.randint(5, (8,)))
     planned = capture(lambda: Classifier(UNet()), batch, {"precision": "32-true"}, cuda=False)
     net = UNet()
@@ -111,7 +111,7 @@ def test_the_plan_of_a_u_net_is_near_what_the_profiler_sees() -> None:
     assert planned.log.breakdown(where)["temporaries"] > 0.1 * most
 
 
-def test_on_a_gpu_the_plan_says_that_they_are_not_known() -> None:
+def test_workspaces_on_a_gpu_are_an_assumption() -> None:
     batch = (torch.randn(2, 3, 16, 16), torch.randint(5, (2,)))
     on_gpu = capture(lambda: Classifier(UNet()), batch, {}, cuda=True)
     assert any("cuDNN's workspaces" in text for text in on_gpu.assumptions)

@@ -88,7 +88,7 @@ def test_a_mask_is_memory_efficient_and_becomes_numbers(length: int, row: int) -
     assert attend(length, BF16, mask=of_each) == ("Efficient", efficient(length, 2) + BATCH * length * row * 2)
 
 
-def test_a_head_that_flash_has_no_kernel_for() -> None:
+def test_head_without_a_flash_kernel_is_memory_efficient() -> None:
     assert attend(64, width=256)[0] == "Flash"
     assert attend(64, width=264)[0] == "Efficient"
     # of 12, padded to 16: query, key and value as well
@@ -174,7 +174,7 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("name", IN_FP32)
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
-def test_autocast_runs_in_fp32_what_cuda_does(name: str, fake: bool) -> None:
+def test_autocast_runs_cudas_list_in_fp32(name: str, fake: bool) -> None:
     with fake_mode() if fake else torch.enable_grad(), cuda_rules(), torch.autocast("cpu", BF16):
         x = torch.ones(3, 4, dtype=BF16, requires_grad=True)
         result = IN_FP32[name](x)
@@ -188,13 +188,13 @@ UNARY = ("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2
 
 
 @pytest.mark.parametrize("name", [*UNARY, "sinh", "tan", "prod"])
-def test_each_function_of_the_lists_is_in_them(name: str) -> None:
+def test_listed_functions_run_in_fp32(name: str) -> None:
     with fake_mode(), cuda_rules(), torch.autocast("cpu", BF16):
         assert getattr(torch, name)(torch.empty(3, 4, dtype=BF16)).dtype is FP32
 
 
 @pytest.mark.parametrize(("run", "dtype"), OTHERS.values(), ids=OTHERS)
-def test_autocast_leaves_the_rest(run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+def test_autocast_keeps_other_types(run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     with fake_mode(), cuda_rules(), torch.autocast("cpu", BF16):
         assert run(torch.ones(3, 4, dtype=BF16)).dtype is dtype
 
@@ -219,13 +219,13 @@ def test_without_autocast_16_bits_stay() -> None:
         ({"differentiable": True}, None),  # for which torch has no such kernel
     ],
 )
-def test_all_at_once_where_nobody_chose(given: dict[str, Any], foreach: bool | None) -> None:
+def test_foreach_is_set_if_left_open(given: dict[str, Any], foreach: bool | None) -> None:
     optimizer = torch.optim.AdamW(nn.Linear(3, 2).parameters(), **given)
     choose_foreach(optimizer)
     assert [group["foreach"] for group in optimizer.param_groups] == [foreach]
 
 
-def test_an_optimizer_of_ones_own_has_no_such_choice() -> None:
+def test_custom_optimizer_gets_no_foreach() -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {"lr": 1e-3})
@@ -242,7 +242,7 @@ def wide(**arguments: Any) -> Callable[[], Classifier]:
 
 
 @pytest.mark.long
-def test_all_at_once_takes_a_copy_of_the_weights() -> None:
+def test_foreach_takes_a_copy_of_the_weights() -> None:
     peaks = {}
     for name, arguments in {"unset": {}, "all": {"foreach": True}, "each": {"foreach": False}}.items():
         log = capture(wide(**arguments), vectors(2), {"precision": "32-true"}).log
@@ -291,7 +291,7 @@ def probe() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("attention", ["fused", "math"])
-def test_all_is_as_before_after_an_exception(attention: str) -> None:
+def test_rules_end_after_an_exception(attention: str) -> None:
     before = probe()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), cuda_rules(attention):

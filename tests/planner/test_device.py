@@ -61,7 +61,7 @@ def test_every_device_is_in_the_tables_of_this_test_and_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("name", PRINTED_GB)
-def test_the_figures_are_possible(name: str) -> None:
+def test_figures_are_possible(name: str) -> None:
     found = device(name)
     assert found.name == name
     # 48 GB with ECC in the memory itself leave 44.4 GiB, 24 leave 22.0
@@ -88,7 +88,7 @@ def test_fewer_bits_are_not_slower(name: str) -> None:
         assert flops["bf16"] == flops["fp16"] == pytest.approx(2 * (flops["tf32"] or 0), rel=0.02)
 
 
-def test_devices_are_in_the_order_that_everyone_knows() -> None:
+def test_devices_are_in_their_known_order() -> None:
     def order(by: str, *names: str) -> None:
         figures = [getattr(device(name), by) for name in names]
         assert figures == sorted(figures, reverse=True)
@@ -161,7 +161,7 @@ def test_an_unknown_name_offers_the_nearest(given: str, close: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "  ", "NVIDIA", None, 4090, "../../app/train"])
-def test_what_is_no_name_is_refused(given: object) -> None:
+def test_invalid_name_is_refused(given: object) -> None:
     with pytest.raises(PresetError, match="rtx_4090"):
         device(given)  # type: ignore[arg-type]
 
@@ -174,7 +174,7 @@ def test_cpu_has_the_hosts_memory_and_nothing_of_cuda() -> None:
     assert found.flops["fp32"]
 
 
-def test_a_device_survives_the_way_to_another_process() -> None:
+def test_device_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(device("h100"))) == device("h100")
 
 
@@ -190,7 +190,7 @@ def test_a_users_file_is_found_by_file_name_and_by_label(own: Path) -> None:
     assert found.flops == {"bf16": 2e13, "fp16": 2e13, "tf32": None, "fp32": 1e13, "fp64": None}
 
 
-def test_a_users_file_goes_before_ours(own: Path) -> None:
+def test_users_file_overrides_ours(own: Path) -> None:
     (own / "t4.yaml").write_text(WHOLE)
     assert device("t4").label == "Acme 9000"
     assert devices().count("t4") == 1
@@ -282,7 +282,7 @@ def test_an_unknown_device_is_like_the_nearest_and_says_so(
     assert f"{capability[0]}.{capability[1]}" in found.source
 
 
-def test_the_file_that_an_unknown_device_asks_for_is_then_used(own: Path, here: SimpleNamespace) -> None:
+def test_file_named_by_an_unknown_device_is_used(own: Path, here: SimpleNamespace) -> None:
     here.name, here.major, here.minor, here.total_memory = "NVIDIA B200", 10, 0, 178 * GiB
     file = re.search(r"conf/solo/device/\w+\.yaml", this_device().source)
     assert file is not None

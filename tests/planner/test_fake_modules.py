@@ -98,7 +98,7 @@ def empty(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 @makers
-def test_built_without_data_it_is_the_same_module(make: Callable[[], nn.Module]) -> None:
+def test_module_without_data_has_the_same_tensors(make: Callable[[], nn.Module]) -> None:
     real, module = make(), empty(make)
     assert described(module) == described(real)
     assert ties(module) == ties(real)
@@ -107,11 +107,11 @@ def test_built_without_data_it_is_the_same_module(make: Callable[[], nn.Module])
     assert [type(p) for p in module.parameters()] == [type(p) for p in real.parameters()]
 
 
-def test_what_was_written_on_a_parameter_stays() -> None:
+def test_attributes_of_a_parameter_are_kept() -> None:
     assert empty(Handed).frozen.mark == "kept"  # type: ignore[union-attr]
 
 
-def test_a_shape_that_comes_out_of_numbers_is_the_right_one() -> None:
+def test_shapes_computed_from_numbers_are_right() -> None:
     def make() -> nn.Module:
         widths = [int(width.item()) for width in torch.linspace(8, 24, 3)]
         return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
@@ -152,7 +152,7 @@ def test_a_module_is_stripped_without_being_touched(make: Callable[[], nn.Module
 
 
 @makers
-def test_to_fake_keeps_all_but_the_data(make: Callable[[], nn.Module]) -> None:
+def test_to_fake_keeps_metadata(make: Callable[[], nn.Module]) -> None:
     real = make()
     for module in (empty(make), stripped(make())):
         to_fake(module, fake_mode())
@@ -204,9 +204,7 @@ def patched() -> Iterator[tuple[str, AbstractContextManager[None], Callable[[], 
 
 
 @pytest.mark.parametrize(("manager", "read"), [pytest.param(m, r, id=name) for name, m, r in patched()])
-def test_what_was_patched_is_as_before_after_an_exception(
-    manager: AbstractContextManager[None], read: Callable[[], object]
-) -> None:
+def test_patches_end_after_an_exception(manager: AbstractContextManager[None], read: Callable[[], object]) -> None:
     before = read()
     with contextlib.suppress(ZeroDivisionError), manager:
         assert read() != before, "patched meanwhile"
@@ -214,7 +212,7 @@ def test_what_was_patched_is_as_before_after_an_exception(
     assert read() == before
 
 
-def test_numbers_of_real_tensors_stay_theirs_among_fake_ones() -> None:
+def test_real_tensors_keep_their_numbers() -> None:
     told: list[str] = []
     with fake_mode():
         fake = torch.ones(2, 3)
@@ -227,7 +225,7 @@ def test_numbers_of_real_tensors_stay_theirs_among_fake_ones() -> None:
     assert told == [".numpy() and .tolist() return zeros"] * 2
 
 
-def test_numbers_that_are_known_are_not_made_up() -> None:
+def test_known_numbers_are_kept() -> None:
     told: list[str] = []
     mode = fake_mode()
     with arrays_of_zeros(told.append), known_numbers():
@@ -241,7 +239,7 @@ def test_numbers_that_are_known_are_not_made_up() -> None:
     assert with_numbers(mode, torch.empty(KNOWN + 1, dtype=torch.uint8)).constant is None  # type: ignore[attr-defined]
 
 
-def test_a_range_has_its_numbers_unless_they_are_many() -> None:
+def test_short_range_has_numbers() -> None:
     tracer = Tracer(nn.Linear(2, 2))
     with known_numbers(), fake_mode(), tracer:
         positions = torch.arange(3, 7)[None]
@@ -252,7 +250,7 @@ def test_a_range_has_its_numbers_unless_they_are_many() -> None:
     assert tracer.assumptions == {}
 
 
-def test_a_result_of_known_numbers_that_has_too_many_is_not_computed() -> None:
+def test_large_result_of_known_numbers_is_not_computed() -> None:
     tracer = Tracer(nn.Linear(2, 2))
     with known_numbers(), fake_mode(), tracer:
         positions = torch.arange(2**20)

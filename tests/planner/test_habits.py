@@ -58,7 +58,7 @@ def test_nested_batch_is_resized_and_planned() -> None:
         assert peaks[0] == peaks[1]
 
 
-def test_a_batch_of_a_class_that_nobody_looks_into_is_refused() -> None:
+def test_batch_of_an_unknown_class_is_refused() -> None:
     class Opaque:
         x = torch.ones(3)
 
@@ -251,7 +251,7 @@ def test_fake_steps_hold_what_real_steps_hold(habit: str) -> None:
 
 
 @pytest.mark.long
-def test_a_logger_is_there_and_holds_nothing() -> None:
+def test_module_finds_a_logger_without_memory() -> None:
     plain, drawn = (capture(lambda: kind(layer()), vectors(), fp32(), cuda=False) for kind in (Classifier, Draws))  # noqa: B023
     assert drawn.log.peak() == plain.log.peak()
 
@@ -294,7 +294,7 @@ class Overwrites(Classifier):
 
 # 4 x (3 x 9 + 1) of the convolution, 4 x 6 x 6 x 5 + 5 behind it
 @pytest.mark.parametrize("make", [long(Measures), Lazy])
-def test_a_width_that_is_learned_from_a_forward(make: Callable[[], Classifier]) -> None:
+def test_constructor_may_run_a_forward(make: Callable[[], Classifier]) -> None:
     batch = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
     fake, real = both(make, batch, fp32)
     assert_equal(fake, real)
@@ -302,7 +302,7 @@ def test_a_width_that_is_learned_from_a_forward(make: Callable[[], Classifier]) 
 
 
 @pytest.mark.long
-def test_weights_that_are_loaded_and_overwritten(tmp_path: Path) -> None:
+def test_constructor_may_load_and_overwrite_weights(tmp_path: Path) -> None:
     torch.save(layer().state_dict(), tmp_path / "weights.pt")
     for make in (lambda: Loads(tmp_path / "weights.pt"), Overwrites):
         assert_equal(*both(make, vectors(), fp32))
@@ -337,14 +337,14 @@ class ByNothing(Classifier):
         return F.cross_entropy(scores.float() * scale + torch.zeros(1), batch[1])
 
 
-def test_what_is_put_on_cuda_by_hand_is_planned_there_and_said() -> None:
+def test_tensors_put_on_cuda_by_hand_are_an_assumption() -> None:
     by_hand, plain = capture(ByHand, vectors(), fp32()), capture(lambda: ByNothing(layer()), vectors(), fp32())
     assert by_hand.log.peak() == plain.log.peak()
     (assumption,) = set(by_hand.assumptions) - set(plain.assumptions)
     assert "CUDA device" in assumption
 
 
-def test_what_is_put_on_cuda_by_hand_has_no_place_in_a_plan_for_the_cpu() -> None:
+def test_tensors_put_on_cuda_by_hand_are_refused_on_a_cpu() -> None:
     class InStep(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self.network(batch[0]).sum() + torch.zeros(1, device="cuda").sum()
@@ -411,7 +411,7 @@ WRONG: dict[str, tuple[Callable[[], Any], Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", [name if name == "classes" else long(name) for name in WRONG])
-def test_an_index_that_a_real_run_ends_at_is_refused(case: str) -> None:
+def test_index_out_of_range_is_refused(case: str) -> None:
     make, right, wrong, says = WRONG[case]
     for cuda in (False, True):
         assert capture(make, right, fp32(), cuda=cuda).steps
@@ -421,7 +421,7 @@ def test_an_index_that_a_real_run_ends_at_is_refused(case: str) -> None:
         capture(make, wrong, fp32(), fake=False, cuda=False)
 
 
-def test_a_class_that_the_loss_passes_over_is_no_index() -> None:
+def test_ignored_class_is_allowed() -> None:
     assert capture(lambda: Classifier(layer()), labels(-100), fp32()).steps
 
 
@@ -438,7 +438,7 @@ LOOKUPS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOOKUPS)
-def test_every_lookup_is_looked_at(name: str) -> None:
+def test_every_lookup_is_checked(name: str) -> None:
     mode = fake_mode()
     with known_numbers():
         right, wrong = (with_numbers(mode, torch.tensor([0, 1, most, 2])) for most in (4, 5))

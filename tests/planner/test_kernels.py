@@ -87,9 +87,7 @@ def traces_on_a_cpu(
     ],
     ids=["default", "fp32_moments", "stochastic", "other_optimizer"],
 )
-def test_operators_go_through_two_chunks_for_all(
-    preset: list[str], optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_chunks_are_traced_for_all(preset: list[str], optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernel, "kernel", lambda: None)  # as without a compiler
     fake, real = traces_on_a_cpu(monkeypatch, preset, optimizer)
     assert len(real.costs) > 5 * len(fake.costs)
@@ -100,7 +98,7 @@ def test_operators_go_through_two_chunks_for_all(
 
 @pytest.mark.long
 @pytest.mark.skipif(cpu_kernel.kernel() is None, reason="no C++ compiler")
-def test_the_step_in_cpp_moves_each_tensor_once_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpp_step_moves_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, real = traces_on_a_cpu(monkeypatch, [])
     for trace in (fake, real):
         step = [cost.bytes for cost in trace.costs[trace.steps[0] : trace.steps[1]]]

@@ -70,7 +70,7 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_second_call_is_not_run_and_its_result_is_torchs(name: str) -> None:
+def test_second_call_is_cached_and_equals_torchs(name: str) -> None:
     cache = Counted()
     kwargs = {"dtype": torch.float32} if name == "another type" else {}
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_default_type_changes_results() -> None:
 
 
 @pytest.mark.parametrize("name", ["known numbers", "resized", "a number", "a generator", "no mode"])
-def test_what_depends_on_more_than_metadata_is_run_each_time(name: str) -> None:
+def test_calls_that_depend_on_more_than_metadata_are_not_cached(name: str) -> None:
     cache = Counted()
     for _ in range(2):
         if name == "known numbers":

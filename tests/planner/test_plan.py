@@ -37,7 +37,7 @@ from tests.planner.modules import plan_with
         ("cpu", 11, "does not fit", 0),
     ],
 )
-def test_a_host_that_has_too_little_is_in_the_verdict(on: str, gib: float, verdict: str, largest: int) -> None:
+def test_host_memory_is_in_the_verdict(on: str, gib: float, verdict: str, largest: int) -> None:
     found = with_host_memory(plan_with(device=on), int(gib * GiB))
     assert (found.verdict, found.largest_micro_batch, found.fits) == (verdict, largest, verdict != "does not fit")
     assert bool(found.host_shortage) == (verdict != "fits")
@@ -55,13 +55,13 @@ def test_the_worse_of_two_verdicts_stays() -> None:
     assert with_host_memory(plan_with(verdict="does not fit"), int(10.2 * GiB)).verdict == "does not fit"
 
 
-def test_nothing_on_the_host_is_not_judged_and_an_unknown_host_is_said() -> None:
+def test_unknown_host_memory_is_an_assumption() -> None:
     assert with_host_memory(plan_with(host_bytes=0), 1) == plan_with(host_bytes=0)
     found = with_host_memory(plan_with(), None)
     assert (found.verdict, found.host_shortage, found.assumptions) == ("fits", "", (HOST_NOT_JUDGED,))
 
 
-def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
+def test_plans_that_do_not_fit_are_ordered_by_missing_bytes() -> None:
     on_host = with_host_memory(plan_with(preset="host"), 9 * GiB)  # lacks 1
     on_device = plan_with(preset="device", verdict="does not fit", needed_bytes=20 * GiB + 1, host_bytes=0)
     far = plan_with(preset="far", verdict="does not fit", needed_bytes=30 * GiB, host_bytes=0)
@@ -81,15 +81,13 @@ def test_of_those_that_do_not_fit_the_one_that_lacks_least_is_first() -> None:
         ({"layer_drop": 0.1, "bf16": 3.0}, ["bf16", "layer_drop"]),  # has a caveat
     ],
 )
-def test_of_equally_fast_ones_the_one_that_changes_least_is_first(
-    seconds: dict[str, float], expected: list[str]
-) -> None:
+def test_equally_fast_plans_are_ordered_by_changes(seconds: dict[str, float], expected: list[str]) -> None:
     on_host = {"zero_offload": GiB}
     plans = [plan_with(preset=name, seconds_per_step=s, host_bytes=on_host.get(name, 0)) for name, s in seconds.items()]
     assert order(*plans) == order(*plans[::-1]) == expected
 
 
-def test_a_tight_one_is_behind_one_that_fits_however_fast() -> None:
+def test_tight_plan_comes_after_a_fitting_one() -> None:
     plans = plan_with(preset="bf16", verdict="tight", seconds_per_step=0.1), plan_with(preset="layer_drop")
     assert order(*plans) == ["layer_drop", "bf16"]
 
@@ -110,7 +108,7 @@ def test_a_caveat_counts_only_where_no_preset_is_named(
     assert list(found.values()) == [["bf16", preset_with_caveat], [preset_with_caveat, "bf16"]]
 
 
-def test_the_modules_own_error_comes_before_a_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_module_comes_before_that_of_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"zero_offload": CapabilityError("no CUDA"), "": PlanError("in forward")}
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: iter(answers.items()))
     with pytest.raises(PlanError, match="in forward"):
@@ -132,7 +130,7 @@ BATCH = torch.zeros(4, 65, dtype=torch.uint8)
 
 
 @pytest.mark.long
-def test_a_plan_compares_with_the_host_memory_that_is_given() -> None:
+def test_given_host_memory_is_judged() -> None:
     found = plan(byte_gpt, BATCH, presets=["zero_offload", "bf16"], device="rtx-4090", host_memory="1KiB")
     assert isinstance(found, list)
     by_name = {one.preset: one for one in found}
@@ -144,7 +142,7 @@ def test_a_plan_compares_with_the_host_memory_that_is_given() -> None:
     assert HOST_NOT_JUDGED in other.assumptions
 
 
-def test_for_this_machine_it_is_compared_without_being_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_of_this_machine_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preset_plans, "memory_here", lambda: (64 * GiB, 1024))
     on_cpu: dict[str, Any] = {"preset": "zero_offload", "device": "cpu", "overrides": ["strategy.allow_cpu=true"]}
     found = plan(byte_gpt, BATCH, **on_cpu)
@@ -155,7 +153,7 @@ def test_for_this_machine_it_is_compared_without_being_given(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("given", "says"), [("16 gigs", "host_memory='16 gigs': write"), (16, "host_memory=16: write")]
 )
-def test_a_host_memory_that_is_none(given: Any, says: str) -> None:
+def test_invalid_host_memory_is_refused(given: Any, says: str) -> None:
     with pytest.raises(PresetError, match=says):
         plan(byte_gpt, BATCH, preset="bf16", device="rtx-4090", host_memory=given)
 
@@ -184,7 +182,7 @@ def test_bf16_on_a_device_without_it_is_said() -> None:
 # --- written and read, and shown ---
 
 
-def test_a_plan_is_read_back_as_it_was_written() -> None:
+def test_plan_is_restored_from_json() -> None:
     whole = with_host_memory(plan_with(assumptions=("a", "b")), 9 * GiB)
     assert Plan.from_dict(json.loads(json.dumps(whole.as_dict()))) == whole
 
@@ -197,7 +195,7 @@ def test_a_preset_stays_in_one_piece_in_eighty_columns() -> None:
     assert "\u2026" not in said.getvalue(), "and nothing is cut off"
 
 
-def test_the_table_has_a_star_behind_the_chosen_one() -> None:
+def test_table_marks_the_chosen_plan() -> None:
     first, second = plan_with(), plan_with(preset="bf16", host_bytes=0, largest_micro_batch=None, seconds_per_step=2.0)
     said = io.StringIO()
     Console(file=said, width=100).print(table([first, second], second))

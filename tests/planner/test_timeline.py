@@ -112,14 +112,14 @@ def test_pieces_through_staging_buffers(copy: float, compute: float, slots: int,
     assert step_seconds(streamed(60, slots, copy, compute), H200) / 60 == pytest.approx(expected, rel=0.01)
 
 
-def test_what_is_copied_back_overlaps_with_the_next_step() -> None:
+def test_copies_back_overlap_with_the_next_step() -> None:
     # at the end of a step the last piece is on its way back, while the next forward runs
     step = [kernel(5.0), *streamed(1, 1, 1.0, 1.0)]
     assert length(step_schedule(step, H200)) == pytest.approx(7.0)  # its copy to the device hides behind the forward
     assert step_seconds(step, H200) == pytest.approx(6.0)
 
 
-def test_a_buffer_is_filled_when_it_has_been_emptied() -> None:
+def test_copy_to_the_device_waits_for_an_empty_buffer() -> None:
     made = operations(streamed(3, 2, 1.0, 1.0), H200, ["backward"] * 12)
     assert [(operation.stream, operation.after) for operation in made] == [
         (TO_DEVICE, ()),

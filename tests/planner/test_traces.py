@@ -20,7 +20,7 @@ from lightning_solo.units import GiB
     [(1, [1, 2, 3, 4]), (2, [2, 3, 4]), (3, [3, 2, 4]), (8, [8, 2, 3])],
 )
 @pytest.mark.parametrize("follows", [True, False])
-def test_micro_batches_are_traced_side_by_side(
+def test_micro_batches_are_traced_in_parallel(
     size: int, at_once: list[int], follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single example seldom follows from larger batches, so a third of these tells whether they scale."""
