@@ -1,4 +1,4 @@
-"""Files that are never half written, even if the process dies; and locks on files."""
+"""Files that are never half written, even if the process dies; locks on files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a file beside its place and rename it; ``durable``: it also survives a power failure.
+    """Write a temporary file in the same folder, then rename it; a ``durable`` file also survives a power failure.
 
     Raises:
-        OSError: it cannot be written; the file is as it was.
+        OSError: it can't be written; an existing file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}")

@@ -1,4 +1,4 @@
-"""Packages, host memory and build tools of this machine, found without torch."""
+"""Packages, host memory and build tools of this machine, found without importing torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     Page cache counts as available: the kernel gives it back before anything fails.
 
     Args:
-        root: the folder in which `proc` and `sys` are looked for.
+        root: the folder that contains `proc` and `sys`.
     """
     total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = root / "proc/meminfo"
@@ -64,7 +64,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) bytes of the memory group of this process and of each above it, for cgroup v2 and v1."""
-    files = {  # the limit, what is used, and in memory.stat the page cache that can be given back
+    files = {  # of the limit and the use; the name of reclaimable page cache in memory.stat
         "": ("memory.max", "memory.current", "inactive_file"),
         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     }
@@ -72,7 +72,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         mount = root / "sys/fs/cgroup" / version
         limit_file, used_file, cache = files[version]
         folder = mount / group.lstrip("/")
-        # In a container the path may be that of the outside: those levels are not there, and the mount is our group.
+        # In a container the path may be the host's. Its levels are missing here, and the mount is our group.
         for level in (folder, *folder.parents):
             limit = _text(level / limit_file)
             if limit.isdigit():
@@ -116,7 +116,7 @@ def tool_path() -> str:
 
 
 def cxx_compiler() -> str | None:
-    """Return the C++ compiler as a command line: CXX as it is if its program exists, else the first one found."""
+    """Return the command line of the C++ compiler: CXX where that is set, else the first on PATH; None without one."""
     if given := os.environ.get("CXX"):
         words = shlex.split(given)
         return given if words and shutil.which(words[0], path=tool_path()) else None
@@ -165,7 +165,7 @@ def nvcc_release(cuda_home: str | None) -> tuple[int, int] | None:
 
 
 def nvidia_driver() -> str:
-    """Return the version of the NVIDIA driver; empty without one, or if it is not known."""
+    """Return the version of the NVIDIA driver; empty where it is unknown."""
     found = re.search(r"\d+\.\d+(\.\d+)?", _text(Path("/proc/driver/nvidia/version")))
     return found[0] if found else ""
 
@@ -178,17 +178,14 @@ def processor() -> str:
 
 def processor_flags() -> str:
     """Return the processor's feature flags; compiled code runs on any processor with the same flags."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    found = re.search(r"^(?:flags|Features).*", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[0] if found else platform.processor()
 
 
 def user_cache() -> Path | None:
-    """Return the folder in which a user's programs keep what can be made again: ``$XDG_CACHE_HOME``, or ``~/.cache``.
+    """Return the user's folder for caches: ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
-    None for a user without a home folder, which is ordinary in containers.
+    None for a user without a home folder, which is common in containers.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given) if os.path.isabs(given) else Path(os.path.expanduser("~")) / ".cache"
@@ -196,20 +193,20 @@ def user_cache() -> Path | None:
 
 
 class NotPrivateError(PermissionError):
-    """A folder of machine code into which others may write."""
+    """Other users may write into a folder of machine code."""
 
 
 def is_private(path: Path) -> bool:
-    """Return whether a file or folder belongs to this user and nobody else may write into it."""
+    """Return whether a file or folder belongs to this user, and no other user may write into it."""
     status = path.stat()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def private_folder(root: Path, *parts: str) -> Path:
-    """Return the folder ``parts`` below ``root``, for what is loaded as machine code; what is missing is made.
+    """Return the folder ``parts`` below ``root``, for machine code; make it if it is missing.
 
     Raises:
-        NotPrivateError: it belongs to somebody else, or others may write into it.
+        NotPrivateError: it belongs to another user, or others may write into it.
         OSError: it can't be made.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -218,7 +215,7 @@ def private_folder(root: Path, *parts: str) -> Path:
         root.mkdir(mode=0o700, exist_ok=True)
         if not is_private(root):
             raise NotPrivateError(
-                f"the folder {root} is not yours alone, and what is in it would be loaded as machine code; write"
-                f" chmod -R go-w '{root}' if it is yours and you trust what it holds, else remove it"
+                f"other users may write into the folder {root}, whose files are loaded as machine code; write"
+                f" chmod -R go-w '{root}' if it is yours and you trust its files, else remove it"
             )
     return root

@@ -166,7 +166,7 @@ def test_second_process_waits_and_builds_nothing(
 def test_folder_that_others_may_write_into_is_refused(cache: Path) -> None:
     build_folder("text")
     cache.chmod(0o770)
-    with pytest.raises(NotPrivateError, match=f"{cache} .*chmod"):
+    with pytest.raises(NotPrivateError, match=f"{cache}.*chmod"):
         build_folder("text")
 
 

@@ -19,18 +19,21 @@ from lightning_solo.zero.checkpoint import Group
 from lightning_solo.zero.flat import states_per_element
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings, zero_layout
 
-# On top of what is counted: batches, Python and the libraries (examples/results/zero_offload_cpu.json and
-# zero_host_cpu.json: what was predicted beside what was measured).
+# For batches, Python and the libraries, which are not counted. examples/results/zero_offload_cpu.json and
+# zero_host_cpu.json compare predictions with measurements.
 MARGIN = 0.05
 
-# fp32 tensors that an optimizer keeps per parameter, and that one step takes beside them and releases: measured for
-# torch's on the host (examples/results/zero_host_cpu.json); the others as AdamW.
+# (fp32 tensors that an optimizer keeps per parameter, temporary ones of a step). Those of torch's were measured on the
+# host (examples/results/zero_host_cpu.json). An unlisted optimizer counts as AdamW.
 STATES = {"SGD": (1, 1), "Adagrad": (1, 1), "RMSprop": (1, 1), "Lion": (1, 1), "DeepSpeedCPUAdagrad": (1, 0)}
 STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0)}
 
 
 def states_of(optimizer: Optimizer) -> int:
-    """Return how many fp32 tensors an optimizer keeps per parameter: by a trial, or from a table for DeepSpeed's."""
+    """Return the number of fp32 tensors that an optimizer keeps per parameter.
+
+    A trial counts them; DeepSpeed's optimizers and those that the trial can't run are in a table.
+    """
     known, _ = STATES.get(type(optimizer).__name__, (2, 2))
     if type(optimizer).__module__.startswith("deepspeed."):
         return known
@@ -73,10 +76,10 @@ def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, 
     """Refuse a run that needs more host memory than is available.
 
     Args:
-        layout: of `zero_layout`.
-        available: bytes that are free on the host, from `machine.host_memory`.
-        resident: bytes of the module that are on the host now: they are counted in the layout, or will be freed.
-        one_memory: Whether the "device" is the host's memory too: DeepSpeed on the CPU.
+        layout: from `zero_layout`.
+        available: free bytes on the host, from `machine.host_memory`.
+        resident: bytes of the module on the host, which the layout counts too or the run frees.
+        one_memory: Whether device and host share their memory, as on a CPU.
 
     Raises:
         BudgetError: names the bytes of each part, the available bytes and the missing ones.
@@ -87,7 +90,7 @@ def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, 
 
 
 def check_device_budget(layout: ZeroLayout, available: int) -> None:
-    """Refuse a run whose model states alone do not fit on the device. Activations are not counted.
+    """Refuse a run whose model states, without activations, do not fit on the device.
 
     Raises:
         BudgetError: as `check_host_budget`.
@@ -109,7 +112,7 @@ def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) ->
     """Return the free bytes on the disk of a folder; the folder need not exist yet.
 
     Raises:
-        CapabilityError: the folder can't be made or written, or is in memory; names what to write.
+        CapabilityError: the folder can't be made or written, or is in memory.
     """
     path = Path(folder).expanduser().absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -121,8 +124,7 @@ def disk_budget(folder: str | Path, mounts: Path = Path("/proc/self/mounts")) ->
     kind = file_system(existing.resolve(), mounts)
     if kind in IN_MEMORY:
         raise CapabilityError(
-            f"nvme_path={str(folder)!r} is {kind}: files there take the host's memory, which is what they should"
-            f" save; {remedy}"
+            f"nvme_path={str(folder)!r} is {kind}: files there take the host memory that they should save; {remedy}"
         )
     system = os.statvfs(existing)
     return system.f_bavail * system.f_frsize

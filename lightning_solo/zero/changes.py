@@ -1,7 +1,7 @@
-"""Keeps weights that user code changes in place during a run, such as clamped weights or a teacher's average.
+"""Keep changes that user code makes to weights in place during a run, such as clamping or a teacher's average.
 
-DeepSpeed (0.19.8) steps fp32 masters and copies them over the weights, so such a change lasts until the next step. Here
-it is detected by the count that torch keeps of changes in place, and copied into the master.
+DeepSpeed (0.19.8) steps fp32 masters and copies them over the weights, which undoes a change at the next step. Here
+torch's count of changes in place detects the change, and its value is copied into the master.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lightning_solo.zero.states import ParameterStates, read, write
 
 
 class OutsideChanges:
-    """Weights changed in place under ``torch.no_grad()`` since the last call; changes of ``p.data`` are not seen.
+    """Finds weights that were changed in place under ``torch.no_grad()``. Changes of ``p.data`` are not found.
 
     Args:
-        module: of an engine that has been made.
+        module: of an existing engine.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,7 +47,7 @@ class OutsideChanges:
         self._versions |= changed
 
     def _warn_if_lost(self, zero: Any, kept: dict[Tensor, Tensor], partitioned: dict[Tensor, Tensor]) -> None:
-        """Warn of weights whose change had no effect, since stage 3 empties them outside of the forward pass."""
+        """Warn about weights whose change had no effect because stage 3 had emptied them."""
         first = {p: value for p, value in partitioned.items() if p not in self._checked}
         self._checked |= set(first)
         if not first:

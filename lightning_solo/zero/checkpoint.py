@@ -16,17 +16,17 @@ from lightning_solo.optim.adamw_state_dict import require_plain
 from lightning_solo.zero.host_optimizer import HostOptimizer, from_original_state, to_original_state
 from lightning_solo.zero.states import ParameterStates
 
-LOOPS = ("foreach", "fused", "capturable")  # options that say how a step is computed, not what: the host has its own
+LOOPS = ("foreach", "fused", "capturable")  # options of how, not what, a step computes: a checkpoint's are ignored
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")  # of the engine, for its log
 
 
 @dataclass(frozen=True)
 class Group:
-    """A parameter group as the user gave it.
+    """A parameter group and its original content.
 
     Attributes:
-        options: the optimizer's own dictionary, in which the engine replaces the parameters by flat tensors.
-        given: what was in it.
+        options: the optimizer's dictionary, in which the engine replaces the parameters by flat tensors.
+        given: a copy from before that.
     """
 
     options: dict[str, Any]
@@ -34,7 +34,7 @@ class Group:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The module's."""
+        """The module's parameters."""
         parameters: list[Tensor] = self.given["params"]
         return parameters
 
@@ -45,7 +45,7 @@ class Group:
         return {key: self.options[key] for key in self.given if key != "params"} | loops
 
     def restore(self) -> None:
-        """Restore the dictionary to the user's options and parameters, without other keys."""
+        """Restore the user's options and parameters, and remove other keys."""
         options = {**self.own_options, "params": self.parameters}
         self.options.clear()
         self.options.update(options)
@@ -57,7 +57,7 @@ def groups_of(optimizer: Optimizer) -> list[Group]:
 
 
 def plain_state_dict(module: nn.Module, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    """Return ``module.state_dict()`` with the parameters' values from ``values``; its hooks and overrides run."""
+    """Return ``module.state_dict()``, its hooks included, with the parameters' values from ``values``."""
     before = {parameter: parameter.data for parameter in values}
     try:
         for parameter, value in values.items():
@@ -75,10 +75,10 @@ def frozen_names(module: nn.Module) -> list[str]:
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, left_out: Iterable[str], strict: bool) -> None:
-    """Load a state dict that may lack the frozen weights; those keep their values.
+    """Load a state dict that may lack the weights ``left_out``; those keep their values.
 
     Raises:
-        RuntimeError: torch's own, where ``strict`` and other names are missing or unknown.
+        RuntimeError: torch's, where ``strict`` and other names are missing or unknown.
     """
     missing, unexpected = module.load_state_dict(state, strict=False)
     if strict and (unexpected or set(missing) - set(left_out)):
@@ -106,7 +106,7 @@ def load_optimizer(
     saved: Mapping[str, Any],
     masters: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, ParameterStates]:
-    """Load the options of an optimizer's state dict, of a plain run or of ours; return its states by parameter.
+    """Load the options from an optimizer's state dict, and return its states by parameter.
 
     Raises:
         CheckpointError: the groups differ from the checkpoint's, or its states are compact.
@@ -155,7 +155,7 @@ def counters(engine: Any) -> dict[str, dict[str, Any]]:
 
 
 def set_counters(engine: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the values of `counters` that this engine has too."""
+    """Set the values of `counters`; those that this engine lacks are ignored."""
     for owner, values in ((engine, "engine"), (engine.optimizer.loss_scaler, "loss_scaler")):
         for name, value in saved.get(values, {}).items():
             if hasattr(owner, name):

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError
 
-# What belongs to the Trainer or to the module: key of the configuration -> what to write instead
+# Key of the configuration -> the argument of the Trainer or part of the module to write instead
 ELSEWHERE = {
     "train_batch_size": "the batch size of your loader and accumulate_grad_batches",
     "train_micro_batch_size_per_gpu": "the batch size of your loader",
@@ -47,7 +47,7 @@ def zero_config(
         "contiguous_gradients": True,
         "overlap_comm": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
-        # It replaces torch.nn.functional.linear for good; here that is for the run (linear_saves_the_parameter).
+        # It would replace torch.nn.functional.linear for good. linear_saves_the_parameter does so during a run.
         "memory_efficient_linear": False,
     }
     if stage == 3:
@@ -55,15 +55,15 @@ def zero_config(
         if offload_parameters:
             zero["offload_param"] = dict(place)
         if offload_parameters and nvme_path is not None:
-            # Otherwise weights that are used again within 1e9 elements stay, each in one of a few buffers.
+            # Otherwise weights that are used again within 1e9 elements stay in the few buffers.
             zero["stage3_max_reuse_distance"] = 0
     else:
         zero["allgather_bucket_size"] = BUCKET_ELEMENTS
     return {
-        # Only for DeepSpeed's own throughput log. Lightning's guess fails on loaders without a batch sampler.
+        # For DeepSpeed's throughput log only. Lightning's guess fails for loaders without a batch sampler.
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
-        # Without it any optimizer but DeepSpeed's CPU ones is refused, which Lightning has no argument for.
+        # Otherwise only DeepSpeed's CPU optimizers are accepted. Lightning has no argument for it.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
@@ -77,16 +77,17 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
         given: a mapping, or the path of a JSON file.
 
     Raises:
-        ConflictError: a key that belongs to the Trainer or to the strategy's own arguments, or with which DeepSpeed
-            trains incorrectly; names what to write.
-        PresetError: the file is not there, or is no JSON mapping; or a section is misspelt, which DeepSpeed would
-            pass over.
+        ConflictError: a key contradicts an argument of the Trainer or the strategy, or makes DeepSpeed train
+            incorrectly.
+        PresetError: the file is missing or holds no JSON mapping, or a section is misspelt, which DeepSpeed ignores.
     """
     merged = copy.deepcopy(dict(ours))
     known = {**ours, **ELSEWHERE}
     for key, value in _read(given).items():
         if not isinstance(key, str):
-            raise PresetError(f"zero_offload.config: {key!r} is no name of a section; write strings, as in JSON")
+            raise PresetError(
+                f"zero_offload.config: the key {key!r} is no name of a section; write strings, as in JSON"
+            )
         if key not in known and (close := difflib.get_close_matches(key, known, n=1, cutoff=0.8)):
             raise PresetError(f"zero_offload.config.{key}: DeepSpeed has no such section; did you mean {close[0]!r}?")
         if key in ELSEWHERE and value != "auto" and not _is_empty(value):
@@ -99,7 +100,7 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
 
 
 def trains_wrong(zero: Mapping[str, Any]) -> str | None:
-    """Return an option of ``zero_optimization`` that breaks training in DeepSpeed 0.19.8, and its remedy; or None."""
+    """Return a message about an option of ``zero_optimization`` that breaks training in DeepSpeed 0.19.8, or None."""
     option, offload = "zero_offload.config.zero_optimization", zero.get("offload_optimizer")
     offload = offload if isinstance(offload, Mapping) else {}
     if (ratio := offload.get("ratio", 1)) not in (1, "auto"):
@@ -123,7 +124,7 @@ def trains_wrong(zero: Mapping[str, Any]) -> str | None:
 
 
 def _is_empty(value: object) -> bool:
-    """Return whether a section is null or switched off, or holds nothing but ``"auto"``."""
+    """Return whether a section is null, switched off, or holds only ``"auto"``."""
     if value is None:
         return True
     if isinstance(value, Mapping):
@@ -177,7 +178,7 @@ def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
         return given or {}
     if not isinstance(given, str | Path):
         raise PresetError(
-            f"zero_offload.config={given!r}: is a {type(given).__name__}; write a mapping, or the path of a JSON file"
+            f"zero_offload.config={given!r} is a {type(given).__name__}; write a mapping, or the path of a JSON file"
         )
     try:
         section = json.loads(Path(given).read_text(encoding="utf-8"))
@@ -186,7 +187,7 @@ def _read(given: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
             f"zero_offload.config={given!r}: {error}; write the path of a JSON file, or a mapping"
         ) from None
     if not isinstance(section, Mapping):
-        raise PresetError(f"zero_offload.config={given!r}: holds a {type(section).__name__}, a mapping is needed")
+        raise PresetError(f"zero_offload.config={given!r}: holds a {type(section).__name__}; write a mapping into it")
     return section
 
 
@@ -194,9 +195,9 @@ def check_zero_section(config: Mapping[str, Any]) -> None:
     """Validate the ZeRO section by DeepSpeed's own model, which refuses unknown keys and wrong types.
 
     Raises:
-        PresetError: names each.
+        PresetError: a key or a type is wrong.
     """
-    from lightning_solo.zero.deepspeed_internals import zero_section_type  # by which torch comes: plans do without
+    from lightning_solo.zero.deepspeed_internals import zero_section_type  # imports torch, which plans do without
 
     pydantic = importlib.import_module("pydantic")
     try:

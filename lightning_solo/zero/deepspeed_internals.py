@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Plain values that DeepSpeed leaves on parameters and modules, and the method of Lightning's redirection
+# Plain values that DeepSpeed leaves on parameters and modules, and the method that Lightning replaces
 LEFT_BEHIND = frozenset(
     {
         "_dp_group",
@@ -36,7 +36,7 @@ LEFT_BEHIND = frozenset(
 
 
 def is_deepspeeds(value: Any) -> bool:
-    """Return whether a function or an object was made by DeepSpeed."""
+    """Return whether a function or an object is DeepSpeed's."""
     owner = getattr(value, "__self__", value)
     return any(
         (getattr(thing, "__module__", None) or "").partition(".")[0] == "deepspeed"
@@ -54,7 +54,7 @@ def is_left_behind(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is stored in a flat tensor."""
+    """A parameter's place in a flat tensor."""
 
     parameter: Tensor
     start: int
@@ -66,7 +66,7 @@ class Place:
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether stage 3 has taken a parameter, which is then empty outside of its module's passes."""
+    """Return whether stage 3 manages a parameter, which is then empty outside of its module's passes."""
     return hasattr(parameter, "ds_id")
 
 
@@ -76,7 +76,7 @@ def has_masters(zero: Any) -> bool:
 
 
 def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
-    """Return each flat fp32 master, and where each parameter is stored in it."""
+    """Return each flat fp32 master with the places of its parameters."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         return [
             (flat, [Place(p, zero.grad_position[zero.get_param_id(p)][1], p.ds_shape) for p in group])
@@ -116,17 +116,17 @@ def in_memory(zero: Any, index: int, *, written: bool = False) -> Iterator[bool]
     try:
         yield from_disk
     except BaseException:
-        if from_disk:  # what is half changed stays out of the files
+        if from_disk:  # half-made changes are not written
             zero._release_swap_buffers(index)
         raise
     if from_disk and written:
-        zero._writeback_swap_state(index, True, False)  # and the gradients that wait in memory are kept
+        zero._writeback_swap_state(index, True, False)  # keeps the gradients that are still in memory
     elif from_disk:
         zero._release_swap_buffers(index)
 
 
 def release_step_buffers(zero: Any) -> None:
-    """Release the buffers of an interrupted step; the files on disk are still those from before the step."""
+    """Release the buffers of an interrupted step; the files on disk keep the values from before it."""
     for index in range(len(zero.fp32_partitioned_groups_flat) if uses_disk(zero) else 0):
         if is_on_disk(zero, index):
             zero._release_swap_buffers(index)
@@ -141,7 +141,7 @@ def weight_swapper(engine: Any) -> Any:
 
 
 def release_weight_buffers(engine: Any, *_: Any) -> None:
-    """Release the buffers of prefetched weights that were not used. Call it between two passes."""
+    """Release the buffers of unused prefetched weights. Call it between two passes."""
     swapper = weight_swapper(engine)
     if swapper is None or not swapper.param_id_to_buffer_id:
         return
@@ -189,7 +189,7 @@ def zero_gradients(zero: Any, parameters: set[Tensor]) -> None:
 
 
 def leave_forward(engine: Any) -> None:
-    """Reset stage 3 after a forward pass that an exception ended; otherwise its weights count as in use."""
+    """Reset stage 3 after an exception in a forward pass; otherwise the weights of that pass count as in use."""
     for part in engine.module.modules():
         if hasattr(parameters := vars(part)["_parameters"], "_in_forward"):
             parameters._in_forward = False
@@ -199,8 +199,8 @@ def leave_forward(engine: Any) -> None:
 def destroy(engine: Any, module: nn.Module) -> None:
     """Destroy an engine: remove its hooks, buffers and gradients, and DeepSpeed's global references to the module.
 
-    ``engine.destroy()`` keeps states and buffers (https://github.com/deepspeedai/DeepSpeed/issues/7204), on top of
-    which the module's own weights would come.
+    ``engine.destroy()`` alone keeps states and buffers (https://github.com/deepspeedai/DeepSpeed/issues/7204), in
+    addition to the module's weights.
     """
     zero = engine.optimizer
     trains = has_masters(zero)
@@ -232,7 +232,7 @@ def zero_section_type() -> Any:
 
 
 def loaded_extensions(builder: Any) -> MutableMapping[str, Any]:
-    """Return DeepSpeed's cache of extension -> loaded module, which every builder reads first."""
+    """Return DeepSpeed's mapping of extension -> loaded module, which every builder reads first."""
     modules: MutableMapping[str, Any] = builder._loaded_ops
     return modules
 

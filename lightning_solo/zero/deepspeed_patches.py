@@ -1,7 +1,7 @@
 """All patches of DeepSpeed, and of torch for DeepSpeed. Check them when DeepSpeed is upgraded.
 
-Each function states the fault, the version in which it was seen and its report where one is known, how it is undone,
-and the test that fails without it. What is replaced on an engine or on its optimizer ends with them.
+Each docstring states the fault, the version in which it was seen, its report where one is known, how the patch is
+undone, and the test that fails without it. Patches of an engine or its optimizer end with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_solo.zero.deepspeed_internals import (
 def nothing_compiled_for_communication() -> AbstractContextManager[None]:
     """Stop ``deepspeed.init_distributed`` from compiling an all-reduce operator for the processes of one machine.
 
-    Fault: On a CPU it is compiled even for one process, which has nothing to sum.
+    Fault: On a CPU it is compiled even for a single process, which has nothing to reduce.
     Seen: 0.19.8.
     Undone: on leaving the context.
     Test: tests/zero/test_process.py::test_nothing_is_compiled_for_it
@@ -42,8 +42,8 @@ def nothing_compiled_for_communication() -> AbstractContextManager[None]:
 def nothing_broadcast() -> Iterator[None]:
     """Skip the engine's broadcast of its weights, since there is no other process.
 
-    Fault: What is sent is viewed as bytes, which fails for a scalar parameter, such as CLIP's ``logit_scale``: at stage
-        2 when the engine is made, at stage 3 when it takes a parameter over and at the end of ``GatheredParameters``.
+    Fault: The broadcast views a tensor as bytes, which fails for a scalar parameter, such as CLIP's ``logit_scale``: at
+        stage 2 when the engine is made, at stage 3 in ``zero.Init`` and at the end of ``GatheredParameters``.
     Seen: 0.19.8.
     Undone: on leaving the context.
     Test: tests/zero/test_engine.py::test_a_scalar_parameter_is_trained
@@ -77,9 +77,9 @@ def nothing_broadcast() -> Iterator[None]:
 def linear_saves_the_parameter() -> AbstractContextManager[None]:
     """Make ``torch.nn.functional.linear`` save the weight itself for backward, in this process, while stage 3 runs.
 
-    Fault: torch's saves a transposed view, which keeps what stage 3 fetched in memory until the backward pass, of all
-        layers at once; on a CPU the view would have the buffer's next content. DeepSpeed's version saves the weight,
-        but is installed for good (``memory_efficient_linear``).
+    Fault: torch's saves a transposed view, which keeps the fetched weights of all layers in memory until the backward
+        pass; on a CPU the view reads what the buffer holds next. DeepSpeed's version saves the weight, but its option
+        ``memory_efficient_linear`` installs it for good.
     Seen: 0.19.8; https://github.com/deepspeedai/DeepSpeed/pull/8189
     Undone: on leaving the context.
     Test: tests/zero/test_engine.py::test_linear_saves_the_parameter_while_stage_3_runs
@@ -91,8 +91,8 @@ def linear_saves_the_parameter() -> AbstractContextManager[None]:
 def statistics_in_fp32() -> AbstractContextManager[None]:
     """Make ``torch.nn.functional.batch_norm`` accept 16-bit weights with fp32 statistics, in this process.
 
-    Fault: DeepSpeed casts the weights and leaves the statistics. torch takes either all in 16 bit, where a running
-        mean soon stops changing, or weights and statistics in fp32 beside a 16-bit input, as autocast and this give it.
+    Fault: DeepSpeed casts the weights, but not the statistics. torch accepts all in 16 bit, where a running mean soon
+        stops changing, or weights and statistics in fp32 with a 16-bit input, as under autocast and here.
     Seen: 0.19.8.
     Undone: on leaving the context.
     Test: tests/zero/test_engine.py::test_batch_norms_keep_their_statistics_in_fp32
@@ -120,10 +120,11 @@ def statistics_in_fp32() -> AbstractContextManager[None]:
 def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
     """Keep the direct parameters of stage 3's root module in memory until its outermost call ends.
 
-    Fault: Lightning's ``training_step`` runs inside a call of the module, and calls it again. DeepSpeed releases a
-        temperature, say, after ``self(x)``, and what the step does with it afterwards gets an empty tensor.
+    Fault: Lightning runs ``training_step`` inside a call of the module, and the step calls the module again. DeepSpeed
+        releases a direct parameter, such as a temperature, after that inner call, so the rest of the step reads an
+        empty tensor.
     Seen: 0.19.8.
-    Undone: on leaving the context; the hooks it wraps are DeepSpeed's, and are removed with the engine.
+    Undone: on leaving the context; the wrapped hooks are DeepSpeed's, and are removed with the engine.
     Test: tests/zero/test_engine.py::test_a_modules_own_parameter_is_there_after_it_was_called_within_the_step
     """
     depth = 0
@@ -137,7 +138,7 @@ def fetched_for_the_outermost_call(module: nn.Module) -> Iterator[None]:
         depth -= 1
 
     def outermost(hook: Any) -> Any:
-        @functools.wraps(hook)  # under its own name, by which it is found and removed
+        @functools.wraps(hook)  # DeepSpeed's name, by which it is found and removed
         def hooked(*args: Any) -> Any:
             return hook(*args) if depth == 1 else None
 
@@ -162,8 +163,8 @@ def prefetch_once(engine: Any) -> None:
     """Read each weight on disk ahead only once, and release all buffers before a forward pass.
 
     Fault: Weights are prefetched in the order of a training step, into a few buffers that are released after use. A
-        forward pass without a backward (validation) never uses what was prefetched for the latter, and the run ends
-        with "Not enough buffers". A weight that is used twice is prefetched twice: "already assigned".
+        forward pass without a backward, as in validation, never uses the weights that were prefetched for backward, and
+        the run ends with "Not enough buffers". A weight that is used twice is prefetched twice: "already assigned".
     Seen: 0.19.8; https://github.com/deepspeedai/DeepSpeed/issues/3062
     Undone: with the engine.
     Test: tests/zero/test_weights_on_disk.py::test_weights_in_files_train_and_validate_as_in_memory
@@ -183,9 +184,9 @@ def prefetch_once(engine: Any) -> None:
 def align_gradients(swapper: Any) -> None:
     """Make the optimizer swapper split gradients so that each part on disk is aligned.
 
-    Fault: A gradient is read from its file straight into its place in the flat gradient, past the page cache. Where
-        that place is no multiple of the disk's alignment (a bias before it is enough) the read fails in silence, and
-        the optimizer steps with what was in the buffer. DeepSpeed splits off unaligned lengths, not offsets.
+    Fault: A gradient is read from its file directly into its place in the flat gradient, without the page cache. If
+        that place is no multiple of the disk's alignment, for example after a bias, the read fails silently, and the
+        optimizer steps with the buffer's old content. DeepSpeed splits off unaligned lengths, but not offsets.
     Seen: 0.19.8.
     Undone: with the engine.
     Test: tests/zero/test_disk.py::test_a_bias_before_matrices_trains_as_plain
@@ -203,7 +204,7 @@ def align_gradients(swapper: Any) -> None:
 
 
 def split_aligned(offset: int, numel: int, alignment: int) -> list[tuple[int, int]]:
-    """Return ``(start, length)`` of up to three parts of a fragment: the middle one aligned in both.
+    """Return ``(start, length)`` of up to three parts of a fragment; start and length of the middle one are aligned.
 
     >>> split_aligned(offset=10, numel=30, alignment=8), split_aligned(16, 8, 8), split_aligned(10, 5, 8)
     ([(10, 6), (16, 24)], [(16, 8)], [(10, 5)])

@@ -23,12 +23,12 @@ PREFIX = "zero_offload-"
 
 @contextmanager
 def run_folder(parent: str | Path) -> Iterator[Path]:
-    """Make this run's folder below ``parent``; remove it at the end, and remove the folders of killed runs.
+    """Make this run's folder below ``parent`` and remove it at the end; first remove the folders of killed runs.
 
-    A run holds the lock of its folder while it lives; the kernel releases the lock however the run ends.
+    A run holds the lock of its folder until its process ends.
 
     Raises:
-        CapabilityError: nothing can be written, or locked, there.
+        CapabilityError: the folder can't be written or locked.
     """
     parent = Path(parent).expanduser().absolute()
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
@@ -53,7 +53,7 @@ def run_folder(parent: str | Path) -> Iterator[Path]:
 
 def _locked_folder(parent: Path) -> tuple[Path, IO[str]]:
     starting = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # hidden until it is locked
-    with ExitStack() as undo:  # on a file system that has no locks
+    with ExitStack() as undo:  # for a file system without locks
         undo.callback(shutil.rmtree, starting, ignore_errors=True)
         lock = undo.enter_context((starting / "lock").open("w"))
         try_lock(lock.fileno())  # no other process knows the folder yet
@@ -66,25 +66,25 @@ def _remove_if_left(folder: Path) -> None:
     try:
         with (folder / "lock").open("r+") as lock:
             if try_lock(lock.fileno()):
-                log.warning("zero_offload: removed %s, which a killed run has left", folder)
+                log.warning("zero_offload: removed %s, the folder of a killed run", folder)
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError:  # no run's folder, or another user's
         return
 
 
 def parameter_buffers(module: nn.Module, element_bytes: int) -> dict[str, int]:
-    """Return DeepSpeed's size and count of the buffers through which a module's weights are read from disk.
+    """Return DeepSpeed's size and count of the buffers for weights that are read from disk.
 
     Args:
-        module: not yet partitioned.
-        element_bytes: of a weight on the device; parameters below ``MIN_DISK_BYTES`` stay in memory.
+        module: before it is partitioned.
+        element_bytes: bytes of an element on the device; parameters below ``MIN_DISK_BYTES`` stay in memory.
     """
     on_disk = [
         [n for p in part.parameters(recurse=False) if (n := p.numel()) * element_bytes >= MIN_DISK_BYTES]
         for part in module.modules()
     ]
-    # DeepSpeed's 5, and those of one module and of the one that is prefetched for it; with fewer, or smaller ones, a
-    # run ends with "Not enough buffers" or "More elements than buffer size"
+    # At least DeepSpeed's 5, and enough for one module and the next one, which is prefetched. With fewer or smaller
+    # buffers a run ends with "Not enough buffers" or "More elements than buffer size".
     return {
         "buffer_size": max((max(numels) for numels in on_disk if numels), default=MIN_DISK_BYTES),
         "buffer_count": max(5, 2 * max(map(len, on_disk))),

@@ -37,7 +37,7 @@ def make_engine(
 
 
 def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Give stage 3 the parameters one by one; deepspeed.initialize would first move them all to the device."""
+    """Partition the parameters one by one; deepspeed.initialize would first move all of them to the device."""
     import deepspeed
 
     for parameter in module.parameters():
@@ -49,9 +49,9 @@ def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype,
 
 
 def weights_of(engine: Any, module: nn.Module, known: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Return parameter -> present value, in its shape, for the parameters that don't hold their value themselves.
+    """Return parameter -> present value: the ``known`` values, such as fp32 masters, and copies of partitioned ones.
 
-    These are the ``known`` values, such as the fp32 masters, and at stage 3 a copy of all other parameters.
+    Parameters that are missing in the result hold their own values.
     """
     if engine is not None:
         release_weight_buffers(engine)

@@ -31,13 +31,13 @@ BUILDERS = {
     "pin_memory": "PinMemoryBuilder",
     "async_io": "AsyncIOBuilder",
 }
-# async_io takes symbols from pin_memory's library.
+# async_io uses symbols of pin_memory's library.
 STANDS_ON = {"async_io": "pin_memory"}
 TAIL_LINES = 15
 
 
 def what_is_missing(name: str) -> str | None:
-    """Return why an extension can't be loaded or built here, with the remedy, or None. Nothing is built.
+    """Return why an extension can't be loaded or built here, with the remedy, or None; build nothing.
 
     Raises:
         PresetError: There is no such extension.
@@ -60,7 +60,7 @@ def disk_access_lacks() -> str | None:
 
 
 def is_built(name: str) -> bool:
-    """Return whether an extension and those it needs are built already, by us or in DeepSpeed's wheel.
+    """Return whether an extension and those it needs are built, by `load_extension` or in DeepSpeed's wheel.
 
     Raises:
         PresetError: There is no such extension.
@@ -85,7 +85,7 @@ def load_extension(name: str) -> ModuleType:
     with environment({}, everything=True):
         builder = _builder(name)
         if name in STANDS_ON:
-            if missing := what_is_missing(name):  # before the other one is built for nothing
+            if missing := what_is_missing(name):  # before the other one is built in vain
                 raise CapabilityError(missing)
             load_extension(STANDS_ON[name])
         if _is_ready(builder):
@@ -139,7 +139,7 @@ def _load(builder: Any) -> ModuleType:
     """Return the module that DeepSpeed's builder loads, or builds in the present environment."""
     try:
         module: ModuleType = builder.load(verbose=False)
-    except Exception as error:  # torch and DeepSpeed raise half a dozen types, down to KeyError
+    except Exception as error:  # torch and DeepSpeed raise many types, also KeyError
         tail = "\n".join(f"  {line}" for line in str(error).splitlines()[-TAIL_LINES:])
         raise CapabilityError(
             f"DeepSpeed's {builder.name} could not be built or loaded, with the compiler {cxx_compiler()}; use"
@@ -189,7 +189,7 @@ def _missing_toolkit(builder: Any) -> str | None:
 def _load_file(builder: Any, file: Path) -> ModuleType:
     """Load an extension from a file and register it with DeepSpeed.
 
-    Neither compiler nor ninja is needed: torch would call both, only to find that nothing has changed.
+    This needs neither compiler nor ninja; torch's loader would run both to check for changes.
     """
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None  # for a file *.so

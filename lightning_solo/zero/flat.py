@@ -1,8 +1,8 @@
 """Check by a trial that an optimizer computes the same on one flat tensor as on separate parameters.
 
 ZeRO stores the parameters of a group end to end and gives the optimizer that one long tensor. An optimizer that treats
-each element alone (AdamW, SGD, Lion) isn't affected. One that uses a shape, or the norm of one parameter (Adafactor,
-Muon, LAMB), would silently train differently.
+each element alone (AdamW, SGD, Lion) isn't affected. One that uses the shape or the norm of a parameter (Adafactor,
+Muon, LAMB) would silently train differently.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def require_flat(optimizer: Optimizer) -> None:
     """Raise if an optimizer can't step ZeRO's flat partitions, or computes different values on them.
 
     A copy with the hyper-parameters of each group takes three steps on two small parameters and on one flat tensor of
-    the same values; the optimizer itself, its parameters and the random numbers are left alone. An optimizer that the
-    trial can't run is let through with a warning.
+    the same values. The optimizer, its parameters and the random state stay unchanged. An optimizer that the trial
+    can't run passes with a warning.
 
     Raises:
         ConflictError: Its step needs a closure, or the two trials differ.
@@ -73,15 +73,15 @@ def _require_equal_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> None
     moved = (theirs - _values(len(theirs))).abs().max()
     if not (ours - theirs).abs().max() <= TOLERANCE * moved:
         raise ConflictError(
-            f"{name} looks at a parameter as a whole, its shape or its norm, and ZeRO gives it all parameters of a"
-            f" group as one flat tensor: it would compute something else; {INSTEAD}"
+            f"{name} uses the shape or the norm of a parameter, and ZeRO gives it all parameters of a group as one"
+            f" flat tensor, which changes its result; {INSTEAD}"
         )
 
 
 def states_per_element(optimizer: Optimizer) -> int | None:
-    """Return the largest number of tensors per parameter that any group keeps; None if a trial fails.
+    """Return the number of states per parameter, the largest of all groups; None if a trial fails.
 
-    A copy steps one small flat tensor for each group.
+    For each group a copy steps one small flat tensor.
     """
     counts = []
     for group in optimizer.param_groups:
@@ -95,9 +95,9 @@ def states_per_element(optimizer: Optimizer) -> int | None:
 def _try_steps(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Tensor], int] | Exception:
-    """Return parameters after a few steps of a copy, and the number of its states shaped like the first parameter.
+    """Return parameters after a few steps of a copy, and the number of states in the shape of the first parameter.
 
-    If a step raises, the exception is returned instead of the parameters.
+    If a step raises, its exception is returned.
     """
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.split(_values(sum(sizes)), sizes)
@@ -110,7 +110,7 @@ def _try_steps(
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient.clone().view_as(parameter)
                 trial.step()
-    except Exception as error:  # any optimizer of any package: what it raises is its own affair
+    except Exception as error:  # an optimizer of any package may raise anything
         return error
     kept = [value for value in trial.state[parameters[0]].values() if torch.is_tensor(value)]
     like = sum(value.shape == parameters[0].shape for value in kept)
@@ -122,7 +122,7 @@ def _values(elements: int) -> Tensor:
 
 
 def _gradients(elements: int, step: int) -> Tensor:
-    """Return gradients that are much larger for the first parameter, so that a norm per parameter shows."""
+    """Return gradients that are much larger for the first parameter, so that norms per parameter differ."""
     index = torch.arange(elements, dtype=torch.float32)
     return torch.sin(1.7 * index + step + 1) * torch.where(index < 12, 3.0, 0.1)
 

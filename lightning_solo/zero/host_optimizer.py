@@ -1,8 +1,8 @@
-"""The optimizer that ZeRO's engine steps on the host instead of the user's, and the conversion of their states.
+"""The optimizer that ZeRO's engine steps on the host, and the conversion of its states to those of the user's.
 
-torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. With
-``deepspeed``, DeepSpeed's replaces torch's if both compute the same, within rounding. Adam, AdamW and Adagrad do; Lion
-does not: torch's sign of 0 is 0 and DeepSpeed's is 1, which would move weights without a gradient by lr a step.
+torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. The kind ``deepspeed`` replaces
+torch's optimizer by DeepSpeed's if both compute the same, within rounding. Adam, AdamW and Adagrad do. Lion does not:
+torch's sign of 0 is 0 and DeepSpeed's is 1, which would move weights without a gradient by lr in each step.
 
 A step of AdamW over 50 million fp32 parameters in one tensor, 2 threads of an AMD EPYC with AVX-512, torch 2.13.0,
 deepspeed 0.19.8 (``OMP_NUM_THREADS=2 python examples/measure_host_optimizers.py``, medians of 15 steps)::
@@ -35,13 +35,12 @@ ADAM_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class HostOptimizer:
-    """An optimizer for the host, and the user's that it replaces; both share the dictionaries of their groups.
+    """An optimizer for the host, and the user's optimizer. Both share the dictionaries of their groups.
 
     Args:
-        optimizer: The one that the engine steps: DeepSpeed's version, or the user's own.
-        original: As the user configured it.
-        names: Of the tensors in a parameter's state: the engine's optimizer's -> the original's. Empty where the two
-            are one object.
+        optimizer: DeepSpeed's version, or the user's own, which the engine steps.
+        original: The user's.
+        names: Name of a state in `optimizer` -> its name in `original`. Empty where both are one object.
     """
 
     optimizer: Optimizer
@@ -51,7 +50,7 @@ class HostOptimizer:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """DeepSpeed's version of an optimizer: its extension, ``module:Class``, its own arguments, its states' names."""
+    """DeepSpeed's version of an optimizer: its extension, ``module:Class``, arguments and names of states."""
 
     extension: str
     path: str
@@ -60,20 +59,20 @@ class Counterpart:
 
 
 def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: str = "auto") -> HostOptimizer:
-    """Return the optimizer that ZeRO's engine steps on the host; the user's schedulers then act on it.
+    """Return the optimizer that ZeRO's engine steps on the host, and attach the user's schedulers to it.
 
-    The groups stay the same dictionaries, so a learning rate that is written into one reaches both optimizers.
+    Both optimizers share the dictionaries of their groups, so a new learning rate reaches both.
 
     Args:
         optimizer: The user's.
-        schedulers: Its learning-rate schedulers; those inside of SequentialLR and the like are found.
-        kind: ``torch``: the optimizer itself. ``deepspeed``: DeepSpeed's C++ version, built once. ``auto``: the
-            optimizer itself, Adam and AdamW by torch's fused loop unless the user chose one; DeepSpeed's version of
-            what can't step on the host: Adagrad, and DeepSpeed's own for CUDA.
+        schedulers: Its learning-rate schedulers, also with others inside, as SequentialLR has.
+        kind: ``torch``: the optimizer itself. ``deepspeed``: DeepSpeed's C++ version, built once. ``auto``: DeepSpeed's
+            version for Adagrad and DeepSpeed's optimizers for CUDA, which can't step on the host; otherwise the
+            optimizer itself, where Adam and AdamW use torch's fused loop unless the user chose another.
 
     Raises:
         PresetError: There is no such kind.
-        ConflictError: The optimizer can't work on flat partitions on the host, or there is no such version of it.
+        ConflictError: The optimizer can't step flat partitions on the host, or DeepSpeed has no version of it.
         CapabilityError: DeepSpeed's version is needed, and can't be built here.
     """
     if kind not in KINDS:
@@ -81,7 +80,7 @@ def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: s
     if _is_deepspeeds(optimizer, *ON_HOST):
         return HostOptimizer(optimizer, optimizer, {})
     for_cuda = _is_deepspeeds(optimizer, "FusedAdam", "FusedLion")
-    if not for_cuda:  # whose kernels there is nothing to try of on the host
+    if not for_cuda:  # its kernels can't be tried on the host
         require_flat(optimizer)
     if kind == "auto":
         prefers_deepspeed = for_cuda or isinstance(optimizer, torch.optim.Adagrad)
@@ -118,7 +117,7 @@ def from_original_state(host: HostOptimizer, state: Mapping[str, Any]) -> dict[s
 
 
 def _is_deepspeeds(optimizer: Optimizer, *names: str) -> bool:
-    """Return whether an optimizer is of one of these DeepSpeed classes, without importing DeepSpeed."""
+    """Return whether an optimizer is of a DeepSpeed class with one of these names; DeepSpeed isn't imported."""
     return type(optimizer).__module__.startswith("deepspeed.") and type(optimizer).__name__ in names
 
 
@@ -156,7 +155,7 @@ def counterpart(optimizer: Optimizer) -> Counterpart | str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyper-parameter as a plain number for the C++ constructor; each step reads the groups' values."""
+    """Return a hyper-parameter as a plain number for the C++ constructor; steps read the values in the groups."""
     if isinstance(value, tuple):
         return tuple(float(part) for part in value)
     return float(value)
@@ -168,7 +167,7 @@ def _deepspeeds_version(optimizer: Optimizer) -> HostOptimizer:
     if isinstance(version, str):
         name = type(optimizer).__name__
         raise ConflictError(
-            f"there is no version of DeepSpeed's that computes what this {name} does ({version}); write 'auto' or"
+            f"DeepSpeed has no version that computes the same as this {name} ({version}); write 'auto' or"
             " 'torch' in place of 'deepspeed', or give torch.optim.AdamW"
         )
     load_extension(version.extension)
@@ -183,8 +182,8 @@ def _require_own_on_host(optimizer: Optimizer, kind: str) -> None:
         raise ConflictError(f"DeepSpeed's {name} runs on CUDA devices only; write 'auto' in place of {kind!r}")
     if isinstance(optimizer, torch.optim.Adagrad):
         raise ConflictError(
-            "ZeRO makes an Adagrad of torch's anew, from its defaults alone: groups and schedules would be lost;"
-            " DeepSpeed's version is another class: write 'auto' or 'deepspeed', with lr_decay and"
+            "ZeRO builds torch's Adagrad again from its defaults, which loses groups and schedules. DeepSpeed's version"
+            " is another class: write 'auto' or 'deepspeed', with lr_decay and"
             " initial_accumulator_value 0, or give torch.optim.AdamW"
         )
     if any(group.get("capturable") for group in optimizer.param_groups):
@@ -196,5 +195,5 @@ def _take_over(host: HostOptimizer, schedulers: Iterable[Any]) -> None:
     old, new = host.original, host.optimizer
     for parameter, state in old.state.items():
         new.state[parameter] = from_original_state(host, state)
-    old.state.clear()  # Adagrad's is there from the start: as many bytes as the parameters, on their device
+    old.state.clear()  # Adagrad has states from the start: as many bytes as the parameters, on their device
     replace_optimizer(old, new, schedulers)

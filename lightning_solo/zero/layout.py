@@ -2,7 +2,7 @@
 
 Read from DeepSpeed 0.19.8 for one process (world size 1), in which a partition is the whole. Each formula names the
 function it comes from: Z2 is ``DeepSpeedZeroOptimizer`` (runtime/zero/stage_1_and_2.py), Z3 is
-``DeepSpeedZeroOptimizer_Stage3`` (runtime/zero/stage3.py). Activations, the CUDA context and Python are not in it.
+``DeepSpeedZeroOptimizer_Stage3`` (runtime/zero/stage3.py). Activations, the CUDA context and Python are not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 WEIGHT_BYTES = {"32-true": 4, "16-mixed": 2, "bf16-mixed": 2, "16-true": 2, "bf16-true": 2}
-"""Precision -> bytes of a weight under DeepSpeed; the master is fp32 whatever the precision is called."""
+"""Precision -> bytes of a weight under DeepSpeed; the master is always fp32."""
 FP32 = 4
 IN_BACKWARD = ("gradients", "buckets", "reduced")
 IN_STEP = ("step_temporaries",)
@@ -34,7 +34,7 @@ WEIGHT_SIZES = {
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """Settings that decide the layout, besides the module; the default sizes are DeepSpeed's.
+    """Settings that determine the layout of a module; the default sizes are DeepSpeed's.
 
     Attributes:
         states: fp32 tensors that the optimizer keeps per parameter: AdamW 2, Lion, SGD with momentum and Adagrad 1.
@@ -42,10 +42,10 @@ class ZeroSettings:
             on the host 2 (``exp_avg_sq.sqrt()`` and its quotient), Adagrad 1, SGD 0, ``fused=True`` and
             ``DeepSpeedCPUAdam`` 0.
         accumulates: Whether there is more than one micro-batch per optimizer step.
-        cuda: Whether the device is one; otherwise device and host are the same memory, and nothing is pinned.
-        keeps_weights: Whether the original fp32 weights are kept on the host under a 16-bit precision: until the
-            masters exist, and those of frozen parameters for the run.
-        reduce_bucket: Elements of ``reduce_bucket_size``; the others likewise without their prefix.
+        cuda: Whether the device is a CUDA device; otherwise device and host share memory, and nothing is pinned.
+        keeps_weights: Whether the host keeps the original fp32 weights under a 16-bit precision: until the masters
+            exist, and those of frozen parameters during the run.
+        reduce_bucket: Elements of ``reduce_bucket_size``. The following sizes have DeepSpeed's names, shortened.
     """
 
     stage: int = 2
@@ -69,19 +69,9 @@ class ZeroSettings:
     parameter_buffer: int = 100_000_000
     max_in_cpu: int = 1_000_000_000
 
-    def __post_init__(self) -> None:
-        if self.precision not in WEIGHT_BYTES:
-            raise ValueError(f"precision={self.precision!r}: DeepSpeed runs {', '.join(WEIGHT_BYTES)}")
-        if self.stage not in (2, 3):
-            raise ValueError(f"stage={self.stage!r}: must be 2 or 3")
-        if self.stage == 2 and (self.offload_parameters or self.nvme_optimizer or self.nvme_parameters):
-            raise ValueError("stage=2 offloads the optimizer to the host only; parameters and NVMe need stage=3")
-        if self.nvme_parameters and not self.offload_parameters:
-            raise ValueError("nvme_parameters=True needs offload_parameters=True")
-
     @classmethod
     def of(cls, config: Mapping[str, Any], **more: Any) -> ZeroSettings:
-        """Return settings from DeepSpeed's configuration; ``more`` holds those that it doesn't decide."""
+        """Return settings from DeepSpeed's configuration, and ``more`` that it doesn't contain."""
         zero = config["zero_optimization"]
         optimizer, weights = zero["offload_optimizer"], zero.get("offload_param", {})
         sizes: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero}
@@ -101,15 +91,15 @@ class ZeroSettings:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight in the engine; also of a gradient before the step (``grad_accum_dtype`` is not set)."""
+        """Bytes of a weight in the engine, and of a gradient before the step, since ``grad_accum_dtype`` is not set."""
         return WEIGHT_BYTES[self.precision]
 
     def pinned(self, size: int, always: bool = False) -> int:
-        """Return the bytes that ``size`` takes, rounded up where it is pinned.
+        """Return the bytes that ``size`` bytes take: rounded up to a power of two where they are pinned.
 
-        ``Accelerator.pin_memory`` takes torch's ``CachingHostAllocator``, which rounds up to a power of two (its
-        ``allocate``). DeepSpeed's own op (csrc/pin_memory, exact) serves only ``DS_PIN_MEMORY_BACKEND=native`` and
-        the NVMe buffers. On a CPU accelerator both are a no-op.
+        ``Accelerator.pin_memory`` uses torch's ``CachingHostAllocator``, whose ``allocate`` rounds up. DeepSpeed's own
+        op (csrc/pin_memory) doesn't round; it serves only ``DS_PIN_MEMORY_BACKEND=native`` and the NVMe buffers. On a
+        CPU neither pins.
         """
         rounds = self.cuda and (self.pin_memory or always) and size > 0
         return 1 << (size - 1).bit_length() if rounds else size
@@ -117,10 +107,10 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class ZeroLayout:
-    """Bytes by part. `device` and `host` hold the peak while training, `start` the peak before it.
+    """Bytes by part: `device` and `host` at the peak while training, `start` before it.
 
     Attributes:
-        start: moment while the engine is made -> bytes on (device, host).
+        start: stage of making the engine -> bytes on (device, host).
     """
 
     device: Mapping[str, int]
@@ -140,12 +130,12 @@ class ZeroLayout:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files: swapped tensors, and the copies while a checkpoint is written."""
+        """Bytes of all files: swapped tensors, and copies while a checkpoint is written."""
         return sum(self.disk.values())
 
     @property
     def one_memory_bytes(self) -> int:
-        """Peak bytes where device and host share memory; the parts of backward and of the step never coexist."""
+        """Peak bytes where device and host share memory. The parts of backward and of the step never exist together."""
         return max(self.kept_bytes + max(self.in_backward_bytes, self.in_step_bytes), self.start_bytes)
 
     @property
@@ -180,9 +170,9 @@ def zero_layout(
 
     Args:
         groups: elements of each trainable parameter, for each parameter group of the optimizer.
-        settings: stage, precision, what is offloaded where, and sizes of buckets.
-        frozen: elements of the parameters that are not trained; they are cast like the others.
-        buffer_bytes: bytes of the module's buffers, which the engine leaves as they are.
+        settings: stage, precision, offloading and sizes of buckets.
+        frozen: elements of the parameters that are not trained, which are cast too.
+        buffer_bytes: bytes of the module's buffers, which the engine doesn't change.
 
     Raises:
         ValueError: there is no trainable parameter.
@@ -233,10 +223,10 @@ def _stage_2(groups: list[list[int]], s: ZeroSettings, frozen: Sequence[int], bu
 def _start_2(
     flats: list[int], s: ZeroSettings, device: Mapping[str, int], host: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
-    """Follow Z2.__init__ in its order; ``pin_memory`` copies, and its source lives until the copy is done."""
+    """Follow Z2.__init__ in its order. ``pin_memory`` copies, and its source is freed after the copy."""
     w, copies = s.weight_bytes, s.cuda and s.pin_memory
     weights = device["weights"] + device["buffers"]
-    # The last group, the largest case: the groups before it are done.
+    # At the last group, where the masters of all groups before it exist.
     masters, outs, last = host["master"], host["copy_out"], flats[-1]
     lingering = w * last if copies else 0  # temp_buffer_bit16 is a local of __init__
     source = FP32 * max(flats) if copies else 0
@@ -258,13 +248,13 @@ def _stage_3(groups: list[list[int]], s: ZeroSettings, frozen: Sequence[int], bu
     device = {
         "weights": 0 if s.offload_parameters else w * sum(everything),  # lp_param_buffer (defragment); frozen ds_tensor
         # Fetched for use (NoGatherCoalescedHandle copies to the device), and kept while max_live_parameters allows
-        # it: stage3_max_reuse_distance, 1e9 elements, lets go of nothing below that. Small ones stay for good.
-        # On a CPU .to() copies nothing.
+        # it: stage3_max_reuse_distance, 1e9 elements, releases nothing below that. Small ones are never released.
+        # On a CPU ``to`` copies nothing.
         "live_weights": w * _live(everything, s) if s.offload_parameters and s.cuda else 0,
         "buffers": buffer_bytes,
         "bucket": w * _bucket_elements(s, total, 1),  # IPGBucket.buffer, _setup_for_real_optimizer, for good
         "gradients": w * largest,  # autograd's, until __add_grad_to_ipg_bucket
-        # reduce_scatter_coalesced flattens once more, and gloo, which serves the CPU, copies what it is given.
+        # reduce_scatter_coalesced flattens once more, and gloo, the CPU's backend, copies its input.
         "reduced": w * _bucket_elements(s, total, 1) * (1 if s.cuda else 2),
     }
     host, disk = _host_3(groups, sums, s, frozen)
@@ -324,9 +314,9 @@ def _weights_3(
 
 
 def _optimizer_disk(subs: list[list[int]], s: ZeroSettings) -> dict[str, int]:
-    """OptimizerStateSwapInfo: a file for the master and each state of a sub-group, and one for each gradient.
+    """Return the bytes of OptimizerStateSwapInfo's files: masters, states and gradients of sub-groups.
 
-    `copies` are ours, while a checkpoint is written: masters for its weights, then masters and states.
+    `copies` are made for a checkpoint: masters for its weights, then masters and states.
     """
     swapped = [sub for sub in subs if s.nvme_optimizer and FP32 * sum(sub) >= MIN_DISK_BYTES]
     if not swapped:
@@ -369,7 +359,7 @@ def _start_3(
 
 
 def _bucket_elements(s: ZeroSettings, total: int, count: int) -> int:
-    """Return the elements of ``count`` buckets; on a CPU only the pages written to take memory."""
+    """Return the elements of ``count`` buckets; on a CPU only written pages take memory."""
     return s.reduce_bucket * count if s.cuda else min(s.reduce_bucket * count, total)
 
 
@@ -379,7 +369,7 @@ def _live(numels: Sequence[int], s: ZeroSettings) -> int:
 
 
 def _sub_groups(group: Sequence[int], size: int) -> list[list[int]]:
-    """Z3._create_fp16_sub_groups: parameters in order, a new sub-group once ``size`` is reached."""
+    """Split a group as Z3._create_fp16_sub_groups does: a new sub-group starts once ``size`` is reached."""
     subs: list[list[int]] = [[]]
     for n in group:
         if sum(subs[-1]) >= size:

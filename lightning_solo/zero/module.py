@@ -16,7 +16,7 @@ MODULE_HOOKS = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
-# What torch notes about a hook beside it, by the hook's number -> where the hook is
+# torch's marks of hooks, by the hook's number -> the dictionary of the hooks
 HOOK_MARKS = {
     "_forward_hooks_with_kwargs": "_forward_hooks",
     "_forward_hooks_always_called": "_forward_hooks",
@@ -25,34 +25,29 @@ HOOK_MARKS = {
 
 
 class OriginalModule:
-    """A module as it was before the engine, which can be restored.
+    """The state of a module before the engine, which can be restored.
 
-    The engine casts the weights, moves them, registers hooks and leaves methods on each parameter, which pickling
-    would follow into the engine; stage 3 empties the parameters and swaps the mapping that holds them.
+    The engine casts and moves the weights, registers hooks, and leaves methods on each parameter through which pickling
+    would reach the engine. Stage 3 empties the parameters and replaces the mapping that holds them.
 
-    ``weights`` are the original values, on the host, of parameters whose dtype the engine changes. The fp32 masters
-    start from them (DeepSpeed's own start from the 16-bit roundings), and frozen parameters get them back.
+    ``weights`` are the original values, on the host, of parameters that the engine casts to ``dtype``. The fp32 masters
+    start from them, where DeepSpeed's would start from the 16-bit roundings; frozen parameters get them back.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self.module = module
         parts: list[Any] = [*module.parameters(), *module.modules()]
         self.attributes = {part: set(vars(part)) for part in parts}
         self.dtypes: dict[Tensor, torch.dtype] = {
             tensor: tensor.dtype for tensor in (*module.parameters(), *module.buffers())
         }
-        self.weights: dict[Tensor, Tensor] = {}
-
-    def keep_weights(self, dtype: torch.dtype) -> None:
-        """Keep a host copy of each parameter that the engine will cast to ``dtype``."""
-        self.weights = {p: p.detach().cpu() for p in self.module.parameters() if p.dtype != dtype}
+        self.weights: dict[Tensor, Tensor] = {p: p.detach().cpu() for p in module.parameters() if p.dtype != dtype}
 
     def restore(self, weights: dict[Tensor, Tensor]) -> None:
         """Restore hooks, attributes, dtypes and weights.
 
         Args:
-            weights: parameter -> its value, of its shape, taken from the engine before it was destroyed. Parameters
-                that are missing here keep their values.
+            weights: parameter -> its value, read from the engine before it was destroyed. Other parameters keep theirs.
         """
         for part in self.module.modules():
             for name in MODULE_HOOKS:
@@ -68,7 +63,7 @@ class OriginalModule:
         for tensor, dtype in self.dtypes.items():
             value = weights.get(tensor, tensor)
             with torch.no_grad():
-                # On the host, as after every run of Lightning's: stage 3 leaves empty tensors on the device.
+                # On the host, as after each run of Lightning. Stage 3 leaves empty tensors on the device.
                 tensor.data = value.detach().to("cpu", dtype, copy=True)
         for part, names in self.attributes.items():
             for name in set(vars(part)) - names:

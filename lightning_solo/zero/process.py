@@ -1,4 +1,4 @@
-"""A process group of one process for DeepSpeed, without launcher, port or MPI; closing it leaves no trace."""
+"""DeepSpeed's process group of one process, without launcher, port or MPI."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lightning_solo.processes import environment
 from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.deepspeed_patches import nothing_compiled_for_communication
 
-# pyproject.toml's bounds. In 0.19.8 the caller may first say when a window of gradient accumulation ends, offloading
-# included (https://github.com/deepspeedai/DeepSpeed/pull/8225); in the next minor private names may be others.
+# The bounds of pyproject.toml. From 0.19.8 on the caller may end a window of gradient accumulation under offloading too
+# (https://github.com/deepspeedai/DeepSpeed/pull/8225). The next minor version may change private names.
 SUPPORTED = ">=0.19.8,<0.20"
 INSTALL = f"DS_BUILD_OPS=0 pip install 'deepspeed{SUPPORTED}'"
-# What DeepSpeed's engine reads from the environment; a launcher's values would make it wait for other processes.
+# DeepSpeed's engine reads these from the environment. A launcher's values would make it wait for other processes.
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Silence warnings that a user can do nothing about.
+    """Silence warnings without a remedy for the user.
 
-    They are torch's about two functions that DeepSpeed (0.19.8) calls in every step of stage 3, and Lightning's about
+    torch warns about two functions that DeepSpeed (0.19.8) calls in every step of stage 3. Lightning warns about
     logging from several processes.
     """
     before = list(warnings.filters)
@@ -51,7 +51,7 @@ def without_deprecations() -> Iterator[None]:
 
 
 def unsupported_deepspeed() -> str | None:
-    """Return why DeepSpeed can't be used: not installed, too old or untested; or None. Nothing is imported."""
+    """Return why DeepSpeed can't be used (not installed, too old or untested), or None; don't import it."""
     if not is_installed("deepspeed"):
         return f"zero_offload needs the package deepspeed, which is not installed here; write: {INSTALL}"
     version = importlib.metadata.version("deepspeed")
@@ -64,7 +64,7 @@ def check_deepspeed() -> None:
     """Refuse a machine without DeepSpeed, or with a version that is too old or untested.
 
     Raises:
-        CapabilityError: names the command.
+        CapabilityError: with the command that installs it.
     """
     if missing := unsupported_deepspeed():
         raise CapabilityError(missing)
@@ -94,10 +94,10 @@ def open_process_group(backend: str) -> bool:
     opened = not torch.distributed.is_initialized()
     if opened:
         hook = sys.excepthook
-        # else torch warns at each barrier that it guesses the device
+        # otherwise torch warns at each barrier that it guesses the device
         device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device)
-        sys.excepthook = hook  # torch's would print "[rank0]:" before each line of a traceback, for good
+        sys.excepthook = hook  # torch's prints "[rank0]:" before each line of all later tracebacks
     elif torch.distributed.get_world_size() > 1:
         raise CapabilityError(
             f"zero_offload runs in one process, but a group of {torch.distributed.get_world_size()} is open;"
@@ -114,7 +114,7 @@ def open_process_group(backend: str) -> bool:
 
 
 def close_process_group() -> None:
-    """Destroy the process group, and DeepSpeed's handles on it, so that the next fit can open its own."""
+    """Destroy the process group and DeepSpeed's handles on it, so that the next fit can open another."""
     import deepspeed
 
     if torch.distributed.is_initialized():
@@ -131,25 +131,25 @@ def one_process(environment_class: type) -> Any:
         "creates_processes_externally": property(lambda self: True),
         "local_rank": lambda self: 0,
         "node_rank": lambda self: 0,
-        # The parent's removes WORLD_SIZE from the environment.
+        # The parent's teardown removes WORLD_SIZE from the environment.
         "teardown": lambda self: None,
-        "__reduce__": lambda self: (one_process, (environment_class,)),  # its class is an attribute of no module
+        "__reduce__": lambda self: (one_process, (environment_class,)),  # pickle can't find the class in a module
     }
     return type("OneProcess", (environment_class,), alone)()
 
 
 def require_device(device: torch.device, *, allow_cpu: bool) -> None:
-    """Refuse a device on which DeepSpeed's engine can't run or saves no memory; warn if the latter is allowed.
+    """Refuse a device on which DeepSpeed's engine can't run or saves no memory. An allowed CPU gives a warning.
 
     Raises:
-        CapabilityError: names the device and what to write.
+        CapabilityError: the device isn't the first CUDA device, or DeepSpeed chose another kind of device.
     """
     from deepspeed.accelerator import get_accelerator
 
     if device.type != "cuda" and not allow_cpu:
         raise CapabilityError(
             f"zero_offload needs a CUDA device, and this run is on {device.type!r}; take the preset bf16 or another"
-            " without ZeRO, or, for trying it where it saves nothing, write strategy.allow_cpu=true"
+            " without ZeRO. To try it where it saves nothing, write strategy.allow_cpu=true"
         )
     if device.type not in ("cuda", "cpu"):
         raise CapabilityError(f"zero_offload runs on 'cuda', or with allow_cpu on 'cpu'; not on {device.type!r}")
@@ -165,6 +165,6 @@ def require_device(device: torch.device, *, allow_cpu: bool) -> None:
         )
     if device.type == "cpu":
         warnings.warn(
-            "zero_offload runs on the CPU (allow_cpu=True): for tests and for trying only, it saves no memory here",
+            "zero_offload runs on the CPU (allow_cpu=True), where it saves no memory: only for tests and trials",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Refuse what ZeRO-Offload can't run, before the engine changes the module; each error says what to write."""
+"""Refusals of ZeRO-Offload, before the engine changes the module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_OPTIMIZER = (
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Refuse Trainer arguments that the engine can't serve, before the model is built.
+    """Refuse Trainer arguments that the engine doesn't support.
 
     Raises:
         ConflictError: clipping by value, or more than one device.
@@ -50,8 +50,8 @@ def refuse_module(module: nn.Module, stage: int) -> None:
     if stage == 3 and wrapped:
         name = wrapped[0]
         raise ConflictError(
-            f"strategy=zero_offload at stage 3 and torch.compile({name}): DeepSpeed gives each module a mapping of"
-            f" parameters of its own, which torch's wrapper doesn't take; compile in place: {name}.compile()"
+            f"strategy=zero_offload at stage 3 and torch.compile({name}): DeepSpeed replaces each module's mapping"
+            f" of parameters, which torch's wrapper doesn't accept; compile in place: {name}.compile()"
         )
 
 
@@ -68,7 +68,7 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
             f" {ONE_OPTIMIZER}"
         )
     optimizer = optimizers[0]
-    # Lightning's stand-in for none has no groups.
+    # Lightning replaces a missing optimizer by one without groups.
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         name = type(optimizer).__name__
         what = "configure_optimizers returned None" if name == "_MockOptimizer" else f"no trained parameter in {name}"

@@ -1,8 +1,7 @@
 """One run of DeepSpeed's engine around a module: make it, step, save, load, and restore the module at the end.
 
-Weights, masters and optimizer states can be saved after its end as during it.
-
-Plain torch and DeepSpeed: a training loop of one's own may use it as the strategy does. A process group is open.
+Weights, masters and optimizer states can be saved during a run and after it. Nothing here depends on Lightning, so that
+another training loop can use it; a process group must be open.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class EngineRun:
 
     Args:
         module: on the host.
-        dtype: of the weights on the device; the masters are fp32 whatever it is.
-        device: with its index.
+        dtype: of the weights on the device; the masters are always fp32.
+        device: a device with an index.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,15 +69,14 @@ class EngineRun:
         self._counters: dict[str, dict[str, Any]] = {}
         self._masters: dict[Tensor, Tensor] = {}  # after the end: masters of weights that aren't fp32
         self._stack = ExitStack()
-        self._original = OriginalModule(module)
-        self._original.keep_weights(dtype)
+        self._original = OriginalModule(module, dtype)
 
     def train(
         self, config: Mapping[str, Any], host: HostOptimizer, groups: Sequence[Group], *, accumulates: bool
     ) -> None:
         """Make an engine that trains, with fp32 masters that start from the module's own weights."""
-        # DeepSpeed's own count knows neither where an epoch ends nor what a schedule does, so the caller ends a window.
-        # With one micro-batch per step its own way has a copy less.
+        # DeepSpeed's count doesn't know the end of an epoch or a schedule of accumulation, so the caller ends a window.
+        # With one micro-batch per step DeepSpeed's count saves a copy.
         config = {"gradient_clipping": 0.0, **config, "managed_gradient_accumulation": not accumulates}
         self.host, self._groups = host, groups
         self.engine = self._make_engine(config, host.optimizer)
@@ -129,7 +127,7 @@ class EngineRun:
         self.zero.clip_grad = float(norm)
 
     def step(self) -> None:
-        """Step for the micro-batches since the last step; do nothing if there are none."""
+        """Step with the gradients of the micro-batches since the last step; without any, do nothing."""
         assert self._window is not None
         if self._window.micro_batches:
             self._take_over_changes()
@@ -141,7 +139,7 @@ class EngineRun:
     def _folder(self) -> Iterator[Path | None]:
         """Make a subfolder for copies of the states on disk, which may not fit in host memory.
 
-        The files are removed with it; what they hold stays until the tensors that are mapped to it are gone.
+        It is removed at the end. The content of its files lives as long as the tensors that are mapped to it.
         """
         if not uses_disk(self.zero):
             yield None
@@ -167,7 +165,7 @@ class EngineRun:
         return plain_state_dict(self.module, weights)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the state dict that the user's own optimizer would have."""
+        """Return the state dict that the user's optimizer would have."""
         assert self.host is not None
         if self.engine is None:
             return self.host.original.state_dict()
@@ -176,7 +174,7 @@ class EngineRun:
         return optimizer_state_dict(self.host, self._groups, states)
 
     def load_optimizer_state_dict(self, saved: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Load the states of a plain run or of ours, and the masters in ``weights`` in full precision.
+        """Load the states of a plain run or one with ZeRO, and the masters from ``weights`` in full precision.
 
         Raises:
             CheckpointError: as `load_optimizer` and `write`.
@@ -190,7 +188,7 @@ class EngineRun:
         write(self.zero, load_optimizer(self.host, self._groups, saved, masters))
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """Return the counts of a training engine, present or last, as plain values."""
+        """Return the counts of the present or last training engine as plain values."""
         return self._counters if self.engine is None or self.host is None else counters(self.engine)
 
     def set_counters(self, saved: Mapping[str, Any]) -> None:
@@ -200,8 +198,8 @@ class EngineRun:
     def end(self) -> None:
         """Destroy the engine and restore the module with its trained weights.
 
-        The user's optimizer has its own options and parameters again, and the states that a plain run would leave in
-        it: on the host, or where they were on disk, mapped from files without a name.
+        The user's optimizer gets back its options and parameters, and the states that a plain run would leave in it.
+        They are on the host, or mapped from removed files where they were on disk.
         """
         with self._stack:
             self._end()
@@ -232,7 +230,7 @@ class EngineRun:
                 self.engine, self._groups = None, ()
                 self._window, self._changes = None, None
                 del weights, states
-                gc.collect()  # the engine refers to itself, and would keep the host's memory until a later collection
+                gc.collect()  # the engine refers to itself
                 if self.device.type == "cuda":
                     _give_back_caches()
 

@@ -30,8 +30,8 @@ def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -
 
     Args:
         zero: ZeRO's optimizer.
-        folder: an empty folder for copies of what is stored on disk: files that are mapped into memory, and may then be
-            removed. Without one, or where the disk is full, copies are in memory.
+        folder: an empty folder for copies of states on disk. Its files are mapped into memory, and may then be removed.
+            Without a folder, or where the disk is full, the copies are in memory.
         masters_only: leave the optimizer's states out.
     """
     states = {}
@@ -49,7 +49,7 @@ def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -
                         name: _copied(view, folder and folder / f"{index}-{number}-{name}")
                         for name, view in views.items()
                     }
-                # A copy of the plain values for each: one count of steps for many parameters would count too fast.
+                # Each gets a copy of the plain values: many parameters would increase a shared count too often.
                 states[place.parameter] = ParameterStates(views.pop(""), views, copy.deepcopy(scalars))
     return states
 
@@ -62,7 +62,7 @@ def is_elementwise(value: object, flat: Tensor) -> bool:
 def _copied(view: Tensor, path: Path | None) -> Tensor:
     if path is None or view.numel() == 0:
         return view.clone()
-    try:  # a mapped file without its space on disk would end the process when it is written
+    try:  # writing a mapped file for which the disk has no space would kill the process
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, view.numel() * view.element_size())
     except OSError:
@@ -72,7 +72,7 @@ def _copied(view: Tensor, path: Path | None) -> Tensor:
 
 
 def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
-    """Copy states into the engine's flat tensors; parameters that are missing in ``states`` keep theirs.
+    """Copy states into the engine's flat tensors; other parameters keep theirs.
 
     Raises:
         CheckpointError: parameters that share a flat tensor differ in a plain value, such as the count of steps.
@@ -107,7 +107,7 @@ def _shared_scalars(parameters: list[dict[str, Any]]) -> dict[str, Any]:
 def _shared(key: str, values: list[Any]) -> Any:
     if any(bool(value != values[0]) for value in values):
         raise CheckpointError(
-            f"the checkpoint's optimizer counts {key!r} apart for each parameter, from {min(values)} to {max(values)};"
-            " ZeRO keeps one count for all, so it can't resume exactly: start from the weights, without the optimizer"
+            f"the checkpoint's optimizer has a {key!r} for each parameter, from {min(values)} to {max(values)}; ZeRO"
+            " keeps one for all, so it can't resume exactly: start from the weights, without the optimizer"
         )
     return values[0].clone() if torch.is_tensor(values[0]) else values[0]

@@ -1,8 +1,8 @@
 """Zero the gradients of parameters that a window didn't use, so that none is updated by an earlier gradient.
 
-DeepSpeed (0.19.8) keeps each parameter's gradient on the host and overwrites it when the next one comes. A parameter
-that a step didn't use gets none, and is updated once more with its last; in a later micro-batch of a window its new
-gradient is added to the last window's. Here both are set to zero, as a gradient of zero is what such a parameter has.
+DeepSpeed (0.19.8) keeps each parameter's gradient on the host until the next one overwrites it. A parameter that a step
+didn't use is updated with its last gradient again. If only a later micro-batch of a window uses it, its new gradient is
+added to that of the last window. Here both are set to zero, which is the gradient of an unused parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GradientWindow:
         self._hooks = [hook(p, self._used.add) for p in self.parameters]
 
     def after_backward(self, zero: Any) -> None:
-        """Zero the last window's gradients of the parameters that this window's first micro-batch didn't use."""
+        """After a window's first micro-batch, zero the old gradients of parameters that it didn't use."""
         self.micro_batches += 1
         if self.micro_batches == 1:
             for parameter in self.unused():
@@ -41,7 +41,7 @@ class GradientWindow:
         self.micro_batches = 0
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 

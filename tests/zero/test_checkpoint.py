@@ -119,8 +119,7 @@ def test_the_state_dict_is_that_of_a_plain_run(place: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_of_bf16_it_has_the_masters_and_the_frozen_as_they_were(stage: int) -> None:
     module, untrained = Tied(), Tied()
-    original = OriginalModule(module)
-    original.keep_weights(torch.bfloat16)
+    original = OriginalModule(module, torch.bfloat16)
     with engine_of(module, sgd(module), bf16=True, stage=stage) as engine:
         engine.backward(engine(batch(0).bfloat16()).float().square().mean())
         engine.step()

@@ -325,7 +325,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_section_without_a_name_is_named() -> None:
-    with pytest.raises(PresetError, match=mentions("zero_offload.config: 1", "section")):
+    with pytest.raises(PresetError, match=mentions("zero_offload.config: ", "key 1", "section")):
         merge(zero_config(), {1: 2})  # type: ignore[dict-item]
 
 

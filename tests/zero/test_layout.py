@@ -304,20 +304,6 @@ def test_the_start_can_be_the_peak() -> None:
     assert layout.start["flatten"][0] == 2 * 2000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"precision": "64-true"}, ["precision='64-true'", "32-true"]),
-        ({"stage": 1}, ["stage=1: must be 2 or 3"]),
-        ({"offload_parameters": True}, ["stage=2", "need stage=3"]),
-        ({"stage": 3, "nvme_parameters": True}, ["needs offload_parameters=True"]),
-    ],
-)
-def test_impossible_settings(arguments: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError, match=mentions(*words)):
-        ZeroSettings(**arguments)
-
-
 def test_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="trainable"):
         zero_layout([[], []], frozen=[5])
@@ -380,7 +366,7 @@ def test_a_folder_in_memory_saves_none(tmp_path: Path, kind: str, refused: bool)
     mounts = tmp_path / "mounts"
     mounts.write_text(f"root / ext4 rw 0 0\nbelow {tmp_path.parent} overlay rw 0 0\nit {tmp_path} {kind} rw 0 0\n")
     if refused:
-        with pytest.raises(CapabilityError, match=f"is {kind}.*host's memory"):
+        with pytest.raises(CapabilityError, match=mentions(f"is {kind}", "host memory")):
             disk_budget(tmp_path / "swap", mounts)
     else:
         assert disk_budget(tmp_path / "swap", mounts) > 0

@@ -71,8 +71,7 @@ def step(engine: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> None
 @contextmanager
 def engine_around(module: nn.Module, *, bf16: bool = False, **place: Any) -> Iterator[Any]:
     """The engine, and afterwards the module as it was found but for its training."""
-    original = OriginalModule(module)
-    original.keep_weights(torch.bfloat16 if bf16 else torch.float32)
+    original = OriginalModule(module, torch.bfloat16 if bf16 else torch.float32)
     with engine_of(module, sgd(module), bf16=bf16, **place) as engine:
         yield engine
         leave_forward(engine)
@@ -302,17 +301,14 @@ def test_they_outlive_the_engine_in_memory_of_their_own(place: dict[str, Any]) -
 def test_weights_of_the_engines_own_dtype_are_not_kept_twice() -> None:
     module = Net()
     module.first.bfloat16()
-    original = OriginalModule(module)
-    original.keep_weights(torch.bfloat16)
-    assert module.first.weight not in original.weights
-    assert original.weights.keys() == set(module.parameters()) - {module.first.weight}
-    original.keep_weights(torch.float32)
-    assert list(original.weights) == [module.first.weight]
+    weights = OriginalModule(module, torch.bfloat16).weights
+    assert weights.keys() == set(module.parameters()) - {module.first.weight}
+    assert list(OriginalModule(module, torch.float32).weights) == [module.first.weight]
 
 
 def test_what_has_no_value_given_keeps_its_own() -> None:
     module, untouched = Net(), Net()
-    original = OriginalModule(module)
+    original = OriginalModule(module, torch.float32)
     for p in module.parameters():
         p.data = p.data.bfloat16()
     original.restore({module.up.bias: torch.ones(520)})
@@ -330,8 +326,7 @@ def test_an_engine_that_fails_while_it_is_made_leaves_the_weights(stage: int, bf
     module, untouched = Net(), Net()
     before = marks(module)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    original = OriginalModule(module)
-    original.keep_weights(dtype)
+    original = OriginalModule(module, dtype)
     no_optimizer: Any = "refused by deepspeed.initialize, which comes after the partitioning"
     config = {**zero_config(stage), **({"bf16": {"enabled": True}} if bf16 else {})}
     with environment(ONE_PROCESS), without_deprecations():

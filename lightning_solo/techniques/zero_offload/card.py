@@ -26,13 +26,13 @@ class Settings(TechniqueSettings):
     pin_memory: bool = setting(True, "page-locked memory for the host's copies, which makes the transfers fast")
     host_optimizer: str = setting(
         "auto",
-        "auto: torch's on the host, AdamW fused; torch: as you made it; deepspeed: its C++ version, built once",
+        "auto: yours, AdamW fused; torch: yours, unchanged; deepspeed: its C++ version, built once",
         allowed=("auto", "deepspeed", "torch"),
     )
     config: Mapping[str, Any] | str | None = setting(None, "DeepSpeed's own configuration: a mapping or a JSON file")
     save_engine_directory: bool = setting(False, "write DeepSpeed's own checkpoint beside each file")
     exclude_frozen_parameters: bool = setting(False, "leave weights that are not trained out of checkpoints")
-    allow_cpu: bool = setting(False, "run the engine on the CPU, for tests and for trying: it saves nothing there")
+    allow_cpu: bool = setting(False, "run the engine on the CPU for tests and trials; it saves nothing there")
 
     def _check_together(self) -> None:
         if self.stage == 2 and (self.offload_parameters or self.nvme_path is not None):
@@ -42,11 +42,7 @@ class Settings(TechniqueSettings):
             raise PresetError("zero_offload.nvme_path='': write a folder on a local SSD, or null for none")
 
     def engine_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration for these settings.
-
-        Raises:
-            PresetError, ConflictError: as `lightning_solo.zero.config.merge`.
-        """
+        """Return DeepSpeed's configuration for these settings; raises as `zero.config.merge`."""
         ours = zero_config(
             self.stage,
             offload_parameters=self.offload_parameters,
@@ -64,11 +60,11 @@ def _double_precision(settings: Settings, configuration: Configuration) -> str |
 
 def _wrong_training(settings: Settings, configuration: Configuration) -> str | None:
     section = settings.config.get("zero_optimization") if isinstance(settings.config, Mapping) else None
-    return trains_wrong(section) if isinstance(section, Mapping) else None  # of a file when it is read
+    return trains_wrong(section) if isinstance(section, Mapping) else None  # `merge` checks a file
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan model states by the engine's layout; weights are in low precision throughout, without autocast."""
+    """Plan model states by the engine's layout, with all weights in low precision, without autocast."""
     precision = {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(tracing.precision, tracing.precision)
     return replace(tracing, precision=precision, attached=None, states=ZeroStates(settings))
 

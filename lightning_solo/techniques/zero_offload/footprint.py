@@ -11,14 +11,14 @@ from lightning_solo.zero.layout import WEIGHT_BYTES, ZeroLayout, ZeroSettings, z
 if TYPE_CHECKING:
     from lightning_solo.techniques.zero_offload.card import Settings
 
-WEIGHTS = ("weights", "live_weights", "buffers")  # parts of the layout; the others are gradients on their way
+WEIGHTS = ("weights", "live_weights", "buffers")  # parts of the layout; the others are for gradients
 HOST_BANDWIDTH = 100e9  # bytes/s that an update on the host reads and writes; assumed, not measured
 DISK_BANDWIDTH = 3e9  # bytes/s of an SSD, each way; assumed
 UPDATE_BYTES = 28  # per parameter: master, gradient and two states read, master and states written, all fp32
 
 
 def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: int, *, cuda: bool) -> ZeroLayout:
-    """Return the bytes of each part, for the strategy's settings and Lightning's name of the precision."""
+    """Return the bytes of each part; ``precision`` is Lightning's name."""
     config = settings.engine_config()
     engine = ZeroSettings.of(
         config,
@@ -28,12 +28,12 @@ def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: i
         step_temporaries=0,  # DeepSpeed's AdamW, or torch's fused one
     )
     if engine.nvme_parameters and "buffer_size" not in config["zero_optimization"]["offload_param"]:
-        engine = replace(engine, parameter_buffer=max(sizes.trainable))  # as the run's (zero.disk.parameter_buffers)
+        engine = replace(engine, parameter_buffer=max(sizes.trainable))  # as zero.disk.parameter_buffers does
     return zero_layout([sizes.trainable], engine, frozen=sizes.frozen, buffer_bytes=sizes.buffer_bytes)
 
 
 def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint | None:
-    """Return the peak bytes on device and host, the engine's start included; None if it can't train this way."""
+    """Return the peak bytes on device and host, the engine's start included; None if it can't train this."""
     precision = request.precision or "32-true"
     if precision not in WEIGHT_BYTES or not request.sizes.trainable:
         return None
@@ -57,12 +57,12 @@ class ZeroStates:
     def seconds(self, sizes: Sizes, precision: str, accumulation: int, host_bandwidth: float) -> tuple[float, float]:
         """Return (seconds of transfers that may overlap with the micro-batches, seconds of the update after them).
 
-        Gradients go down at each micro-batch, weights come up after each step; with ``offload_parameters`` they come up
-        twice a micro-batch as well, for forward and for backward.
+        Gradients are copied to the host in each micro-batch, and weights to the device after each step. With
+        ``offload_parameters`` weights are copied twice in each micro-batch, for forward and backward.
         """
         trained = sum(sizes.trainable)
         fetched = 2 * accumulation if self.settings.offload_parameters else 1
         moved = WEIGHT_BYTES[precision] * trained * (accumulation + fetched)  # a gradient is as large as its weight
-        # on disk what else would be in host memory is read and written at each step
+        # each step reads and writes the states on disk
         swapped = UPDATE_BYTES * trained / DISK_BANDWIDTH if self.settings.nvme_path else 0.0
         return moved / host_bandwidth, max(UPDATE_BYTES * trained / HOST_BANDWIDTH, swapped)

@@ -1,4 +1,4 @@
-"""Keep optimizer states on the host and step there, by DeepSpeed's ZeRO; at stage 3 keep the weights there too."""
+"""Keep optimizer states on the host and step there with DeepSpeed's ZeRO; at stage 3 keep the weights there too."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class ZeroOffloadStrategy(Base, Settings):
     that of ``pytorch_lightning``.
 
     Attributes:
-        settings: as given; ``config`` is DeepSpeed's whole configuration, with these settings.
+        settings: the arguments; ``config`` is DeepSpeed's whole configuration.
 
     Raises:
-        CapabilityError: DeepSpeed is not installed or too old, or, when a run starts, there is no CUDA device.
+        CapabilityError: DeepSpeed is missing or too old, or a run starts without a CUDA device.
         ConflictError: ``config`` contradicts the Trainer or the other arguments.
-        PresetError: an impossible value.
+        PresetError: a value is impossible.
     """
 
     base = "DeepSpeedStrategy"
@@ -92,23 +92,23 @@ class ZeroOffloadStrategy(Base, Settings):
     def _init_state(self) -> None:
         self.settings = Settings.from_settings(self)
         require_deepspeed()
-        # A config given outright also keeps PL_DEEPSPEED_CONFIG_PATH out.
+        # Without a config Lightning would read PL_DEEPSPEED_CONFIG_PATH.
         super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
             config=self._new_config(),
             cluster_environment=one_process(fabric_part(self.home, "plugins.environments").LightningEnvironment),
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
-        self._opened_group: bool | None = None  # False: it is the user's
+        self._opened_group: bool | None = None  # False: the user opened the process group
         self._stack = ExitStack()
         self._run: EngineRun | None = None
-        self._fitted: EngineRun | None = None  # the last one that trained, when it has ended
+        self._fitted: EngineRun | None = None  # the last training run after its end
         self._clipped = False  # whether clip_gradients was called since the last step
 
     def __repr__(self) -> str:
         return repr(self.settings).replace("Settings", "ZeroOffloadStrategy", 1)
 
     def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration; ``folder`` is the run's folder below ``nvme_path``, if there is one."""
+        """Return DeepSpeed's configuration; ``folder`` is the run's folder below ``nvme_path``, if that is set."""
         merged: dict[str, Any] = self.settings.engine_config()
         check_zero_section(merged)
         for place in ("offload_optimizer", "offload_param"):
@@ -127,13 +127,13 @@ class ZeroOffloadStrategy(Base, Settings):
 
     @property
     def root_device(self) -> torch.device:
-        """The device with an index, which DeepSpeed requires and "cpu" lacks."""
+        """The device with an index, which DeepSpeed requires."""
         device: torch.device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning counts the micro-batches, and steps after a short last window too."""
+        """False: Lightning counts the micro-batches, and also steps after a short last window."""
         return False
 
     @property
@@ -167,28 +167,28 @@ class ZeroOffloadStrategy(Base, Settings):
         return self._run
 
     def _configure_launcher(self) -> None:
-        # The parent's would write the variables of a cluster into the environment, and refuse notebooks.
+        # The parent's launcher would set a cluster's environment variables, and refuse notebooks.
         self._launcher = None
 
     def setup_environment(self) -> None:
-        """Open the process group, after a check that device and module can be trained.
+        """Open the process group, after checks of device and Trainer.
 
         Raises:
-            CapabilityError, ConflictError: what this machine, the Trainer or the module can't do; before the model is
-                built.
+            CapabilityError: this machine or its device can't run the engine.
+            ConflictError: the engine doesn't support an argument or a callback of the Trainer.
         """
         require_device(self.root_device, allow_cpu=self.allow_cpu)
         refuse_trainer(self._trainer)
-        # Lightning's scheduler of accumulation, which refuses every DeepSpeedStrategy, is refused here with a remedy
+        # Lightning's scheduler of accumulation refuses every DeepSpeedStrategy; this error has a remedy.
         owned = resources(CARD.owns, self.settings) | {"accumulation_factor"}
         refuse_callbacks("strategy=zero_offload", owned, self._trainer.callbacks)
         run = begin(self, self._trainer)
         run.window.gradients_stay = run.window.gradients_saved = False  # the engine takes them in backward
-        run.window.repeats = False  # and its buckets are half full where that fails
+        run.window.repeats = False  # a backward that fails leaves its buckets half full
         if self.nvme_path is not None:
             disk_budget(self.nvme_path)
             load_extension("async_io")
-        # Lightning would put a shuffling sampler for several processes into every training loader.
+        # Lightning would give every training loader a shuffling sampler for several processes.
         run.undo.enter_context(patches.without_distributed_sampler(self._trainer))
         self._trainer.accelerator.setup_device(self.root_device)
         self.setup_distributed()
@@ -209,7 +209,7 @@ class ZeroOffloadStrategy(Base, Settings):
             self._leave()
 
     def _leave(self) -> None:
-        """Destroy the engine and close the process group; a second call does nothing."""
+        """Destroy the engine and close the process group. A second call does nothing."""
         run, self._run = self._run, None
         try:
             if run is not None:
@@ -217,7 +217,7 @@ class ZeroOffloadStrategy(Base, Settings):
                 if run.host is not None:
                     self.optimizers = []
                 run.end()
-                if run.host is not None:  # where a save finds it, as after a plain run
+                if run.host is not None:  # for a save after the fit
                     self._fitted, self.optimizers = run, [run.host.original]
         finally:
             opened, self._opened_group, self._clipped = self._opened_group, None, False
@@ -232,15 +232,15 @@ class ZeroOffloadStrategy(Base, Settings):
     # --- the engine ---
 
     def model_sharded_context(self) -> Any:
-        """Do nothing: ``configure_model`` builds the whole module on the host, and the engine partitions it later."""
+        """Do nothing: ``configure_model`` builds the whole module on the host, and the engine partitions it."""
         return nullcontext()
 
     def setup(self, trainer: Any) -> None:
         """Make a new engine for each run, since the Trainer's accumulation or clipping may have changed.
 
         Raises:
-            BudgetError: the host has less memory, or the disk less space, than the engine will need.
-            ConflictError: optimizers that ZeRO can't step.
+            BudgetError: the engine needs more host memory, device memory or disk space than is available.
+            ConflictError: ZeRO can't step the optimizers.
         """
         run = self._active
         folder = None
@@ -249,16 +249,16 @@ class ZeroOffloadStrategy(Base, Settings):
         self.config = self._new_config(folder)
         self._config_initialized = False
         if trainer.training:
-            self._fitted, self.optimizers = None, []  # the states of the run before need not be there beside the new
+            self._fitted, self.optimizers = None, []  # frees the states of the last run before the new ones
         precision: Any = self.precision_plugin
         refuse_module(trainer.lightning_module, self.stage)
         self._run = EngineRun(trainer.lightning_module, patches.weights_dtype(precision), self.root_device)
-        # Lightning's does nothing under DeepSpeed, and nothing would say that gradients are not clipped.
+        # Under DeepSpeed Lightning's clipping silently does nothing.
         run.undo.enter_context(patches.clipping(precision, lambda _: self.clip_gradients))
         super().setup(trainer)
 
     def init_deepspeed(self) -> None:
-        """Make the engine without the parent's warning about clipping: here ``clip_gradients`` clips."""
+        """Make the engine, without the parent's warning that it can't clip gradients."""
         if self.nvme_path is not None and self.offload_parameters:
             weights = self.config["zero_optimization"]["offload_param"]
             for name, value in parameter_buffers(self._module, self._training.dtype.itemsize).items():
@@ -278,7 +278,7 @@ class ZeroOffloadStrategy(Base, Settings):
             self.host_optimizer,
         )
         if self.nvme_path is not None:
-            # A step has master, gradient and states of a group in one buffer each; DeepSpeed's 4 are AdamW's.
+            # A step needs a buffer for master, gradient and each state of a group; DeepSpeed's 4 suffice for AdamW.
             place = self.config["zero_optimization"]["offload_optimizer"]
             place.setdefault("buffer_count", max(4, 2 + states_of(host.optimizer)))
         self._require_room(model, groups, host.optimizer)
@@ -305,7 +305,7 @@ class ZeroOffloadStrategy(Base, Settings):
         self._say(layout, optimizer)
 
     def _say(self, layout: ZeroLayout, optimizer: Optimizer) -> None:
-        """Log the layout that the precision means here, and the bytes that the host will hold."""
+        """Log the types and places of the model states, and the bytes on host and device."""
         weights = str(self._training.dtype).removeprefix("torch.")
         where = "the disk" if self.nvme_path else "the host"
         fetched = ""
@@ -327,7 +327,7 @@ class ZeroOffloadStrategy(Base, Settings):
         try:
             optimizers, configs = patches.new_optimizers(self.lightning_module, self.home)
         except RuntimeError as error:
-            # Lightning's advice, to optimize by hand, would end at the next refusal.
+            # Lightning advises to optimize manually, which is refused too.
             if "multiple optimizers" not in str(error):
                 raise
             raise ConflictError(f"strategy=zero_offload steps one optimizer, not several; {ONE_OPTIMIZER}") from None
@@ -336,11 +336,11 @@ class ZeroOffloadStrategy(Base, Settings):
     # --- the step ---
 
     def block_backward_sync(self) -> Any:
-        """Do nothing: no other process exists, and the engine refuses its own context."""
+        """Do nothing: there is no other process, and the engine refuses its own context."""
         return nullcontext()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the engine's backward; Lightning has divided the loss by the accumulation already."""
+        """Run the engine's backward. Lightning has already divided the loss by the accumulation factor."""
         kwargs["scale_wrt_gas"] = False
         loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._training.after_backward()
@@ -357,14 +357,14 @@ class ZeroOffloadStrategy(Base, Settings):
         self._clipped = True
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step once for the window's micro-batches; skip it if every ``training_step`` returned None."""
+        """Step once for the window's micro-batches, unless every ``training_step`` returned None."""
         module = model or self._module
         result = closure()
         patches.after_closure(self.precision_plugin, module, optimizer)
         if module.automatic_optimization and not self._clipped:
             warnings.warn(
-                "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: under"
-                " zero_offload gradients are stored in the engine, and parameters have no .grad",
+                "configure_gradient_clipping clipped nothing, since it didn't call self.clip_gradients(...): under"
+                " zero_offload the engine stores the gradients, and parameters have no .grad",
                 stacklevel=2,
             )
         self._clipped = False
@@ -375,7 +375,7 @@ class ZeroOffloadStrategy(Base, Settings):
 
     @property
     def _saved(self) -> EngineRun | None:
-        """The run that has the weights: this one, or the last one that trained."""
+        """The run that has the weights: the present one, or the last training run."""
         return self._run or self._fitted
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -385,13 +385,13 @@ class ZeroOffloadStrategy(Base, Settings):
         return {key: value for key, value in state.items() if key not in left_out}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state dict that the user's own optimizer would have."""
+        """Return the state dict that the user's optimizer would have."""
         run = self._run if self._fitted is None else self._fitted
         assert run is not None  # by which there is an optimizer
         return run.optimizer_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one plain file, and DeepSpeed's directory next to it where the user asked for it and an engine runs."""
+        """Write one plain file, and with ``save_engine_directory`` DeepSpeed's directory next to it."""
         left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
         checkpoint["zero_offload"] = {"left_out": left_out, **(self._saved.counters() if self._saved else {})}
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -399,8 +399,8 @@ class ZeroOffloadStrategy(Base, Settings):
             return
         if self._run is None or self._run.host is None:
             warnings.warn(
-                f"{filepath} has no directory of DeepSpeed's engine beside it: the engine ends with the fit; save while"
-                " it runs, as ModelCheckpoint(save_last=True) does",
+                f"{filepath} gets no directory of DeepSpeed's engine, since the engine has ended with the fit; save"
+                " during the fit, as ModelCheckpoint(save_last=True) does",
                 stacklevel=2,
             )
             return
@@ -409,20 +409,20 @@ class ZeroOffloadStrategy(Base, Settings):
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file, and DeepSpeed's directory beside it."""
+        """Remove a file and DeepSpeed's directory next to it."""
         super().remove_checkpoint(filepath)
         shutil.rmtree(f"{filepath}.deepspeed", ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a plain file, of this strategy or of any other; ``weights_only`` is True unless said otherwise.
+        """Read a plain file of any strategy; ``weights_only`` is True by default.
 
         Raises:
-            CheckpointError: it is a directory of DeepSpeed's engine.
+            CheckpointError: the path is a directory of DeepSpeed's engine.
         """
         if Path(checkpoint_path).is_dir():
             raise CheckpointError(
                 f"{checkpoint_path} is a directory of DeepSpeed's engine, which holds pickled objects; load the plain"
-                f" file that was saved beside it, or make one of its weights: python {checkpoint_path}/zero_to_fp32.py"
+                f" file next to it, or make one from its weights: python {checkpoint_path}/zero_to_fp32.py"
                 f" {checkpoint_path} weights"
             )
         safely = True if weights_only is None else weights_only
@@ -436,6 +436,6 @@ class ZeroOffloadStrategy(Base, Settings):
         load_weights(self.lightning_module, checkpoint["state_dict"], left_out=left_out, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer's states of a plain run or of ours into the engine, and the masters in full precision."""
+        """Load optimizer states of a plain run or one with ZeRO into the engine, and the masters in full precision."""
         self._training.load_optimizer_state_dict(checkpoint["optimizer_states"][0], checkpoint["state_dict"])
         self._training.set_counters(checkpoint.get("zero_offload", {}))
