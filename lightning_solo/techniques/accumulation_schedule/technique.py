@@ -36,30 +36,9 @@ COUNTED = ("samples", "tokens")
 """Values of ``by`` that are counted in the batches."""
 
 
-def rescale_window(optimizer: torch.optim.Optimizer, factor: int, held: float) -> bool:
-    """Divide gradients by ``held``, the sum of a window's weights, instead of ``factor``, in place.
-
-    Returns:
-        Whether the optimizer has gradients; none are left if it steps during backward.
-    """
-    gradients = list(gradients_of(optimizer))
-    for gradient in gradients:
-        gradient.mul_(factor / held)
-    return bool(gradients)
-
-
 def gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the existing gradients of an optimizer's parameters."""
     return (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-
-
-def short_window_weight(factor: int, batches_ahead: float) -> float:
-    """Return the weight of a batch's loss in a window with fewer batches than the factor; 1 for a full window.
-
-    >>> short_window_weight(4, batches_ahead=10), short_window_weight(4, batches_ahead=2)
-    (1.0, 2.0)
-    """
-    return factor / min(factor, batches_ahead)
 
 
 class AccumulationSchedule(Technique, Settings):
@@ -175,7 +154,7 @@ class AccumulationSchedule(Technique, Settings):
             self._begin_window()
         if not window.gradients_stay:
             # no gradient is left to rescale at the step; if the loader's length is unknown the weight stays 1
-            window.weight = short_window_weight(window.factor, trainer.num_training_batches - self._start)
+            window.weight = window.factor / min(window.factor, trainer.num_training_batches - self._start)
         if self.weight_by != "batches":
             weight = _count(batch, self.weight_by, "weight_by")
             self._reference = self._reference or weight
@@ -201,8 +180,10 @@ class AccumulationSchedule(Technique, Settings):
         """Divide a window's gradients by the sum of its weights instead of the factor."""
         window = self._ctx.window
         if window.held and not math.isclose(window.held, window.factor):
-            rescaled = rescale_window(optimizer, window.factor, window.held)
-            if not rescaled and not self._warned:
+            gradients = list(gradients_of(optimizer))
+            for gradient in gradients:
+                gradient.mul_(window.factor / window.held)
+            if not gradients and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"{OPTION}: a window of {window.held:g} batches was divided by {window.factor}. Its step is too"

@@ -68,22 +68,18 @@ class LoaderAdvice(Technique, Settings):
         self.ctx.undo.enter_context(patches.batches_through(trainer.strategy, watch.copying))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
         if self._watch is not None:
             self._watch.end_batch()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to leave out the time of a validation."""
         if self._watch is not None:
             self._watch.begin_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """End to leave out the time of a validation."""
         if self._watch is not None:
             self._watch.end_validation()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the advice."""
         self._conclude(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -14,18 +14,15 @@ from lightning_solo.data.nested import tensors_of
 
 
 class HostClock:
-    """The host's clock, for training on a CPU."""
+    """The host's clock, for training on a CPU; it has the methods of `DeviceClock`."""
 
     def mark(self) -> float:
-        """Return the current moment."""
         return perf_counter()
 
     def has_passed(self, mark: float) -> bool:
-        """Return whether `between` can read a moment without waiting."""
         return True
 
     def between(self, first: float, last: float) -> float:
-        """Return the seconds between two moments."""
         return last - first
 
 
@@ -170,11 +167,9 @@ class Watch:
         self._batches += self._origin is not None
 
     def begin_validation(self) -> None:
-        """Begin a validation."""
         self._validation = self._clock.mark()
 
     def end_validation(self) -> None:
-        """End a validation."""
         moment, self._validation = self._validation, None
         self._add("validation", moment)
 
