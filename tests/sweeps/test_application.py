@@ -62,12 +62,6 @@ def test_script_without_py_and_module_run_by_name_are_imported(
     assert returned(tmp_path) == [name]
 
 
-def test_decorators_above_hydra_main_are_not_called_in_jobs(tmp_path: Path) -> None:
-    """These give None to whoever calls them with a configuration."""
-    sweep(tmp_path, "n=1", script=TRAIN.replace("@hydra.main", OUTER))
-    assert returned(tmp_path) == [1.5]
-
-
 # --- those that can't be imported ---
 
 CALL = "    train()\n"
@@ -95,6 +89,7 @@ OWN_CLASS = "import pickle; assert type(pickle.loads(pickle.dumps(Model()))) is 
 MADE = """node=__import__('dataclasses').make_dataclass(
     'Made', [('n', int, 0), ('kind', str, ''), ('sleep', float, 0.0)])"""
 SCRIPTS = {
+    "decorators above Hydra's": training("return cfg.n * 1.5 + 10").replace("@hydra.main", OUTER),  # not called in jobs
     "a lambda": TRAIN.replace(CALL, f"    {MAIN}(lambda cfg: cfg.n * 1.5 + 10)()\n"),
     "a closure": TRAIN.replace(CALL, CLOSURE),
     "a method": TRAIN.replace(CALL, METHOD),
@@ -109,7 +104,9 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     "script",
     [
-        script if name in ("a closure", "no guard") else long(script)  # functions and classes, by value
+        script
+        if name in ("decorators above Hydra's", "a closure", "no guard")
+        else long(script)  # functions and classes, by value
         for name, script in SCRIPTS.items()
     ],
     ids=SCRIPTS,

@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 import signal
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lightning_solo.sweeps.interrupts import caught_signals
 
 
-def test_signals_are_recorded_and_handlers_restored() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with caught_signals() as signals:
-            assert signals == []
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGTERM)
-            assert signals == [signal.SIGINT, signal.SIGTERM]
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert signals == [signal.SIGINT, signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGINT, before)
+@pytest.fixture
+def handler(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
-def test_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with caught_signals() as signals:
-            signal.raise_signal(signal.SIGINT)
+@pytest.mark.parametrize("handler", [signal.default_int_handler], indirect=True)
+def test_signals_are_recorded_and_handlers_restored(handler: None) -> None:
+    with caught_signals() as signals:
         assert signals == []
-    finally:
-        signal.signal(signal.SIGINT, before)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert signals == [signal.SIGINT, signal.SIGTERM]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signals == [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN], indirect=True)
+def test_ignored_signal_stays_ignored(handler: None) -> None:
+    with caught_signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+    assert signals == []
 
 
 def test_another_thread_records_no_signal() -> None:
-    entered = []
-
-    def count() -> None:
-        with caught_signals():
-            entered.append(True)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    thread.join()
-    assert entered == [True]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(lambda: caught_signals().__enter__()).result() == []

@@ -31,7 +31,6 @@ from tests.sweeps.applications import (
     environment,
     plain_jobs,
     plain_sweep,
-    returned,
     rows_of,
     run,
     starts,
@@ -224,12 +223,6 @@ def test_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
     assert "JSONDecodeError" in told
     assert "train.py" in told
-
-
-def test_job_has_the_config_store_of_the_import(tmp_path: Path) -> None:
-    script = training("return 'config.yaml' in ConfigStore.instance().repo")
-    sweep(tmp_path, "n=1", script=script)
-    assert returned(tmp_path) == [True]
 
 
 # --- interrupts ---

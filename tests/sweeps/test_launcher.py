@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +78,40 @@ def test_status_of_each_job_and_table_of_failures(tmp_path: Path) -> None:
     assert " in do" in (tmp_path / crashed.folder / "output.log").read_text()  # where it was
 
 
-def test_each_job_has_a_process_and_the_name_of_the_script(tmp_path: Path) -> None:
-    script = training("return [os.getpid(), os.getppid(), Model.__module__, do.__module__]")
-    sweep(tmp_path, "n=1,2,3", script=script)
-    found = returned(tmp_path)
-    assert len({pid for pid, *_ in found}) == 3
-    assert len({parent for _, parent, *_ in found}) == 1  # which has imported the application once
-    assert {tuple(names) for _, _, *names in found} == {("train", "train")}
-    assert "job 1 of train" in (sweep_folder(tmp_path) / "0" / "output.log").read_text()
+JOB = """
+    import numpy, random
+    from hydra.core.hydra_config import HydraConfig
+    state.append(cfg.n)
+    hydra = HydraConfig.get()
+    return {
+        "process": os.getpid(), "parent": os.getppid(), "modules": [Model.__module__, do.__module__],
+        "drawn": [random.random(), float(numpy.random.rand())], "jobs in this memory": len(state),
+        "number": [hydra.job.num, hydra.job.id], "folders": [hydra.sweep.dir, hydra.runtime.output_dir],
+        "configuration is stored": "config.yaml" in ConfigStore.instance().repo,
+    }
+"""
 
 
-def test_jobs_share_neither_state_nor_random_numbers(tmp_path: Path) -> None:
-    draw = "import numpy, random; state.append(cfg.n)\n"
-    draw += "    return [len(state), random.random(), float(numpy.random.rand())]"
-    script = training(draw, "import numpy.random\nstate = []")
-    sweep(tmp_path, "n=1,2,3", script=script)
-    found = returned(tmp_path)
-    assert [seen for seen, *_ in found] == [1, 1, 1]
-    assert len({number for _, number, _ in found}) == len({number for *_, number in found}) == 3
+def test_jobs_share_the_import_and_nothing_else(tmp_path: Path) -> None:
+    begun = time.time()
+    sweep(tmp_path, "n=1,2,3", "sleep=0.1", script=training(JOB, "import numpy.random\nstate = []"))
+    values = {name: [job[name] for job in returned(tmp_path)] for name in returned(tmp_path)[0]}
+    assert len(set(values["process"])) == 3
+    assert len(set(values["parent"])) == 1  # which has imported the application once
+    assert values["modules"] == [["train", "train"]] * 3
+    assert values["jobs in this memory"] == [1] * 3
+    assert len({number for numbers in values["drawn"] for number in numbers}) == 6
+    assert values["number"] == [[0, "0"], [1, "1"], [2, "2"]]
+    folder = sweep_folder(tmp_path)
+    assert values["folders"] == [[str(folder.relative_to(tmp_path)), str(folder / str(n))] for n in range(3)]
+    assert values["configuration is stored"] == [True] * 3
+    assert "job 1 of train" in (folder / "0" / "output.log").read_text()
+    row = rows_of(tmp_path)[0]
+    assert row.started is not None
+    assert row.seconds is not None
+    assert begun < row.started < row.started + 0.1 < row.started + row.seconds < time.time()
+    assert row.versions["torch"] == version("torch")
+    assert row.hardware.startswith(f"{os.cpu_count()} CPU cores")
 
 
 MEET = """
@@ -123,20 +140,13 @@ def test_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path)
     assert "threads" in done.stdout
     rows = rows_of(tmp_path)
     assert [row.status for row in rows] == ["finished", "failed"] * 2
-    assert not list(sweep_folder(tmp_path).rglob("request.pickle"))
 
 
-def test_failed_job_is_retried(tmp_path: Path) -> None:
-    sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1")
-    rows = rows_of(tmp_path)
-    assert [(row.status, row.attempt) for row in rows] == [("finished", 2)] * 2
-    assert (tmp_path / "starts.txt").read_text().split() == ["1", "1", "2", "2"]
-
-
-def test_retry_resumes_in_the_same_folder(tmp_path: Path) -> None:
+def test_failed_job_is_retried_at_once_in_the_same_folder(tmp_path: Path) -> None:
     script = training("return os.environ.get('LIGHTNING_SOLO_RESUMES')")
-    sweep(tmp_path, "n=1", "kind=fine,once", "hydra.launcher.retries=1", script=script)
-    assert returned(tmp_path) == [None, "1"]
+    sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1", script=script)
+    assert [(row.status, row.attempt, row.returned) for row in rows_of(tmp_path)] == [("finished", 2, "1")] * 2
+    assert (tmp_path / "starts.txt").read_text().split() == ["1", "1", "2", "2"]
     assert sorted(path.name for path in sweep_folder(tmp_path).iterdir() if path.name[0].isdigit()) == ["0", "1"]
 
 
@@ -397,26 +407,27 @@ def test_sweep_is_refused_before_a_job_runs(tmp_path: Path, overrides: list[str]
 
 
 @pytest.mark.long
-def test_odd_characters_in_the_sweeps_folder(tmp_path: Path) -> None:
-    """Hydra and the launcher mean the same folder."""
-    sweep(tmp_path, "n=1", r"""hydra.sweep.dir="it's [one], back\slash and {two}\\" """.strip())
-    (output,) = tmp_path.rglob("output.log")
-    assert output.relative_to(tmp_path) == Path("it's [one], back\\slash and {two}\\", "0", "output.log")
-    assert (output.parent / ".hydra" / "overrides.yaml").is_file()
-
-
-@pytest.mark.long
-def test_job_folder_may_have_slashes(tmp_path: Path) -> None:
-    sweep(tmp_path, "kind=a/b,c", "'hydra.sweep.subdir=${hydra.job.override_dirname}'".strip("'"))
-    assert (sweep_folder(tmp_path) / "kind=a" / "b" / "output.log").is_file()
-
-
-@pytest.mark.long
-def test_job_folder_may_be_named_by_a_resolver_of_hydra(tmp_path: Path) -> None:
-    sweep(tmp_path, "n=1,2", "hydra.sweep.subdir='job-${hydra:job.num}'")
-    for folder in ("job-0", "job-1"):
-        assert (sweep_folder(tmp_path) / folder / "output.log").is_file()
-        assert (sweep_folder(tmp_path) / folder / ".hydra" / "overrides.yaml").is_file()
+@pytest.mark.parametrize(
+    ("overrides", "outputs"),
+    [
+        (
+            [r"""hydra.sweep.dir="it's [one], back\slash and {two}\\" """.strip()],
+            ["it's [one], back\\slash and {two}\\/0"],
+        ),
+        (
+            ["kind=a/b,c", "hydra.sweep.subdir=${hydra.job.override_dirname}"],
+            ["multirun/*/kind=a/b", "multirun/*/kind=c"],
+        ),
+        (["n=1,2", "hydra.sweep.subdir='job-${hydra:job.num}'"], ["multirun/*/job-0", "multirun/*/job-1"]),
+    ],
+    ids=["odd characters", "slashes", "resolver of Hydra"],
+)
+def test_hydra_and_the_launcher_mean_the_same_folder(tmp_path: Path, overrides: list[str], outputs: list[str]) -> None:
+    sweep(tmp_path, *overrides)
+    for output in outputs:
+        (folder,) = tmp_path.glob(output.replace("[", "[[]"))
+        assert (folder / "output.log").is_file()
+        assert (folder / ".hydra" / "overrides.yaml").is_file()
 
 
 @pytest.mark.parametrize(

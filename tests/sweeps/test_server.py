@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,15 +80,6 @@ def test_job_waits_for_threads_and_calls_exit_functions(tmp_path: Path) -> None:
     assert told[-3:] == ["thread", "at exit", ""]
 
 
-def test_job_knows_its_number_and_folder(tmp_path: Path) -> None:
-    hydra = "hydra.core.hydra_config.HydraConfig.get()"
-    value = f"return [{hydra}.job.num, {hydra}.job.id, {hydra}.sweep.dir, {hydra}.runtime.output_dir]"
-    sweep(tmp_path, "n=1,2", script=training(value))
-    folder = sweep_folder(tmp_path)
-    expected = [[n, str(n), str(folder.relative_to(tmp_path)), str(folder / str(n))] for n in range(2)]
-    assert returned(tmp_path) == expected
-
-
 @pytest.fixture
 def ctrl_c_ignored() -> Iterator[None]:
     """As a shell has its background jobs ignore it, and what they start."""
@@ -125,17 +115,6 @@ def test_output_is_cut_to_its_end(tmp_path: Path) -> None:
 
 
 # --- what it says of a job's end ---
-
-
-def test_row_has_time_versions_and_hardware(tmp_path: Path) -> None:
-    begun = time.time()
-    sweep(tmp_path, "n=1", "sleep=0.5")
-    (row,) = rows_of(tmp_path)
-    assert row.started is not None
-    assert row.seconds is not None
-    assert begun < row.started < row.started + 0.5 < row.started + row.seconds < time.time()
-    assert row.versions["torch"] == torch.__version__
-    assert row.hardware.startswith(f"{os.cpu_count()} CPU cores")
 
 
 def test_kill_for_lack_of_memory_counts_for_the_running_job(tmp_path: Path) -> None:
