@@ -4,7 +4,6 @@ Hydra loads plugins before they are in `sys.modules`: a dataclass can't have its
 """
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +31,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="solo", node=SoloLaunc
 class SoloLauncher(Launcher):
     """Passes all calls to `lightning_solo.sweeps.launch`, which is imported when a sweep starts."""
 
-    def __init__(self, max_jobs: int, preload: Sequence[str], **settings: Any) -> None:
-        self.max_jobs = max_jobs
-        self.preload = preload
+    def __init__(self, **settings: Any) -> None:
         self.settings = settings
         self._launch: Any = None
 
@@ -42,19 +39,11 @@ class SoloLauncher(Launcher):
         """Run the checks that need no composed job, and choose the sweep's folder."""
         from lightning_solo.sweeps.launch import Launch
 
-        self._launch = Launch(
-            hydra_context,
-            task_function,
-            config,
-            max_jobs=self.max_jobs,
-            preload=tuple(self.preload),
-            **self.settings,
-        )
+        self._launch = Launch(hydra_context, task_function, config, **self.settings)
 
-    def kept(self, jobs: Collection[int]) -> AbstractContextManager[None]:
+    def kept(self, jobs: Collection[int]) -> Any:
         """Keep the sweep open between calls of `launch`, for a sweeper that runs some of its jobs at a time."""
-        kept: AbstractContextManager[None] = self._launch.kept(jobs)
-        return kept
+        return self._launch.kept(jobs)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs."""

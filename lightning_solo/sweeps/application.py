@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,7 +72,7 @@ class Application:
         return _dumps(value, by_value=self.unwrap is None)
 
 
-def application_of(task: Callable[..., Any], preload: tuple[str, ...] = (), hydra_context: Any = None) -> Application:
+def application_of(task: Callable[..., Any], preload: Sequence[str] = (), hydra_context: Any = None) -> Application:
     """Return a function or callable object for other processes; without ``hydra_context`` a job is a plain call.
 
     Raises:

@@ -50,7 +50,7 @@ class Launch:
         config: DictConfig,
         *,
         max_jobs: int,
-        preload: tuple[str, ...],
+        preload: Sequence[str],
         **settings: Any,
     ) -> None:
         with without_trace():

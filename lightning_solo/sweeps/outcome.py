@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.out_of_memory import DEVICE_MEMORY, HOST_MEMORY
@@ -27,35 +27,52 @@ NOT_STARTED = "not started"
 OWN_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SIGTRAP")
 
 
-def outcome(
-    exit_code: int,
-    result: Mapping[str, Any] | None,
-    *,
-    timed_out: bool = False,
-    interrupted: bool = False,
-    oom_kills: int = 0,
-) -> tuple[str, str]:
-    """Return the status and a line of detail.
+@dataclass(frozen=True)
+class End:
+    """The end of a job's process.
 
-    >>> outcome(-11, None), outcome(0, None), outcome(-9, None, oom_kills=1)[0]
+    Attributes:
+        exit_code: negative for a signal.
+        peak_host_bytes: resident memory of its largest process.
+        oom_kills: processes that the kernel killed for lack of memory while it ran.
+        timeout_s: the time limit at which it was ended, if any.
+        not_started: why it could not be started; empty if it was.
+    """
+
+    exit_code: int
+    seconds: float | None = None
+    peak_host_bytes: int | None = None
+    oom_kills: int = 0
+    timeout_s: float | None = None
+    interrupted: bool = False
+    not_started: str = ""
+
+
+def outcome(end: End, result: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return the status and a line of detail, from the end of the process and the result that it wrote, if any.
+
+    >>> outcome(End(-11), None), outcome(End(0), None), outcome(End(-9, oom_kills=1), None)[0]
     (('crashed', 'SIGSEGV'), ('exited', 'with exit status 0, before the task function returned'), 'out of host memory')
     """
+    how = ending(end.exit_code)
+    if end.not_started:
+        return "failed", f"could not be started: {end.not_started}"
     if result is not None and "error" not in result:
-        return FINISHED, f"and then ended with {ending(exit_code)}" if exit_code else ""
-    if timed_out:
-        return "timed out", f"ended by {ending(exit_code)}" if exit_code < 0 else ""
-    if interrupted:
+        return FINISHED, f"and then ended with {how}" if end.exit_code else ""
+    if end.timeout_s is not None:
+        by = f", ended by {how}" if end.exit_code < 0 else ""
+        return "timed out", f"after {end.timeout_s:g} s (hydra.launcher.timeout_s){by}"
+    if end.interrupted:
         return INTERRUPTED, ""
     if result is not None:
         return _of_error(result["error"])
-    if exit_code >= 0:
-        return "exited", f"with {ending(exit_code)}, before the task function returned"
-    name = ending(exit_code)
-    if exit_code == -signal.SIGKILL and oom_kills:
+    if end.exit_code >= 0:
+        return "exited", f"with {how}, before the task function returned"
+    if how == "SIGKILL" and end.oom_kills:
         return "out of host memory", "killed by the kernel"
-    if name in OWN_SIGNALS:
-        return "crashed", name
-    return "killed", f"by {name}{', as the kernel does for lack of memory' if name == 'SIGKILL' else ''}"
+    if how in OWN_SIGNALS:
+        return "crashed", how
+    return "killed", f"by {how}{', as the kernel does for lack of memory' if how == 'SIGKILL' else ''}"
 
 
 def _of_error(error: Mapping[str, Any]) -> tuple[str, str]:

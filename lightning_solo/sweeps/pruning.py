@@ -60,19 +60,17 @@ class Pruning:
         """Report the monitored metric, and stop the Trainer if the trial is pruned."""
         value = self.monitored(trainer.callback_metrics)
         if self.pruned_at is None and value is not None:
-            self._report(value, step_of(trainer))
+            step = step_of(trainer)
+            try:
+                if step not in self._reported:
+                    self._reported.add(step)
+                    self._trial.report(value, step)
+                if self._trial.should_prune():
+                    self.pruned_at = step
+            except OptunaError as error:  # an unreachable study must not end the run
+                warnings.warn(f"{STUDY}: nothing reported at {step}: {error}", stacklevel=2)
         if self.pruned_at is not None:
             trainer.should_stop = True
-
-    def _report(self, value: float, step: int) -> None:
-        try:
-            if step not in self._reported:
-                self._reported.add(step)
-                self._trial.report(value, step)
-            if self._trial.should_prune():
-                self.pruned_at = step
-        except OptunaError as error:  # an unreachable study must not end the run
-            warnings.warn(f"{STUDY}: nothing reported at {step}: {error}", stacklevel=2)
 
     def monitored(self, metrics: Mapping[str, Any]) -> float | None:
         """Return the monitored metric: by default the first validation loss, by its name."""

@@ -29,18 +29,8 @@ from lightning_solo.sweeps.application import Application, load
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.forking import seed_afresh, why_not_fork
 from lightning_solo.sweeps.job_process import JobRequest, run
-from lightning_solo.sweeps.outcome import outcome
+from lightning_solo.sweeps.outcome import End
 from lightning_solo.sweeps.output import cut_output, output_file, redirect_output
-
-
-@dataclass(frozen=True)
-class End:
-    """The end of a job's process; ``peak_host_bytes`` is resident memory of the job's largest process."""
-
-    status: str
-    detail: str
-    seconds: float | None = None
-    peak_host_bytes: int | None = None
 
 
 @dataclass
@@ -106,7 +96,7 @@ class Server:
             try:
                 self._start(received)
             except OSError as error:  # such as no process left
-                self._send((received.number, End("failed", f"could not be started: {error}", seconds=0.0)))
+                self._send((received.number, End(1, seconds=0.0, not_started=str(error))))
         else:
             for job in self.running.values():
                 job.interrupted = True
@@ -183,20 +173,17 @@ class Server:
         del self.running[request.number]
         cut_output(output_file(request.folder), settings.output_mib * 2**20)
         files = self.sweep.job(request.number)
-        result = files.result_of(request.attempt)
-        if self.connection is None and "error" in (result or {}):
+        if self.connection is None and "error" in (files.result_of(request.attempt) or {}):
             files.result.unlink()  # it failed because of the interrupt, so this is not its result
-        status, detail = outcome(
+        end = End(
             exit_code,
-            result,
-            timed_out=job.timed_out,
-            interrupted=job.interrupted,
-            oom_kills=job.child.oom_kills,
+            time.monotonic() - job.started,
+            job.child.peak_bytes,
+            job.child.oom_kills,
+            settings.timeout_s if job.timed_out else None,
+            job.interrupted,
         )
-        if status == "timed out":
-            detail = f"after {settings.timeout_s:g} s (hydra.launcher.timeout_s), {detail}".removesuffix(", ")
-        seconds = time.monotonic() - job.started
-        self._send((request.number, End(status, detail, seconds, job.child.peak_bytes)))
+        self._send((request.number, end))
 
 
 def serve(connection: Connection, sweep: SweepFolder, application: Application, lock: int) -> None:

@@ -22,9 +22,9 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.interrupts import caught_signals
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders
-from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, outcome
+from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, End, outcome
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.server import End, serve
+from lightning_solo.sweeps.server import serve
 
 LOOK_S = 0.25
 SHOWN_FILES = 3
@@ -127,7 +127,7 @@ class Sweep:
         if row is None or row.attempt != attempt:  # the command ended before it wrote the row
             row, result = None, files.result_of(attempt)
             if result is not None:
-                row = self._row(Try(job, attempt), End(*outcome(int("error" in result), result)))
+                row = self._row(Try(job, attempt), End(int("error" in result)))
                 self._write(row)
         failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
         failures = start.get("failures", 0) + failed if rerun == "never" else 0
@@ -252,8 +252,9 @@ class Sweep:
         job, attempt = one.job, one.attempt
         files = self.folder.job(job.number)
         start = read_json(files.start) or {}
-        result, progress = files.result_of(attempt) or {}, read_json(files.progress) or {}
-        detail = end.detail
+        result, progress = files.result_of(attempt), read_json(files.progress) or {}
+        status, detail = outcome(end, result)
+        result = result or {}
         if "not_kept" in result:
             detail = f"{detail} returned a {result['not_kept']}, which is not kept".strip()
         if progress.get("pruned_at") is not None:
@@ -261,7 +262,7 @@ class Sweep:
         return Row(
             number=job.number,
             overrides=job.overrides,
-            status=end.status,
+            status=status,
             detail=detail,
             folder=str(job.folder),
             attempt=attempt,

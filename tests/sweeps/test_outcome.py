@@ -13,7 +13,7 @@ import pytest
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.outcome import STATUSES, outcome
+from lightning_solo.sweeps.outcome import STATUSES, End, outcome
 from tests.messages import lines_with, mentions
 
 
@@ -26,7 +26,7 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
     [
         (0, {"returned": 1}, {}, ("finished", "")),
         (-6, {"returned": 1}, {}, ("finished", "SIGABRT")),
-        (0, {"returned": 1}, {"timed_out": True}, ("finished", "")),  # it came to its end in time for that
+        (0, {"returned": 1}, {"timeout_s": 4.0}, ("finished", "")),  # it came to its end in time for that
         (1, error("ValueError", "a\nb"), {}, ("failed", "ValueError: a")),
         (1, error("KeyError"), {}, ("failed", "KeyError")),
         (1, error("OutOfMemoryError", "Allocation on device 0"), {}, ("out of device memory", "device 0")),
@@ -46,8 +46,8 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
         (-6, None, {"oom_kills": 1}, ("crashed", "SIGABRT")),
         (3, error("SystemExit", "3"), {}, ("exited", "status 3")),
         (0, None, {}, ("exited", "status 0")),
-        (-9, None, {"timed_out": True}, ("timed out", "SIGKILL")),
-        (1, error("SIGTERMException"), {"timed_out": True}, ("timed out", "")),
+        (-9, None, {"timeout_s": 4.0}, ("timed out", "SIGKILL")),
+        (1, error("SIGTERMException"), {"timeout_s": 4.0}, ("timed out", "4 s")),
         (130, error("KeyboardInterrupt"), {"interrupted": True}, ("interrupted", "")),
         (130, error("KeyboardInterrupt"), {}, ("interrupted", "")),
     ],
@@ -55,7 +55,7 @@ def error(kind: str, message: str = "") -> dict[str, Any]:
 def test_status_of_each_ending(
     exit_code: int, said: dict[str, Any] | None, more: dict[str, Any], expected: tuple[str, str]
 ) -> None:
-    status, detail = outcome(exit_code, said, **more)
+    status, detail = outcome(End(exit_code, **more), said)
     assert status == expected[0]
     assert status in STATUSES
     assert lines_with(detail, expected[1]) if expected[1] else detail == ""
