@@ -6,6 +6,7 @@ import random
 import string
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
 from tests.messages import mentions, nearest
+from tests.models import SIZES, small_model
 from tests.modules import Block, Stack
 
 
@@ -76,38 +78,6 @@ class Pair(nn.Module):
         self.student, self.teacher = Vit(), Vit()
 
 
-def hugging_face(name: str) -> nn.Module:
-    t = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
-    text = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    image = {**sizes, "image_size": 16, "patch_size": 4}
-    seq2seq = {"decoder_start_token_id": 0, **text}
-    bart = {"encoder_layers": 3, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16}
-    llama = {**sizes, **text, "num_key_value_heads": 1}
-    stages = {"hidden_sizes": [8, 16, 16], "depths": [2, 3, 1]}
-    make: dict[str, Callable[[], Any]] = {
-        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=16, **text)),
-        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**llama)),
-        "bert": lambda: t.BertForMaskedLM(t.BertConfig(**sizes, **text)),
-        "albert": lambda: t.AlbertModel(t.AlbertConfig(**sizes, **text, embedding_size=8)),
-        "t5": lambda: t.T5ForConditionalGeneration(
-            t.T5Config(d_model=16, d_ff=32, d_kv=8, num_layers=3, num_heads=2, **seq2seq)
-        ),
-        "bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**bart, **heads, **seq2seq)),
-        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**image)),
-        "swin": lambda: t.SwinModel(
-            t.SwinConfig(image_size=32, patch_size=2, embed_dim=8, depths=[2, 2, 1], num_heads=[1, 2, 2], window_size=4)
-        ),
-        "convnext": lambda: t.ConvNextModel(t.ConvNextConfig(num_stages=3, **stages)),
-        "resnet": lambda: t.ResNetModel(t.ResNetConfig(embedding_size=8, layer_type="basic", **stages)),
-        "bottleneck": lambda: t.ResNetModel(t.ResNetConfig(embedding_size=8, **stages)),
-        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**llama, num_local_experts=4)),
-        "clip": lambda: t.CLIPModel(t.CLIPConfig(text_config={**sizes, **text}, vision_config=image, projection_dim=8)),
-    }
-    return make[name]()
-
-
 class Alternating(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -122,20 +92,30 @@ def levels() -> nn.Module:
     return nn.ModuleList(nn.ModuleList(Block(4 * 2**i) for _ in range(2)) for i in range(3))
 
 
+TEXT, SEQUENCES, STAGES = "ForCausalLM", "ForConditionalGeneration", {"hidden_sizes": [8, 16, 16], "depths": [2, 3, 1]}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
+CLIP = {"text_config": SIZES, "vision_config": SIZES, "projection_dim": 8}
+BASIC = {"embedding_size": 8, "layer_type": "basic", **STAGES}
+TRANSFORMERS: list[tuple[str, str, dict[str, Any], dict[str, int], str]] = [
+    ("GPT2", TEXT, {}, {"GPT2Block": 3}, "transformer.h.0"),
+    ("Llama", TEXT, {}, {"LlamaDecoderLayer": 3}, "model.layers.0"),
+    ("Bert", "ForMaskedLM", {}, {"BertLayer": 3}, "bert.encoder.layer.0"),
+    ("Albert", "Model", {"embedding_size": 8}, {"AlbertLayer": 1}, "encoder.albert_layer_groups.0.albert_layers.0"),
+    ("T5", SEQUENCES, {}, {"T5Block": 6}, "encoder.block.0"),
+    ("Bart", SEQUENCES, {}, {"BartEncoderLayer": 3, "BartDecoderLayer": 2}, "model.encoder.layers.0"),
+    ("ViT", "ForImageClassification", {}, {"ViTLayer": 3}, "vit."),
+    ("Swin", "Model", SWIN, {"SwinLayer": 4}, "encoder.layers.0.blocks.0"),
+    ("ConvNext", "Model", {"num_stages": 3, **STAGES}, {"ConvNextLayer": 6}, "encoder.stages.0.layers.0"),
+    ("ResNet", "Model", BASIC, {"ResNetBasicLayer": 6}, "encoder.stages.0.layers.0"),
+    ("ResNet", "Model", {"embedding_size": 8, **STAGES}, {"ResNetBottleNeckLayer": 6}, "encoder.stages.0.layers.0"),
+    ("Mixtral", TEXT, {"num_local_experts": 4}, {"MixtralDecoderLayer": 3}, "model.layers.0"),
+    ("CLIP", "Model", CLIP, {"CLIPEncoderLayer": 6}, "text_model.encoder.layers.0"),
+]
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
-    "gpt2": (lambda: hugging_face("gpt2"), {"GPT2Block": 3}, "transformer.h.0"),
-    "llama": (lambda: hugging_face("llama"), {"LlamaDecoderLayer": 3}, "model.layers.0"),
-    "bert": (lambda: hugging_face("bert"), {"BertLayer": 3}, "bert.encoder.layer.0"),
-    "albert": (lambda: hugging_face("albert"), {"AlbertLayer": 1}, "encoder.albert_layer_groups.0.albert_layers.0"),
-    "t5": (lambda: hugging_face("t5"), {"T5Block": 6}, "encoder.block.0"),
-    "bart": (lambda: hugging_face("bart"), {"BartEncoderLayer": 3, "BartDecoderLayer": 2}, "model.encoder.layers.0"),
-    "vit": (lambda: hugging_face("vit"), {"ViTLayer": 3}, "vit."),
-    "swin": (lambda: hugging_face("swin"), {"SwinLayer": 5}, "encoder.layers.0.blocks.0"),
-    "convnext": (lambda: hugging_face("convnext"), {"ConvNextLayer": 6}, "encoder.stages.0.layers.0"),
-    "resnet": (lambda: hugging_face("resnet"), {"ResNetBasicLayer": 6}, "encoder.stages.0.layers.0"),
-    "bottleneck": (lambda: hugging_face("bottleneck"), {"ResNetBottleNeckLayer": 6}, "encoder.stages.0.layers.0"),
-    "mixtral": (lambda: hugging_face("mixtral"), {"MixtralDecoderLayer": 3}, "model.layers.0"),
-    "clip": (lambda: hugging_face("clip"), {"CLIPEncoderLayer": 6}, "text_model.encoder.layers.0"),
+    **{
+        next(iter(kinds)): (partial(small_model, kind, task, **options), kinds, first)
+        for kind, task, options, kinds, first in TRANSFORMERS
+    },
     "timm": (Vit, {"VitBlock": 4}, "blocks.0"),
     "experts": (lambda: nn.Sequential(*[Experts() for _ in range(3)]), {"Experts": 3}, "0"),
     "student": (Pair, {"VitBlock": 8}, "student.blocks.0"),

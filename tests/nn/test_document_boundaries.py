@@ -13,32 +13,20 @@ from lightning_solo.data.packing import TwoDocuments, packed_loader, two_documen
 from lightning_solo.errors import ConflictError
 from lightning_solo.nn.document_boundaries import caching_configs, require_boundaries
 from tests.messages import mentions
+from tests.models import small_model
 from tests.modules import documents
 
-transformers = pytest.importorskip("transformers")
 VOCABULARY = 61
-SIZES = {
-    "hidden_size": 32, "n_embd": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2,
-    "num_attention_heads": 4, "n_head": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
 
 
 def pair(rows: int | None = None) -> TwoDocuments:
     return two_documents(packed_loader(documents([12, 9, 7, 5, 8, 4], VOCABULARY), capacity=22, rows=rows))
 
 
-def model(kind: str = "Llama", implementation: str = "eager", **options: Any) -> Any:
-    """Return a small model of Hugging Face, with the arguments of ``SIZES`` that its configuration knows."""
+def model(kind: str = "Llama", implementation: str = "eager") -> Any:
     torch.manual_seed(1)
-    config = getattr(transformers, f"{kind}Config")
-    known = {**vars(config()), **getattr(config, "attribute_map", {})}
-    sizes = {name: size for name, size in SIZES.items() if name in known}
-    if kind == "GPTNeo":
-        sizes["attention_types"] = [[["global", "local"], 1]]
-    made = config(vocab_size=VOCABULARY, **{**sizes, "use_cache": False, **options})
-    return getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")._from_config(
-        made, attn_implementation=implementation
-    )
+    options = {"attention_types": [[["global", "local", "global"], 1]]} if kind == "GPTNeo" else {}
+    return small_model(kind, vocab_size=VOCABULARY, use_cache=False, attn_implementation=implementation, **options)
 
 
 class Cumulative(nn.Module):

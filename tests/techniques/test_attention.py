@@ -19,6 +19,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.attention.technique import Attention
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
 from tests.messages import mentions
+from tests.models import small_model
 from tests.modules import Stack, loader, regression
 
 FLAGS = ("flash_sdp_enabled", "cudnn_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")
@@ -113,16 +114,13 @@ def test_attention_of_torchs_own_module_is_seen(make_trainer):
     assert callback.kernels == {"flash": 2}
 
 
-def llama(implementation: str, **arguments: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
+def llama(implementation: str) -> Any:
     torch.manual_seed(0)
-    shape: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**shape, vocab_size=32, attn_implementation=implementation, **arguments)
 
     class Language(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = transformers.LlamaForCausalLM(config)
+            self.net = small_model("Llama", num_hidden_layers=2, attn_implementation=implementation)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss: Tensor = self.net(input_ids=batch, labels=batch).loss

@@ -19,6 +19,7 @@ from lightning_solo.nn import chunked_cross_entropy
 from lightning_solo.nn.deferred_logits import DeferredLogits
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from tests.models import small_model
 from tests.modules import Stack, loader, regression
 
 Make = Callable[..., Any]
@@ -89,24 +90,12 @@ def assert_close(ours: nn.Module, plain: nn.Module, start: nn.Module, tolerance:
     assert any((p - q).norm() > 1e-3 for p, q in zip(weights(plain), weights(start), strict=True))
 
 
-def hugging_face(name: str) -> Any:
-    """Return a small causal language model of transformers."""
-    transformers = pytest.importorskip("transformers", reason="tries Hugging Face's models")
+def hugging_face(kind: str) -> Any:
+    """Return a small causal language model without dropout."""
     torch.manual_seed(1)
-    small = {
-        "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0,
-            resid_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-        return transformers.GPT2LMHeadModel(config)
-    if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
-    config = transformers.Gemma2Config(**small, head_dim=8, final_logit_softcapping=3.0)
-    return transformers.Gemma2ForCausalLM(config)
+    without = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} if kind == "GPT2" else {}
+    capped = {"final_logit_softcapping": 3.0} if kind == "Gemma2" else {}
+    return small_model(kind, vocab_size=WORDS, **without, **capped)
 
 
 def by_transformers(module: Any, batch: Tensor) -> Tensor:
@@ -164,7 +153,7 @@ def test_parity_with_a_plain_run(home: ModuleType, make_trainer: Make, precision
     assert_close(runs[1], runs[0], start, tolerance={"32-true": 1e-5, "bf16-mixed": 2e-2, "bf16-true": 5e-2}[precision])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma2"])
 def test_parity_for_hugging_faces_models(home: ModuleType, make_trainer: Make, name: str) -> None:
     runs = []
     for callbacks in ([], [ChunkedCrossEntropy(chunk_tokens=16)]):
@@ -217,7 +206,7 @@ def test_logits_are_gone_from_the_peak(home: ModuleType, make_trainer: Make) -> 
 
 @pytest.mark.parametrize("preset", ["compact", "checkpointing", "gradient_release", "accumulation"])
 def test_it_combines(home: ModuleType, preset: str, tmp_path: Any) -> None:
-    module = language_model(home, hugging_face("llama"), by_transformers)
+    module = language_model(home, hugging_face("Llama"), by_transformers)
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2)
     start = weights(module)
     kwargs = solo.trainer_kwargs(preset, ["+callback=chunked_cross_entropy"], lightning=home.__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
 from tests.messages import mentions
+from tests.models import small_batch, small_model
 from tests.modules import Block, Stack, loader, regression
 
 Make = Callable[..., Any]
@@ -230,28 +230,14 @@ def test_copies_and_pickles_in_a_fit_are_plain(make_trainer: Make) -> None:
 # --- the forms of outputs ---
 
 
-def transformer(kind: str, cached: bool) -> tuple[Any, dict[str, Any]]:
-    transformers = importlib.import_module("transformers")
-    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-    size = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    configs = {
-        "GPT2": {"n_embd": 16, "n_layer": 3, "n_head": 2},
-        "Llama": {
-            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3,
-            "num_attention_heads": 2, "num_key_value_heads": 2,
-        },
-        "T5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "decoder_start_token_id": 0},
-    }  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(**size, **configs[kind], use_cache=cached)
-    names = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM", "T5": "T5ForConditionalGeneration"}
-    return getattr(transformers, names[kind])(config), {"input_ids": ids, "labels": ids}
+def transformer(kind: str, cached: bool) -> Any:
+    return small_model(kind, "ForConditionalGeneration" if kind == "T5" else "ForCausalLM", use_cache=cached)
 
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "T5"])
 def test_blocks_of_transformers_are_skipped(kind: str, cached: bool) -> None:
-    pytest.importorskip("transformers")
-    model, batch = transformer(kind, cached)
+    model, batch = transformer(kind, cached), small_batch()
     blocks = named_blocks(model)
     drop = SkippedBlocks(blocks, 1, seed=3)
     tried = set()
@@ -270,8 +256,7 @@ def test_blocks_of_transformers_are_skipped(kind: str, cached: bool) -> None:
 
 @pytest.mark.parametrize("name", ["encoder.block.0", "decoder.block.0"])
 def test_a_block_that_was_tried_and_then_runs_finds_the_cache_empty(name: str) -> None:
-    pytest.importorskip("transformers")
-    model, batch = transformer("T5", cached=True)
+    model, batch = transformer("T5", cached=True), small_batch()
 
     def loss() -> Tensor:
         torch.manual_seed(0)
