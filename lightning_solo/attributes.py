@@ -1,4 +1,4 @@
-"""Replacement of an attribute of an object, class or module, for as long as a context."""
+"""Replace an attribute of an object, class or module within a context."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ _NONE: Any = object()  # an attribute that the object itself doesn't have
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """Replace an attribute of an object, and yield the one before.
+    """Replace an attribute within a context, and yield the original.
+
+    An attribute that somebody else has replaced meanwhile stays.
 
     Raises:
-        AttributeError: there is none of that name: its library has moved it.
+        AttributeError: the object has no such attribute, for example in another version of its library.
     """
     original, own = getattr(owner, name), vars(owner).get(name, _NONE)
     setattr(owner, name, value)
     try:
         yield original
     finally:
-        if vars(owner).get(name, _NONE) is value:  # else somebody has replaced it since
+        if vars(owner).get(name, _NONE) is value:
             delattr(owner, name)
             if own is not _NONE:
                 setattr(owner, name, own)

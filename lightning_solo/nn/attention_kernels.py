@@ -24,28 +24,28 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""Torch's kernels; ``math`` is products of matrices, and keeps the scores of all pairs of tokens."""
+"""Torch's kernels; ``math`` multiplies matrices, and saves the scores of all pairs of tokens."""
 
 _OPERATORS = {
     "aten._scaled_dot_product_flash_attention": "flash",
     "aten._scaled_dot_product_flash_attention_for_cpu": "flash",
     "aten._scaled_dot_product_cudnn_attention": "cudnn",
     "aten._scaled_dot_product_efficient_attention": "efficient",
-    "aten._safe_softmax": "math",  # it has no operator of its own, and this one is in no other
+    "aten._safe_softmax": "math",  # it has no operator of its own; no other kernel runs this one
 }
 
 
 def enabled_kernel(name: str) -> AbstractContextManager[Any]:
-    """Return a context in which only one kernel of `KERNELS` is enabled, in every thread."""
+    """Return a context in which every thread can use only one kernel of `KERNELS`."""
     return sdpa_kernel(KERNELS[name])
 
 
 class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the attention kernels that run as torch operators, in recomputed blocks too.
+    """Counts the attention kernels that run as torch operators, also in recomputed blocks.
 
     Attributes:
-        kernels: name of `KERNELS` -> calls.
-        refusals: why ``math`` ran: other kernel -> torch's reason.
+        kernels: name in `KERNELS` -> calls.
+        refusals: kernel -> torch's reason against it, if ``math`` ran.
         by_hand: names of the modules that computed a softmax themselves.
     """
 
@@ -65,7 +65,7 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operator(*args, **(kwargs or {}))
 
     def _running(self) -> list[str]:
-        """Return the name of the innermost module whose method is running: none, or one."""
+        """Return the name of the innermost module whose method is running, if there is one."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             owner = frame.f_locals.get("self")
@@ -77,11 +77,11 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def attention_calls(module: nn.Module) -> Iterator[AttentionCalls]:
-    """Count a module's attention kernels in this context, in which compiled functions run uncompiled.
+    """Count a module's attention kernels in a context, in which compiled functions run uncompiled.
 
     Raises:
-        CapabilityError: no kernel that is enabled can compute a call; the message has torch's reasons, and the kernels
-            that can.
+        CapabilityError: no enabled kernel can compute a call; the message gives torch's reasons, and the kernels that
+            can.
     """
     calls = AttentionCalls(module)
     original = F.scaled_dot_product_attention
@@ -99,7 +99,7 @@ def attention_calls(module: nn.Module) -> Iterator[AttentionCalls]:
         return output
 
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # which never compiles a function that it first meets under a dispatch mode
+        if "torch._dynamo" in sys.modules:  # it never compiles a function that first runs under a dispatch mode
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(replaced(F, "scaled_dot_product_attention", called))
         yield stack.enter_context(calls)
@@ -108,9 +108,9 @@ def attention_calls(module: nn.Module) -> Iterator[AttentionCalls]:
 def unusable_kernels(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> dict[str, str]:
-    """Return kernel -> torch's reason why it can't compute this call of ``scaled_dot_product_attention``.
+    """Return kernel -> torch's reason, for each that can't compute this call of ``scaled_dot_product_attention``.
 
-    Usable kernels are left out. Arguments are those of the call; under autocast they are converted in the same way.
+    The arguments are those of the call; under autocast they are converted as there.
 
     >>> x = torch.randn(1, 1, 4, 8)
     >>> sorted(unusable_kernels(x, x, x))
@@ -137,9 +137,9 @@ def unusable_kernels(
 
 @contextmanager
 def sdpa_in_transformers(module: nn.Module) -> Iterator[list[str]]:
-    """Switch a module's Hugging Face models from ``"eager"`` attention to torch's; yield their names.
+    """Switch a module's Hugging Face models from ``"eager"`` attention to torch's, and yield their names.
 
-    Models that can't (soft caps, attention weights as an output) stay as they are.
+    Models that can't use it stay eager: those with soft caps, or with attention weights as an output.
     """
     library = sys.modules.get("transformers.modeling_utils")
     models = (
@@ -154,12 +154,12 @@ def sdpa_in_transformers(module: nn.Module) -> Iterator[list[str]]:
             and model._can_set_attn_implementation()
             and not model.config.output_attentions
         ):
-            if id(model.config) not in changed:  # else a part of a model that is named already
+            if id(model.config) not in changed:  # else it is a part of a model that is named already
                 names.append(name)
             changed[id(model.config)] = model.config
     try:
         for config in changed.values():
-            config._attn_implementation_internal = "sdpa"  # as transformers does: the public name sets parts' too
+            config._attn_implementation_internal = "sdpa"  # the public name would also set the parts' configurations
         yield names
     finally:
         for config in changed.values():
@@ -170,6 +170,6 @@ def _refusal_text(unusable: dict[str, str], device: str) -> str:
     why = "; ".join(f"{name}: {reason}" for name, reason in unusable.items())
     usable = ", ".join(name for name in KERNELS if name not in unusable)
     return (
-        f"attention: no kernel that is enabled can compute this call on {device} ({why}); those that can are {usable}:"
-        " write one of them, or kernel: auto"
+        f"attention: no enabled kernel can compute this call on {device} ({why}); these can: {usable}; write one of"
+        " them, or kernel: auto"
     )

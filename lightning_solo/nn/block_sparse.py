@@ -1,4 +1,4 @@
-"""Attend to chosen blocks of keys; memory and time grow with the number of chosen blocks."""
+"""Attention to chosen blocks of keys; memory and time grow with the number of chosen blocks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ def block_sparse_attention(
 ) -> Tensor:
     """Return attention in which each block of queries attends to some blocks of keys (Child et al. 2019).
 
-    The keys and values of a block of queries are copied together, and blocks with equally many run at once, by
-    ``scaled_dot_product_attention`` and so by the kernel that suits the device, in training too. These copies are kept
-    for backward: of the keys and values as many times their bytes as each block of keys is attended to; recomputed
-    blocks of the model keep none. As in ``sliding_window_attention``, FlexAttention isn't
-    used.
+    The keys and values of a block of queries are copied together. Blocks of queries with equally many keys run at once,
+    by ``scaled_dot_product_attention``, and so by a fused kernel where there is one. Backward needs the copies: each
+    block of keys is saved once per block of queries that attends to it, unless the model's block is recomputed.
+    FlexAttention isn't used, for the reasons that ``sliding_window_attention`` gives.
 
     Args:
         query: (batch, heads, tokens, head width).
         key: (batch, key heads, key tokens, head width); the key heads divide the heads.
         value: as key.
-        layout: (query blocks, key blocks) or (heads, query blocks, key blocks) of bool, nested sequences or a tensor on
-            the CPU: which blocks attend to which. A plan needs to know it: keep it as nested sequences.
-        causal: each token attends to itself and those before it, within these blocks.
-        scale: of the products; None: 1 / sqrt(head width).
+        layout: (query blocks, key blocks) or (heads, query blocks, key blocks) of bool: whether a block of queries
+            attends to a block of keys. It is a tensor on the CPU, or nested sequences, which a plan can read.
+        causal: each token attends only to itself and to tokens before it, within these blocks.
+        scale: factor of the products; None: 1 / sqrt(head width).
 
     Returns:
         (batch, heads, tokens, head width).
 
     Raises:
-        ValueError: shapes that don't belong together, or a block of queries that attends to nothing.
+        ValueError: shapes don't fit together, or a block of queries attends to nothing.
 
     >>> x = torch.randn(1, 2, 8, 4)
     >>> halves = block_sparse_attention(x, x, x, [[True, False], [False, True]])
@@ -61,7 +60,7 @@ def block_sparse_attention(
         row = torch.from_numpy(rows).to(query.device)
         column = torch.from_numpy(columns.ravel()).to(query.device)
         mask = None
-        if ends_in_itself:  # all of the blocks before, and of its own the tokens before
+        if ends_in_itself:  # all of earlier blocks, and earlier tokens of its own
             mask = torch.ones(block, columns.shape[1] * block, dtype=torch.bool, device=query.device)
             mask = mask.tril((columns.shape[1] - 1) * block)
         some_keys, some_values = (
@@ -113,7 +112,7 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, layout: Any, causal: boo
 
 
 def _equal_rows(chosen: Any, repeat: int, causal: bool) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield batches: (query blocks, their key blocks, whether the last key block is the query block itself).
+    """Yield (query blocks, their key blocks, whether the last key block is the query block itself) with as many keys.
 
     Blocks are numbered over all heads; ``repeat`` heads share their keys.
     """

@@ -1,7 +1,7 @@
 """Find the repeated blocks of a module by their structure, never by their names.
 
-A transformer's layers, a ResNet's bottlenecks: the modules that techniques such as activation checkpointing act on as
-one. ``repeated_blocks`` finds them in any module; ``blocks_of_class`` takes the class names that a user wrote down.
+Blocks are the units of techniques such as activation checkpointing: a transformer's layers, a ResNet's bottlenecks.
+``repeated_blocks`` finds them in any module; ``blocks_of_class`` finds them by class names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_solo.errors import NothingToDoError, nearest
 
-Build = frozenset[tuple[str, int]]  # (parameter name below the module, dimensions): how a module is built
+Build = frozenset[tuple[str, int]]  # a module's structure: (name, dimensions) of each parameter
 
-# Containers by trade: two of them need not have anything in common.
+# Classes that say nothing of a module's structure.
 _GENERIC = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -24,7 +24,7 @@ def named_blocks(module: nn.Module, blocks: str | Sequence[str] = "auto") -> dic
     """Return qualified name -> block for the setting ``blocks``: ``"auto"``, or class names.
 
     Raises:
-        NothingToDoError: There is no such block; the message lists what there is.
+        NothingToDoError: there is no such block; the message lists the candidates.
     """
     if blocks == "auto":
         return repeated_blocks(module)
@@ -32,33 +32,31 @@ def named_blocks(module: nn.Module, blocks: str | Sequence[str] = "auto") -> dic
 
 
 def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Return qualified name -> block of all repeated blocks, outermost only, in module order.
+    """Return qualified name -> repeated block, outermost only, in module order.
 
-    Direct children of one module that are equally built are repeated; they need not be adjacent, so alternating
-    kinds are all found, and one module that is listed twice repeats itself. Children that hold repeated blocks
-    themselves (stages of a hierarchical network, student and teacher) are replaced by those if these make up nearly
-    all of them; see ``_made_of``. Modules elsewhere that are built like a block found are blocks too. Where nothing
-    repeats, the members of module lists are taken: one layer that is called many times (ALBERT), a stack of one.
+    Direct children of one module with equal structure are repeated. They need not be adjacent, so alternating kinds are
+    all found, and a module that is listed twice repeats itself. If repeated blocks inside such children make up nearly
+    all of them, they are the blocks instead (stages of a hierarchical network, student and teacher; see ``_made_of``).
+    Modules elsewhere with the structure of a block are blocks, too. If nothing repeats, members of module lists are the
+    blocks: one layer that is called many times (ALBERT), or a stack of one.
 
     Raises:
-        NothingToDoError: Nothing repeats; the message lists what there is.
+        NothingToDoError: nothing repeats; the message lists the candidates.
     """
-    found = _search(module) or _listed(module)
-    if not found:
+    blocks = _search(module) or _listed(module)
+    if not blocks:
         raise NothingToDoError(
             f"no repeated blocks in {type(module).__name__}; there are {_listing(module)}; "
-            "write the class names of what is to be one block: blocks: [ClassName]"
+            "write the class names of the modules that are one block each: blocks: [ClassName]"
         )
-    return _outermost(module, _likeness(found))
+    return _outermost(module, _likeness(blocks))
 
 
 def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return qualified name -> block of the outermost modules whose class has one of ``names``, in module order.
-
-    ``module`` itself never matches.
+    """Return qualified name -> outermost module below ``module`` whose class has one of ``names``, in module order.
 
     Raises:
-        NothingToDoError: One of the names matched nothing; the message lists the classes there are.
+        NothingToDoError: a name matches nothing; the message lists the classes in the module.
     """
     classes = {type(child).__name__: None for child in module.modules() if child is not module}
     for name in names:
@@ -71,13 +69,13 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
 
 
 def feed_forward_parts(module: nn.Module) -> dict[str, nn.Module]:
-    """Return qualified name -> feed-forward part, outermost only: linear layers to a larger width, and back.
+    """Return qualified name -> feed-forward part, outermost only.
 
-    One or two layers widen (two, or one of twice the width, where a gate is among them) and one narrows. Other
-    parameters are vectors: normalisations and scales.
+    A part has one or two linear layers to a larger width (a gated part has two, or one of twice the width) and one
+    back. Its other parameters are vectors, of normalisations and scales.
 
     Raises:
-        NothingToDoError: There is none; the message lists the modules that have linear layers.
+        NothingToDoError: there is none; the message lists the modules that have linear layers.
     """
     parts = _outermost(module, _is_feed_forward)
     if not parts:
@@ -86,7 +84,7 @@ def feed_forward_parts(module: nn.Module) -> dict[str, nn.Module]:
         )
         raise NothingToDoError(
             f"no feed-forward parts in {type(module).__name__}, of linear layers to a larger width and back; these have"
-            f" linear layers: {', '.join(kinds) or 'none'}; write the class names of those that act on each token"
+            f" linear layers: {', '.join(kinds) or 'none'}; write the class names of parts that act on each token"
             " alone: parts: [ClassName]"
         )
     return parts
@@ -115,7 +113,7 @@ def _is_feed_forward(module: nn.Module) -> bool:
 
 
 def counted(blocks: Iterable[nn.Module]) -> str:
-    """Describe how many blocks of each class there are.
+    """Describe the number of blocks of each class.
 
     >>> counted([nn.ReLU(), nn.GELU(), nn.ReLU()])
     '2 ReLU, 1 GELU'
@@ -125,7 +123,7 @@ def counted(blocks: Iterable[nn.Module]) -> str:
 
 
 def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Return the blocks below ``module``; a single block counts if it is built like one in ``known``."""
+    """Return the blocks below ``module``; a single module counts if it has the structure of one in ``known``."""
     children, is_known = _composites(module), _likeness(known)
     found = [child for child in children if is_known(child)]
     groups = _groups([child for child in children if not is_known(child)])
@@ -142,14 +140,14 @@ def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Modul
 
 
 def _listed(module: nn.Module) -> list[nn.Module]:
-    """Return the innermost members of module lists that have parts and can be called."""
+    """Return the innermost callable members of module lists that have parts."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     members = [child for part in lists for child in _composites(part) if _is_callable(child)]
     return [member for member in members if not _listed(member)]
 
 
 def _likeness(blocks: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
-    """Return a function that tests whether a module is one of ``blocks`` or built like one of them."""
+    """Return a function that tests whether a module has the class or the structure of one of ``blocks``."""
     classes = {type(block) for block in blocks if type(block) not in _GENERIC}
     builds = {_build(block) for block in blocks}
     return lambda m: (
@@ -158,7 +156,7 @@ def _likeness(blocks: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
 
 
 def _composites(module: nn.Module) -> list[nn.Module]:
-    """Return the direct children that could be or hold blocks; a child that is listed twice is returned twice."""
+    """Return the direct children that could be or contain blocks; a child that is listed twice is returned twice."""
     return [child for child in module._modules.values() if child is not None and _is_composite(child)]
 
 
@@ -211,10 +209,10 @@ def _equally_built(a: nn.Module, b: nn.Module, build_a: Build, build_b: Build) -
 def _made_of(members: Sequence[nn.Module], inner: Sequence[nn.Module]) -> bool:
     """Return whether ``inner`` blocks make up nearly all of the ``members`` that contain them.
 
-    They must hold more than 2/3 of the parameters (embedding tables aside) and more than half of the kinds of
-    parameterised modules, normalisations among them where there are any: the experts of a mixture-of-experts layer
-    hold nearly all of its parameters but not its norms, so the layer stays one block. A convolution with its
-    normalisation is too little for a block: one of them at least must hold two matrices.
+    They must have more than 2/3 of the parameters (without embedding tables), more than half of the kinds of
+    parameterised modules, and a normalisation if the members have any. The experts of a mixture-of-experts layer have
+    nearly all of its parameters but not its norms, so the layer stays one block. At least one of them must have two
+    matrices: a convolution with its normalisation isn't a block.
     """
     weights_in, kinds_in = _content(inner)
     weights_all, kinds_all = _content(members)
@@ -240,8 +238,7 @@ def _content(modules: Iterable[nn.Module]) -> tuple[int, set[Build]]:
 
 
 def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return qualified name -> module of all matches below ``module`` that no other match contains."""
-    found: dict[str, nn.Module] = {}
+    """Return qualified name -> match below ``module`` that no other match contains."""
     seen: set[int] = set()
 
     def visit(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -254,8 +251,7 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[
             else:
                 yield from visit(child, f"{prefix}{name}.")
 
-    found.update(visit(module, ""))
-    return found
+    return dict(visit(module, ""))
 
 
 def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -18,8 +18,8 @@ class CountingBackend:
     """A back end of ``torch.compile`` that counts the graphs it compiles.
 
     Args:
-        name: of the back end, such as ``"inductor"``.
-        mode: of Inductor: a name of ``torch._inductor.list_mode_options``.
+        name: the back end's name, such as ``"inductor"``.
+        mode: Inductor's mode, as in ``torch._inductor.list_mode_options``.
     """
 
     def __init__(self, name: str = "inductor", mode: str = "default") -> None:
@@ -35,16 +35,15 @@ class CountingBackend:
 def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dynamic: bool | None = None) -> None:
     """Compile each block at its next call; ``restore_compiled`` undoes it.
 
-    Types, parameters, state-dict keys and hooks stay as they are, and so do copies and pickles of a block, which are
-    not compiled.
+    Types, parameters, state-dict keys and hooks stay the same. Copies and pickles of a block aren't compiled.
 
     Args:
         blocks: name -> block; the names are for messages.
-        backend: compiles, and counts what it compiled.
+        backend: compiles the blocks, and counts their graphs.
         dynamic: whether sizes may vary without compiling again; None: from the second size on.
 
     Raises:
-        ConflictError: a block, or a part of one, is compiled already.
+        ConflictError: a block or a part of it is compiled already.
     """
     for name, block in blocks.items():
         if any(map(is_compiled, block.modules())):
@@ -67,8 +66,8 @@ def _call_compiled(compiled: Callable[..., Any], block: nn.Module, *args: Any, *
 def _new_call() -> Callable[..., Any]:
     """Return a function that calls a block and has its own code object.
 
-    Torch keeps what it compiled, and how often, by code object: in that of ``nn.Module``, which `nn.Module.compile`
-    takes, blocks of many kinds and the fits of one process would come to its limit of 8, and run uncompiled from there.
+    Torch stores its compiled code by code object, 8 times at most. `nn.Module.compile` uses that of ``nn.Module``, for
+    which several kinds of blocks or several fits of a process would exceed the limit, and then run uncompiled.
     """
 
     def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

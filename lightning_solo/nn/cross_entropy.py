@@ -21,7 +21,7 @@ from lightning_solo.errors import CapabilityError, GradientError
 from lightning_solo.nn import liger
 
 _ROWS = 8192
-"""Rows of the weight whose gradient is added at once, where the sum is more exact than the product."""
+"""Rows of the weight whose gradient is added at a time, if the sum has a wider type than the product."""
 _REMEDY = "drop retain_graph=True and create_graph=True, or use torch.nn.functional.cross_entropy on logits"
 
 
@@ -33,7 +33,7 @@ class Pointwise(NamedTuple):
     outer: float = 1.0
 
     def scaled(self, factor: float) -> Pointwise:
-        """Return this function followed by a multiplication."""
+        """Return this function, followed by a multiplication."""
         if self.capped:
             return self._replace(outer=self.outer * factor)
         return self._replace(inner=self.inner * factor)
@@ -44,7 +44,7 @@ AS_COMPUTED = Pointwise()
 
 @dataclass(frozen=True)
 class Loss:
-    """How the loss of a token is computed from its logits."""
+    """Options of a token's loss; see `chunked_cross_entropy`."""
 
     chunk_tokens: int = 1024
     ignore_index: int = -100
@@ -69,26 +69,26 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy of ``hidden @ weight.T + bias``, in fp32, without all logits at once.
 
-    Gradients are those of the plain loss, under autocast too. Tokens whose label is ignored take no computation. One
-    backward only: a second one, by ``retain_graph=True``, is refused.
+    Gradients are those of the plain loss, also under autocast. Tokens with an ignored label aren't computed. A second
+    backward, by ``retain_graph=True``, is refused.
 
     Args:
-        hidden: (..., width), the input of the output layer.
-        weight: (vocabulary, width), of the output layer; it may be the embedding's.
-        labels: (...), integers.
-        bias: (vocabulary,), of the output layer.
+        hidden: (..., width): input of the output layer.
+        weight: (vocabulary, width): weight of the output layer; it may be the embedding's.
+        labels: (...): integers.
+        bias: (vocabulary,): bias of the output layer.
         chunk_tokens: tokens whose logits exist at a time.
-        ignore_index: label of tokens that don't count. Where no token counts the loss is NaN and its gradients are
-            zero, as ``torch.nn.functional.cross_entropy``'s.
-        label_smoothing: as ``torch.nn.functional.cross_entropy``'s.
+        ignore_index: label of tokens that don't count. If no token counts, the loss is NaN and its gradients are
+            zero, as in ``torch.nn.functional.cross_entropy``.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
-        z_loss: factor of the square of the logits' ``logsumexp``, which is added (PaLM, arXiv 2204.02311).
-        backend: ``torch``, or ``liger`` for its fused kernel from a chunk's logits to losses and gradients, on a GPU.
+        z_loss: factor of the squared ``logsumexp`` of the logits, which is added (PaLM, arXiv 2204.02311).
+        backend: ``torch``; or ``liger``, whose fused kernel computes losses and gradients of a chunk on a GPU.
 
     Raises:
-        CapabilityError: Liger is asked for, and isn't installed or can't run on this device.
-        ValueError: shapes that don't belong together, or an argument out of its range.
-        IndexError: a label outside the vocabulary.
+        CapabilityError: ``liger`` isn't installed or can't run on this device.
+        ValueError: shapes don't fit together, or an argument is out of range.
+        IndexError: a label is outside the vocabulary.
 
     >>> hidden, weight, labels = torch.randn(6, 4), torch.randn(9, 4), torch.tensor([0, 8, 3, -100, 2, 2])
     >>> plain = F.cross_entropy(hidden @ weight.T, labels)
@@ -134,8 +134,8 @@ def linear_cross_entropy(
         weight: (vocabulary, width).
         bias: (vocabulary,).
         labels: (...), integers.
-        loss: of a token.
-        dtype: of the products with the weight.
+        loss: options of the loss.
+        dtype: type of the products with the weight.
         reduction: "mean", "sum" or "none".
     """
     if labels.shape != hidden.shape[:-1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -166,7 +166,7 @@ def _valid_rows(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
     """Return the indices of the tokens that are not ignored.
 
     Raises:
-        IndexError: a label outside the vocabulary, which a GPU's gather would answer by an assertion of the device.
+        IndexError: a label is outside the vocabulary. On a GPU, gather would end the process by a device assertion.
     """
     valid = labels != ignore_index
     wrong = valid & ((labels < 0) | (labels >= vocabulary))
@@ -180,7 +180,7 @@ def _valid_rows(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """The sum of the tokens' losses. Forward computes the gradients, and backward multiplies them in place."""
+    """The sum of the tokens' losses. Forward also computes the gradients, which backward multiplies in place."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -194,7 +194,7 @@ class _SumOfLosses(torch.autograd.Function):
         _refuse_second_derivative()
         if ctx.gradients is None:
             raise GradientError(
-                f"chunked cross-entropy: a second backward of one loss, whose gradients the first has used; {_REMEDY}"
+                f"chunked cross-entropy: the first backward of this loss has used up its gradients; {_REMEDY}"
             )
         gradients, ctx.gradients = ctx.gradients, None
         return *(None if gradient is None else gradient.mul_(factor) for gradient in gradients), *[None] * 5
@@ -202,7 +202,7 @@ class _SumOfLosses(torch.autograd.Function):
 
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():  # by create_graph=True alone
-        raise GradientError(f"chunked cross-entropy: a derivative of its gradients is computed by no rule; {_REMEDY}")
+        raise GradientError(f"chunked cross-entropy: its gradients can't be differentiated again; {_REMEDY}")
 
 
 class _LossPerToken(torch.autograd.Function):
@@ -246,7 +246,7 @@ def _walk(
     ]
     of_hidden, of_weight, of_bias = gradients
     several = of_weight is not None and of_weight.itemsize < 4 and len(rows) > loss.chunk_tokens
-    rest = torch.zeros_like(weight) if several else None  # of the gradient's sum: it would be rounded with each chunk
+    rest = torch.zeros_like(weight) if several else None  # of the gradient's sum, which each chunk would round
     with torch.autocast(hidden.device.type, enabled=False):
         low_weight, low_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         for start in range(0, len(rows), loss.chunk_tokens):
@@ -286,18 +286,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Poin
 
 
 def _is_ligers(loss: Loss) -> bool:
-    """Return whether Liger's kernel supports this loss. It requires that a soft cap's two factors are reciprocal."""
+    """Return whether Liger's kernel computes this loss: a soft cap's two factors must be reciprocal."""
     pointwise = loss.pointwise
     return loss.backend == "liger" and (not pointwise.capped or math.isclose(pointwise.inner * pointwise.outer, 1))
 
 
 def _before(loss: Loss) -> Pointwise:
-    """Return the function of a chunk's logits before its losses; Liger's kernel applies the soft cap itself."""
+    """Return the function to apply to a chunk's logits; Liger's kernel applies the soft cap itself."""
     return AS_COMPUTED if _is_ligers(loss) and loss.pointwise.capped else loss.pointwise
 
 
 def _losses_by_liger(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """Do as `_losses`, by Liger's kernel."""
+    """Compute `_losses` by Liger's kernel."""
     softcap = loss.pointwise.outer if loss.pointwise.capped else None
     losses = liger.token_losses(
         x,
@@ -313,7 +313,7 @@ def _losses_by_liger(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool
 
 
 def _losses(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of a chunk and their gradient by the product, which overwrites the logits ``x``."""
+    """Return a chunk's losses, and their gradients by the products, which overwrite the logits ``x``."""
     if _is_ligers(loss):
         return _losses_by_liger(x, labels, loss, differentiable)
     labels, smoothing, pointwise = labels.unsqueeze(1), loss.label_smoothing, loss.pointwise
@@ -344,7 +344,7 @@ def _losses(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tupl
 
 
 def _add_product(total: Tensor, rest: Tensor | None, first: Tensor, second: Tensor) -> None:
-    """Add a matrix product to a sum, which may have another type; ``rest`` keeps what 16 bits can't add."""
+    """Add a matrix product to a sum of possibly another type; ``rest`` keeps the rounding errors of a 16-bit sum."""
     if rest is None and total.dtype is first.dtype:
         torch.addmm(total, first, second, out=total)  # torch counts no FLOPs of addmm_
         return

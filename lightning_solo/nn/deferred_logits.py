@@ -38,9 +38,9 @@ class Use:
 
     Attributes:
         chunk_tokens: tokens whose logits exist at a time.
-        backend: of a chunk's losses, ``torch`` or ``liger``.
-        losses: how many losses were computed in chunks.
-        computed_for: names of functions for which logits were computed whole.
+        backend: ``torch`` or ``liger``, which computes a chunk's losses.
+        losses: number of losses that were computed in chunks.
+        computed_for: names of functions for which all logits were computed.
     """
 
     chunk_tokens: int
@@ -50,14 +50,14 @@ class Use:
 
 
 def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:
-    """Return qualified name -> linear layer that makes a module's logits.
+    """Return qualified name -> linear layer that computes a module's logits.
 
-    ``auto`` takes what Hugging Face's ``get_output_embeddings`` returns, of any part of the module; without one the
-    last linear layer with as many outputs as an embedding has rows.
+    ``auto`` finds the layers that Hugging Face's ``get_output_embeddings`` returns in any part of the module. If there
+    are none, it finds the last linear layer with as many outputs as an embedding has rows.
 
     Raises:
-        NothingToDoError: there is none; the message lists the largest linear layers.
-        ConflictError: it is no plain linear layer.
+        NothingToDoError: there is no such layer; the message lists the largest linear layers.
+        ConflictError: the layer isn't a plain linear layer.
     """
     names = {part: name for name, part in module.named_modules()}
     if head != AUTO:
@@ -72,7 +72,7 @@ def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:
         raise NothingToDoError(
             f"chunked cross-entropy: {type(module).__name__} has no output layer "
             f"{'as language models have' if head == AUTO else repr(head)}; write head: with the name of the linear"
-            f" layer that makes the logits; the largest there are: {listing or 'none'}"
+            f" layer that computes the logits; the largest linear layers are: {listing or 'none'}"
         )
     for part in chosen:
         if type(part).forward is not nn.Linear.forward or "forward" in vars(part):
@@ -122,15 +122,15 @@ class _Layer:
         return [_version(tensor) for tensor in (self.input, self.weight, self.bias)]
 
     def check(self) -> None:
-        """Raise ConflictError where input or weights have changed in place since the head ran."""
+        """Raise ConflictError if input or weights have changed in place since the head ran."""
         if self._current() != self._versions:
             raise ConflictError(
-                "chunked cross-entropy: logits are used after the head's input or weights have changed, as by an"
-                " optimizer step; use them before, or keep logits.clone()"
+                "chunked cross-entropy: logits are used after the head's input or weights have changed, for example by"
+                " an optimizer step; use them before, or keep logits.clone()"
             )
 
     def logits(self) -> Tensor:
-        """Return the logits as the head computes them."""
+        """Compute the logits as the head would."""
         self.check()
         self.computed = True
         device, dtype = self.input.device.type, self.dtype if self.autocast else None
@@ -146,13 +146,13 @@ class DeferredLogits(Tensor):
     """The logits of a head's call, possibly reshaped or scaled, without data.
 
     Args:
-        layer: the call.
-        step: returns these logits from those before, or the layer's own from None.
-        before: these logits were made from; None for the layer's own.
-        hidden: (..., width): rows of the layer's input, as these logits choose and arrange them.
-        differentiable: whether gradients go from these logits to the layer.
-        dtype: of the logits.
-        pointwise: what was applied to each.
+        layer: the head's call.
+        step: computes these logits from ``before``, or the head's own from None.
+        before: the logits that these were made from; None for the head's own.
+        hidden: (..., width): the input's rows for these logits.
+        differentiable: whether gradients go from these logits to the head.
+        dtype: type of the logits.
+        pointwise: function of each of the head's logits.
         class_first: whether the vocabulary is dimension 1 of 3.
     """
 
@@ -199,7 +199,7 @@ class DeferredLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _REQUIRES_GRAD and args[0]._logits is None:
-            return False  # else torch's FLOP counter, which hooks what a module returns, would compute them
+            return False  # else torch's FLOP counter, which hooks modules' outputs, would compute them
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -224,7 +224,7 @@ class DeferredLogits(Tensor):
         raise ConflictError(f"chunked cross-entropy: {func} reads logits that were not computed; {_REMEDY}")
 
     def _compute(self, name: str) -> Tensor:
-        """Return the logits with their data, the same tensor each time: it may be changed in place."""
+        """Return the logits with their data: the same tensor each time, since it may be changed in place."""
         if self._logits is None:
             before = None if self._before is None else self._before._compute(name)
             if before is None and self._differentiable:
@@ -232,7 +232,7 @@ class DeferredLogits(Tensor):
             if before is not None and before._version != self._before._version_computed:  # type: ignore[union-attr]
                 raise ConflictError(
                     "chunked cross-entropy: logits were changed in place after others were made from them; change"
-                    " them before, or leave this technique out"
+                    " them earlier, or leave this technique out"
                 )
             with torch.set_grad_enabled(self._differentiable):
                 self._logits = self._step(before)
@@ -255,7 +255,7 @@ _REMEDY = "compute the loss by torch.nn.functional.cross_entropy, or leave this 
 
 
 def _refuse_gradient(*_: Tensor) -> None:
-    """Refuse a custom autograd.Function, since torch doesn't allow its arguments to be replaced."""
+    """Refuse a custom autograd.Function, whose arguments torch doesn't allow to be replaced."""
     raise ConflictError(f"chunked cross-entropy: logits go through a custom autograd.Function; {_REMEDY}")
 
 
@@ -266,7 +266,7 @@ def _refuse_custom_function(logits: DeferredLogits) -> None:
             _refuse_gradient()
 
 
-# --- what can be done with logits before they are computed; NotImplemented: nothing, compute them ---
+# --- operations on logits that aren't computed; NotImplemented: compute them ---
 
 
 def _reshape(logits: DeferredLogits, *sizes: Any) -> Any:
@@ -289,7 +289,7 @@ def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> A
 
 
 def _index(logits: DeferredLogits, index: Any) -> Any:
-    """Choose tokens: apply an index that keeps the last dimension to the hidden states."""
+    """Choose tokens, by an index that keeps the last dimension."""
     parts = index if isinstance(index, tuple) else (index,)
     if logits._class_first or not all(type(p) in _INDICES or isinstance(p, Tensor) for p in parts):
         return NotImplemented
@@ -303,10 +303,6 @@ def _index(logits: DeferredLogits, index: Any) -> Any:
     return logits._next(lambda x: x[index], hidden=logits._hidden[index])
 
 
-def _as_is(logits: DeferredLogits) -> Any:
-    return logits._next(Tensor.contiguous)
-
-
 def _detach(logits: DeferredLogits) -> Any:
     return logits._next(Tensor.detach, hidden=logits._hidden.detach(), differentiable=False)
 
@@ -318,12 +314,8 @@ def _to(logits: DeferredLogits, to: Any = None, **kwargs: Any) -> Any:
     return logits if to in (logits.device, logits.dtype) else logits._next(lambda x: x.to(to), dtype=to)
 
 
-def _float(logits: DeferredLogits) -> Any:
-    return _to(logits, torch.float32)
-
-
 def _permute(logits: DeferredLogits, *dims: Any) -> Any:
-    """Move the vocabulary to dimension 1 of 3, where cross-entropy looks for it."""
+    """Move the vocabulary to dimension 1 of 3, as cross-entropy allows."""
     dims = tuple(dims[0]) if len(dims) == 1 else dims
     if logits._class_first or logits.dim() != 3 or tuple(dim % 3 for dim in dims) != (0, 2, 1):
         return NotImplemented
@@ -354,7 +346,7 @@ def _tanh(logits: DeferredLogits) -> Any:
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
-    """Compute the loss in chunks, unless it has weights of classes, or labels that are probabilities."""
+    """Compute the loss in chunks, unless it has class weights, or labels that are probabilities."""
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
     logits, labels, options = call.arguments["input"], call.arguments["target"], call.arguments
@@ -366,7 +358,7 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Any:
         logits._compute(f"cross_entropy with {' and '.join(reasons)}")
         return NotImplemented
     if labels.shape != logits._hidden.shape[:-1] or options["reduction"] not in ("mean", "sum", "none"):
-        return NotImplemented  # torch names the mistake
+        return NotImplemented  # torch raises the error
     layer = logits._layer
     layer.check()
     pointwise, smoothing = logits._pointwise, options["label_smoothing"]
@@ -398,10 +390,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "reshape": _reshape,
     "flatten": _flatten,
     "__getitem__": _index,
-    "contiguous": _as_is,
+    "contiguous": lambda logits: logits._next(Tensor.contiguous),
     "detach": _detach,
     "to": _to,
-    "float": _float,
+    "float": lambda logits: _to(logits, torch.float32),
     "permute": _permute,
     "transpose": _transpose,
     "mul": _multiply,

@@ -22,19 +22,19 @@ class BoundaryError(ConflictError):
 def require_boundaries(
     module: nn.Module, loss: Callable[[dict[str, Tensor]], Tensor], batches: Sequence[Any], rounding: float = 1e-3
 ) -> None:
-    """Check that a document's loss doesn't depend on the document before it, or on whether there is one.
+    """Check that a document's loss doesn't depend on the document before it, nor on whether there is one.
 
-    Runs forward without gradients and dropout, and restores random numbers, buffers and metrics.
+    It runs forward without gradients and dropout, and restores random numbers, buffers and metrics.
 
     Args:
-        module: what ``loss`` runs.
-        loss: of a batch, as the mean over its labels, such as ``lambda batch: model(**batch).loss``.
-        batches: of `lightning_solo.data.packing.two_documents`.
-        rounding: by how much, relative to it, the loss may differ between rows of one document and of two, which
-            kernels compute otherwise.
+        module: the module that ``loss`` runs.
+        loss: returns the mean over a batch's labels, such as ``lambda batch: model(**batch).loss``.
+        batches: as `lightning_solo.data.packing.two_documents` returns them.
+        rounding: allowed relative difference of the losses in rows of one and of two documents, which run by other
+            kernels.
 
     Raises:
-        BoundaryError: documents see one another, or the loss is another one in a row of two.
+        BoundaryError: documents see one another, or the loss differs in a row of two.
     """
     name = type(module).__name__
     with _without_trace(module) as put_back:
@@ -48,29 +48,29 @@ def require_boundaries(
         in_row, beside_other, by_itself = map(loss_of, batches[:3])
         difference, most = abs(in_row - beside_other), 1e-6 * abs(in_row)
         if not difference <= most:
-            # In a mixture of experts, other tokens change how many each expert gets, and so the rounding. That is
-            # allowed, as far as it is small beside what attention to the first document changes.
+            # In a mixture of experts, other tokens change each expert's share, and so the rounding. This is allowed
+            # if it is small compared with the effect of attention to the first document.
             joined, joined_to_other = map(loss_of, batches[3:])
             most += 1e-2 * abs(joined - joined_to_other)
     if not difference <= most:
         raise BoundaryError(
             f"{name}: documents of a row see one another. With other tokens in the first document the loss"
-            f" of the second changes from {in_row:.7g} to {beside_other:.7g}. Only position_ids say where documents"
-            " begin: hand them on, self.net(**batch), without an attention mask, to a model that looks for them there"
-            f" (taking position_ids: {', '.join(_taking_positions(module)) or 'none'}); Hugging Face's"
-            " flash_attention_2 does in batches of rows=1; or use batches of similar length"
+            f" of the second changes from {in_row:.7g} to {beside_other:.7g}. Only position_ids show where documents"
+            " begin: pass them, as in self.net(**batch), without an attention mask, to a model that finds documents by"
+            f" them (taking position_ids: {', '.join(_taking_positions(module)) or 'none'}; Hugging Face's"
+            " flash_attention_2 does so for batches of rows=1), or use batches of similar length"
         )
     if not abs(in_row - by_itself) <= rounding * abs(in_row):
         raise BoundaryError(
-            f"{name}: the loss of a document is {in_row:.7g} in a row behind another one, and"
-            f" {by_itself:.7g} in a row of its own; return the mean over all labels but -100, and hand position_ids on"
-            " to what adds positions; or use batches of similar length"
+            f"{name}: the loss of a document is {in_row:.7g} in a row after another one, and"
+            f" {by_itself:.7g} alone in a row; return the mean over all labels but -100, and pass position_ids"
+            " to the module that adds positions, or use batches of similar length"
         )
 
 
 @contextmanager
 def _without_trace(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Disable gradients and dropout, and yield the rollback of what forwards change."""
+    """Disable gradients and dropout, and yield a function that restores the state that forwards change."""
     rollback = Rollback(module, next((p.device for p in module.parameters()), torch.device("cpu")))
     with ExitStack() as stack:
         for part in module.modules():
@@ -81,7 +81,7 @@ def _without_trace(module: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _taking_positions(module: nn.Module) -> list[str]:
-    """Return the parts whose forward takes ``position_ids``, the outermost ones, with their classes."""
+    """Return the names and classes of the outermost parts whose forward takes ``position_ids``."""
     taking: dict[str, str] = {}
     for name, part in module.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in taking)
@@ -93,7 +93,7 @@ def _taking_positions(module: nn.Module) -> list[str]:
 def caching_configs(module: nn.Module) -> list[Any]:
     """Return the Hugging Face configurations in a module that make each forward build a key-value cache.
 
-    With a cache the models don't look for documents. Training steps don't read the cache.
+    With a cache, which training steps don't read, the models ignore document boundaries.
     """
     configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
     return [config for config in configs.values() if getattr(config, "use_cache", None) is True]

@@ -15,21 +15,21 @@ from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.recomputation import statistics_kept, without_cache
 
 _CALL = "_compiled_call_impl"
-"""What ``nn.Module.__call__`` calls, if it is there; no part of copies and pickles."""
+"""Attribute that ``nn.Module.__call__`` calls if it is set; copies and pickles don't have it."""
 
 Place = int | str
-"""Of an argument: its position, or its name."""
+"""An argument's position or name."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a block's output, and how to build it from the block's arguments.
+    """The form of a block's output, built from the block's arguments.
 
     Attributes:
-        hidden: where the hidden state is among the arguments.
-        dtype: of the hidden state in the output.
-        container: tuple or list; None for an output that is the hidden state alone.
-        rest: where what follows the hidden state is; None for each that is None.
+        hidden: place of the hidden state among the arguments.
+        dtype: type of the hidden state in the output.
+        container: tuple or list; None if the output is the hidden state alone.
+        rest: places of the values after the hidden state; None for a value that is None.
     """
 
     hidden: Place
@@ -38,7 +38,7 @@ class _Form:
     rest: tuple[Place | None, ...] = ()
 
     def output(self, args: Any, kwargs: Any) -> Any:
-        """Return what a skipped block returns."""
+        """Return the output of a skipped block."""
         values = {**dict(enumerate(args)), **kwargs}
         hidden = values[self.hidden].to(self.dtype)
         rest = (None if place is None else values[place] for place in self.rest)
@@ -46,7 +46,7 @@ class _Form:
 
 
 def _form(args: Any, kwargs: Any, output: Any) -> _Form | str:
-    """Return the form of a skipped block's output, or the reason why it can't be built from the arguments."""
+    """Return the form of a block's output, or the reason why arguments can't give it."""
     values: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
     container = type(output) if type(output) in (tuple, list) and len(output) else None
     hidden, *rest = output if container is not None else (output,)
@@ -65,23 +65,22 @@ def _form(args: Any, kwargs: Any, output: Any) -> _Form | str:
 
 
 class SkippedBlocks:
-    """Skips exactly ``count`` of the blocks between one `draw` and the next, each equally often on average.
+    """Skips exactly ``count`` blocks from one `draw` to the next, each equally often on average.
 
-    Blocks are skipped in training mode alone, and called as before otherwise. Nothing is scaled (Fan et al. 2019,
-    https://arxiv.org/abs/1909.11556, section 3). What is drawn follows from ``seed`` and the number of draws; torch's
-    own generators aren't used. In what form a block returns its output is learnt from its first call; where it is to be
-    skipped in that already, it runs without gradients once.
+    Blocks are skipped only in training mode. Nothing is scaled (Fan et al. 2019, https://arxiv.org/abs/1909.11556,
+    section 3). A draw depends on ``seed`` and the number of draws; torch's generators aren't used. A block's first call
+    shows the form of its output; if that call is skipped, the block runs once without gradients.
 
     Args:
-        blocks: name -> block; ``restore`` gives them back their calls.
-        count: blocks to skip.
-        seed: of the draws.
+        blocks: name -> block.
+        count: number of blocks to skip.
+        seed: seed of the draws.
 
     Attributes:
         skipped: names of the blocks that are skipped now.
-        draws: how often was drawn.
-        calls: how often blocks in training mode were called, skipped or not.
-        left_out: name -> why a block can't be skipped, of those known so far.
+        draws: number of draws so far.
+        calls: number of calls of blocks in training mode, skipped or not.
+        left_out: name -> reason of each block that is known to be unskippable.
 
     Raises:
         PresetError: no block would be left to run.
@@ -108,7 +107,7 @@ class SkippedBlocks:
         """Choose the blocks that are skipped from now on.
 
         Raises:
-            NothingToDoError: too few can be skipped; the message says why each of the others can't.
+            NothingToDoError: too few blocks can be skipped; the message gives the reason for each other block.
         """
         able = [name for name, block in self.blocks.items() if block.training and name not in self.left_out]
         if len(able) < self.count:
@@ -154,11 +153,10 @@ class SkippedBlocks:
 
 
 class SkippableCall:
-    """The call of a block that may be skipped.
+    """A replaced call of a block, which ``drop`` may skip.
 
     Attributes:
-        drop: which decides.
-        compiled: the call that it stands before; None for the module's own.
+        compiled: the compiled call that it replaces; None for the module's own.
     """
 
     def __init__(self, drop: SkippedBlocks, name: str, block: nn.Module, compiled: Callable[..., Any] | None) -> None:
@@ -170,10 +168,10 @@ class SkippableCall:
 
 
 def _tried(block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return a block's output, without gradients; random numbers, statistics and caches of keys stay as they are."""
+    """Return a block's output without gradients, and without a change of random numbers, statistics or caches."""
     args, kwargs, _ = without_cache(block, args, kwargs)
     devices = {p.device for p in block.parameters() if p.device.type != "cpu"}
     with torch.no_grad(), torch.random.fork_rng(list(devices)), statistics_kept(block):
         output = block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # never compiled for this
-    torch.clear_autocast_cache()  # of weights cast without gradients, which later products would take
+    torch.clear_autocast_cache()  # later products would use weights that were cast without gradients
     return output

@@ -19,13 +19,13 @@ MULTIPLE, LEAST = 16, 32
 
 @dataclass(frozen=True)
 class Product:
-    """The product of a layer's input and weight, and the two of its backward.
+    """The product of a layer's input and weight, with the two of its backward.
 
     Attributes:
         function: an autograd function.
         options: its arguments after the input and the weight.
         transposed: whether it takes the weight as (in, out).
-        multiple: sizes must divide by it.
+        multiple: sizes of the factors must be multiples of it.
     """
 
     function: Any
@@ -34,18 +34,18 @@ class Product:
     multiple: int = MULTIPLE
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Return (rows, out) of (rows, in) and (out, in), in the type of the rows."""
+        """Multiply (rows, in) and (out, in) to (rows, out), in the type of the rows."""
         product: Tensor = self.function.apply(rows, weight.t() if self.transposed else weight, *self.options)
         return product
 
 
 def product(kind: str, device: torch.device) -> Product:
-    """Return the product of one kind for a device.
+    """Return the product of a kind for a device.
 
     Args:
-        kind: ``float8_`` and a recipe of torchao: ``tensorwise``, ``rowwise``, ``rowwise_with_gw_hp``; or ``mxfp8``,
-            ``nvfp4``, ``int8``, ``fp16_accumulate``.
-        device: on a CPU all but int8 are emulated: factors are rounded as on a GPU, and multiplied in bf16 or fp32.
+        kind: ``float8_`` with a recipe of torchao (``tensorwise``, ``rowwise`` or ``rowwise_with_gw_hp``), or
+            ``mxfp8``, ``nvfp4``, ``int8``, ``fp16_accumulate``.
+        device: a CPU emulates all kinds but int8: it rounds factors as a GPU does, and multiplies in bf16 or fp32.
     """
     emulate = device.type == "cpu"
     if kind == "int8":
@@ -72,9 +72,9 @@ def product(kind: str, device: torch.device) -> Product:
 def linear_layers(
     blocks: Mapping[str, nn.Module], multiple: int = MULTIPLE
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return name -> linear layer in blocks, and name -> sizes of the layers that ``multiple`` doesn't divide.
+    """Return name -> linear layer in blocks, and name -> sizes of layers that aren't multiples of ``multiple``.
 
-    Subclasses with a forward of their own are in neither.
+    Subclasses of ``nn.Linear`` with another forward are left out.
     """
     layers: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}
@@ -107,7 +107,7 @@ def forward(layer: nn.Linear, input: Tensor) -> Tensor:
     rows = input.reshape(-1, layer.in_features)
     with torch.autocast(device, enabled=False):
         missing = max(-len(rows) % multiply.multiple, LEAST - len(rows))
-        # rows of zeros change neither a scale nor a gradient
+        # rows of zeros change no scale and no gradient
         padded = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         output = multiply(padded, layer.weight)[: len(rows)]
         if layer.bias is not None:

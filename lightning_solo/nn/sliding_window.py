@@ -1,4 +1,4 @@
-"""Causal attention to a window of tokens; memory and time grow linearly with the tokens."""
+"""Causal attention within a window of tokens; memory and time grow linearly with the tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def sliding_window_attention(
 ) -> Tensor:
     """Return attention in which each token attends to itself and the ``window - 1`` tokens before it (Longformer).
 
-    Each block of ``window`` queries meets two blocks of keys, by ``scaled_dot_product_attention`` and so by the kernel
-    that suits the device, in training too. FlexAttention isn't used: on a CPU it has no backward (torch 2.13), and it
-    doesn't run where operators are counted.
+    Each block of ``window`` queries attends to two blocks of keys by ``scaled_dot_product_attention``, and so by a
+    fused kernel where there is one. FlexAttention isn't used: it has no backward on a CPU (torch 2.13), and doesn't run
+    while operators are counted.
 
     Args:
         query: (batch, heads, tokens, head width).
         key: (batch, key heads, tokens, head width); the key heads divide the heads.
         value: as key.
         window: tokens, at least 1.
-        scale: of the products; None: 1 / sqrt(head width).
+        scale: factor of the products; None: 1 / sqrt(head width).
 
     Raises:
-        ValueError: shapes that don't belong together, or a window below 1.
+        ValueError: shapes don't fit together, or the window is below 1.
 
     >>> x = torch.randn(1, 2, 10, 4)
     >>> alone = sliding_window_attention(x, x, x, window=1)
@@ -50,13 +50,13 @@ def sliding_window_attention(
     first = attention(*beginning, is_causal=True, enable_gqa=groups > 1)
     if tokens <= window:
         return first
-    padding = (0, 0, 0, -tokens % window)  # of keys behind all queries, which none attends to
+    padding = (0, 0, 0, -tokens % window)  # no query attends to keys after it
     queries, keys, values = (F.pad(tensor, padding) for tensor in (query, key, value))
     distance = torch.arange(window, device=query.device).unsqueeze(1) + window
     distance = distance - torch.arange(2 * window, device=query.device)  # from a query back to a key
     rest = attention(
         _blocks(queries[:, :, window:], window, window),
-        # each head has its keys: on CUDA groups of heads beside a mask would take the kernel math
+        # each head gets its own keys: on CUDA grouped heads with a mask would use the kernel math
         _blocks(keys, 2 * window, window, groups),
         _blocks(values, 2 * window, window, groups),
         attn_mask=(distance >= 0) & (distance < window),
@@ -66,6 +66,6 @@ def sliding_window_attention(
 
 
 def _blocks(tensor: Tensor, size: int, step: int, groups: int = 1) -> Tensor:
-    """Return blocks of tokens, which may overlap, in the batch: (batch x blocks, heads x groups, size, width)."""
+    """Return overlapping blocks of tokens, (batch x blocks, heads x groups, size, width)."""
     blocks = tensor.unfold(2, size, step).permute(0, 2, 1, 4, 3).unsqueeze(3)
     return blocks.expand(-1, -1, -1, groups, -1, -1).flatten(2, 3).flatten(0, 1)

@@ -121,7 +121,7 @@ def test_what_sees_all_tokens_or_numbers_them_through_is_refused_by_name() -> No
     tried, leaking, plain = pair(), Cumulative(), Plain()
     with pytest.raises(ConflictError, match=mentions("Cumulative", "taking position_ids", "similar length")):
         require_boundaries(leaking, lambda b: mean_loss(leaking(b["input_ids"], b["position_ids"]), b), tried)
-    with pytest.raises(ConflictError, match=mentions("Plain", "row of its own", "position_ids", "similar length")):
+    with pytest.raises(ConflictError, match=mentions("Plain", "alone in a row", "position_ids", "similar length")):
         require_boundaries(plain, lambda b: mean_loss(plain(b["input_ids"]), b), tried)
 
 

@@ -26,6 +26,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.units import GiB
+from tests.messages import mentions
 from tests.modules import Held, Stack, loader, regression
 from tests.training import equal
 
@@ -39,16 +40,16 @@ ROWS, WIDTH, BLOCKS = 32, 64, 6
 INPUT_BYTES = 4 * ROWS * WIDTH  # of a block, in fp32
 
 
-def stack(device: torch.device, checkpointed: bool = False) -> Stack:
+def stack(device: torch.device, checkpointed: bool = False, blocks: int = BLOCKS) -> Stack:
     torch.manual_seed(1)
-    net = Stack(BLOCKS, WIDTH, dropout=0.5).to(device)
+    net = Stack(blocks, WIDTH, dropout=0.5).to(device)
     if checkpointed:
         checkpoint_blocks(repeated_blocks(net), verify=False)
     return net
 
 
-def inputs(device: torch.device) -> Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
+def inputs(device: torch.device, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
 
 
 def gradients(net: nn.Module, x: Tensor, context: AbstractContextManager[Any] | None = None) -> list[Tensor]:
@@ -189,23 +190,6 @@ def test_the_callbacks_move_in_either_home(home: ModuleType, make_trainer: Any) 
     assert callbacks[1].host_bytes == 0  # freed with the fit
 
 
-def test_under_manual_optimization_too(home: ModuleType, make_trainer: Any) -> None:
-    module = regression(home)
-    module.automatic_optimization = False
-    automatic = module.training_step
-
-    def training_step(batch: Any, batch_idx: int) -> None:
-        optimizer = module.optimizers()
-        optimizer.zero_grad()
-        module.manual_backward(automatic(batch, batch_idx))
-        optimizer.step()
-
-    module.training_step = training_step
-    callback = ActivationOffloading(mode="all", min_offload_bytes=64, allow_cpu=True)
-    make_trainer(home, callbacks=[callback]).fit(module, loader())
-    assert callback.moved_bytes > 0
-
-
 def test_what_all_costs_is_said(home: ModuleType, make_trainer: Any) -> None:
     callback = ActivationOffloading(mode="all", min_offload_bytes=64, allow_cpu=True)
     with pytest.warns(UserWarning, match=r"mode=all moves .* in every micro-batch.*mode=block_inputs"):
@@ -266,7 +250,7 @@ def test_a_host_that_is_too_small_is_refused(device: torch.device, monkeypatch: 
     offloader = offloader_for(net)
     with monkeypatch.context() as patched:
         patched.setattr(host_slabs, "host_memory", lambda: (2**30, INPUT_BYTES))  # of which a twentieth is left
-        with pytest.raises(BudgetError, match=r"activations of .* on the host.*smaller micro-batches") as error:
+        with pytest.raises(BudgetError, match=mentions("activations", "host memory", "smaller micro-batches")) as error:
             gradients(net, x, offloader.saving())
     assert (error.value.needed, error.value.available) == (INPUT_BYTES, INPUT_BYTES * 19 // 20)
     assert equal(gradients(net, x), gradients(net, x, offloader.saving()))
@@ -501,25 +485,6 @@ def test_in_backward_one_input_comes_back_ahead(device: torch.device) -> None:
         block.up.weight.register_hook(look)
     gradients(net, x, inputs_kept_in(offloader.saving))
     assert most == 2  # the one that backward is at, and the next
-
-
-@pytest.mark.cpu_only("the ledger counts page-locked buffers as well")
-def test_the_peak_of_a_fit_is_lower(home: ModuleType, make_trainer: Any) -> None:
-    rows, width, blocks = 4096, 8, 12
-    block_input = 4 * rows * width
-
-    def peak(*callbacks: Any) -> int:
-        torch.manual_seed(0)
-        watch = Held()
-        batches = loader(batches=2, batch_size=rows, width=width)
-        trainer = make_trainer(home, callbacks=[watch, *callbacks])
-        trainer.fit(regression(home, Stack(blocks, width)), batches)
-        return watch.peak_bytes
-
-    offloading = ActivationOffloading(min_offload_bytes=1024, allow_cpu=True)
-    saved = peak(ActivationCheckpointing()) - peak(ActivationCheckpointing(), offloading)
-    # the first input is the batch, two are on the device at once, and gradients take a little
-    assert saved >= (blocks - 4) * block_input
 
 
 @pytest.mark.long

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
-from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.nn.disk_offloading import STAGING_BUFFERS, DiskOffloader
-from lightning_solo.nn.recomputation import checkpoint_blocks, inputs_kept_in
+from lightning_solo.nn.recomputation import inputs_kept_in
 from lightning_solo.nn.scratch_file import PAGE, ScratchFile
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.planner import Planner
@@ -33,6 +32,8 @@ from lightning_solo.techniques.activation_offloading.technique import Activation
 from lightning_solo.units import GiB
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
+from tests.techniques.test_activation_offloading import BLOCKS, INPUT_BYTES, ROWS, WIDTH, inputs, stack
+from tests.techniques.test_activation_offloading import gradients as plain_gradients
 from tests.training import equal
 
 pytestmark = [
@@ -40,8 +41,6 @@ pytestmark = [
     pytest.mark.every_change,
     pytest.mark.filterwarnings("ignore:You are using a CUDA device"),
 ]
-ROWS, WIDTH, BLOCKS = 32, 64, 6
-INPUT_BYTES = 4 * ROWS * WIDTH  # of a block, in fp32: two pages
 
 
 class Paced(Executor):
@@ -87,28 +86,10 @@ class Waited(Future[Any]):
         return super().result(timeout)
 
 
-def stack(device: torch.device, blocks: int = BLOCKS, checkpointed: bool = True) -> Stack:
-    torch.manual_seed(1)
-    net = Stack(blocks, WIDTH, dropout=0.5).to(device)
-    if checkpointed:
-        checkpoint_blocks(repeated_blocks(net), verify=False)
-    return net
-
-
-def inputs(device: torch.device, rows: int = ROWS) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
-
-
 def gradients(net: nn.Module, x: Tensor, offloader: DiskOffloader | None = None, inputs_only: bool = True) -> Any:
-    net.zero_grad()
-    torch.manual_seed(3)
     if offloader is None:
-        loss = net(x).square().sum()
-    else:
-        with inputs_kept_in(offloader.saving) if inputs_only else offloader.saving():
-            loss = net(x).square().sum()
-    loss.backward()
-    return [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+        return plain_gradients(net, x)
+    return plain_gradients(net, x, inputs_kept_in(offloader.saving) if inputs_only else offloader.saving())
 
 
 # Acted, and memory
@@ -116,7 +97,7 @@ def gradients(net: nn.Module, x: Tensor, offloader: DiskOffloader | None = None,
 
 @pytest.mark.parametrize("blocks", [2, 3, 6, 9])
 def test_inputs_go_to_the_disk_through_buffers_of_fixed_size(device: torch.device, tmp_path: Path, blocks: int) -> None:
-    net, x = stack(device, blocks), inputs(device)
+    net, x = stack(device, True, blocks), inputs(device)
     plain = gradients(net, x)
     offloader = DiskOffloader(device, tmp_path, 256)
     for number in (1, 2, 3):
@@ -147,7 +128,7 @@ def test_what_is_written_is_read(device: torch.device, tmp_path: Path, monkeypat
     for name in done:
         monkeypatch.setattr(os, name, counting(name))
     offloader = DiskOffloader(device, tmp_path, 256)
-    net = stack(device)
+    net = stack(device, True)
     offloader.leave(net)
     gradients(net, inputs(device), offloader)
     offloader.free_buffers()
@@ -158,7 +139,7 @@ def test_what_is_written_is_read(device: torch.device, tmp_path: Path, monkeypat
 def test_reading_runs_ahead_of_backward(device: torch.device, tmp_path: Path) -> None:
     worker = Paced(lambda: False)
     offloader = DiskOffloader(device, tmp_path, 256, worker=worker)
-    net = stack(device, 9)
+    net = stack(device, True, 9)
     offloader.leave(net)
     with inputs_kept_in(offloader.saving):
         loss = net(inputs(device)).square().sum()
@@ -173,7 +154,7 @@ def test_reading_runs_ahead_of_backward(device: torch.device, tmp_path: Path) ->
 @pytest.mark.parametrize("rows", [1, 17, 100])
 def test_sizes_are_rounded_up_to_pages(device: torch.device, tmp_path: Path, rows: int) -> None:
     pages = -(-rows * WIDTH * 4 // PAGE) * PAGE
-    net, x = stack(device), inputs(device, rows)
+    net, x = stack(device, True), inputs(device, rows)
     plain = gradients(net, x)
     offloader = DiskOffloader(device, tmp_path, 16)
     offloader.leave(net)
@@ -206,7 +187,7 @@ def test_no_bit_depends_on_the_pace_of_the_disk(
 ) -> None:
     numbers = random.Random(pace)
     worker = Paced(lambda: {"never": False, "always": True}.get(str(pace), numbers.random() < 0.6))
-    net = stack(device, checkpointed=inputs_only)
+    net = stack(device, inputs_only)
     offloader = DiskOffloader(device, tmp_path, 256, keep_on_device=keep_on_device, worker=worker)
     for rows in (ROWS, ROWS, 3 * ROWS, 5, ROWS):
         x = inputs(device, rows) * rows  # other numbers in the same places
@@ -223,7 +204,7 @@ def test_graphs_in_any_order(device: torch.device, tmp_path: Path, pace: str | i
     """Several forwards before their backwards, a graph that is dropped, and a second backward."""
     numbers = random.Random(pace)
     worker = Paced(lambda: {"never": False, "always": True}.get(str(pace), numbers.random() < 0.6))
-    net, x = stack(device, checkpointed=False), inputs(device)
+    net, x = stack(device), inputs(device)
 
     def made(offloader: DiskOffloader | None) -> list[Tensor]:
         net.zero_grad()
@@ -314,7 +295,7 @@ def test_a_folder_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_disk_that_is_full_ends_forward(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, x = stack(device), inputs(device)
+    net, x = stack(device, True), inputs(device)
     plain = gradients(net, x)
     offloader = DiskOffloader(device, tmp_path, 256)
     offloader.leave(net)
@@ -343,7 +324,7 @@ def test_more_than_is_free_is_refused_before_it_is_written(
     for name in ("statvfs", "fstatvfs"):
         monkeypatch.setattr(os, name, lambda _: os.statvfs_result(system))
     offloader = DiskOffloader(device, tmp_path, 256)
-    net = stack(device)
+    net = stack(device, True)
     offloader.leave(net)
     with pytest.raises(BudgetError) as error:
         gradients(net, inputs(device, 2 * ROWS), offloader)
@@ -431,7 +412,7 @@ def test_nothing_is_left_of_a_fit(make_trainer: Any, tmp_path: Path, fails: bool
 
 
 def test_a_graph_that_outlives_its_file_is_refused(device: torch.device, tmp_path: Path) -> None:
-    net = stack(device)
+    net = stack(device, True)
     offloader = DiskOffloader(device, tmp_path, 256)
     offloader.leave(net)
     with inputs_kept_in(offloader.saving):

@@ -21,28 +21,28 @@ class Settings(TechniqueSettings):
 
     mode: str = setting(
         BLOCK_INPUTS,
-        "block_inputs: the inputs that recomputed blocks keep; all: all that forward saves, at the price of the "
-        "bus; disk: block_inputs, to a local SSD through four buffers on the host",
+        "block_inputs: the inputs that recomputed blocks keep; all: all tensors that forward saves, which the bus may "
+        "slow down; disk: block_inputs, to a local SSD through four buffers on the host",
         allowed=(BLOCK_INPUTS, ALL, DISK),
     )
     min_offload_bytes: int = setting(
         2**20, "smaller tensors stay on the device: a copy takes some 10 microseconds however small it is", at_least=1
     )
     keep_on_device: int | float | str | None = budget_setting(
-        "of the tensors to be moved, those saved last stay on the device. Bytes, as 2GiB, of at least 1 MiB; or a "
+        "of the tensors to be moved, those saved last stay on the device: as many bytes, as 2GiB, at least 1 MiB; or a "
         "share from 0 to 1 of a micro-batch's bytes; null: those on their way to the host"
     )
     folder: str | None = setting(
         None,
-        "on a local SSD, for mode=disk; null: the system's for temporary files. The file is gone after the fit, and "
-        "if the process is killed",
+        "for mode=disk, a folder on a local SSD; null: the system's for temporary files. The file is gone after the "
+        "fit, also if the process is killed",
     )
     allow_cpu: bool = setting(False, "move to a second buffer on the CPU, for tests and for trying: it saves nothing")
 
     def _check_together(self) -> None:
         if self.folder is not None and self.mode != DISK:
             raise ConflictError(
-                f"activation_offloading: folder={self.folder!r} is for mode=disk, and mode={self.mode}; write"
+                f"activation_offloading: folder={self.folder!r} needs mode=disk, and mode={self.mode}; write"
                 " mode=disk, or folder=null"
             )
 
@@ -75,8 +75,8 @@ def _two_budgets(settings: Settings, configuration: Configuration) -> str | None
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it on the CPU; copies there stand for those to the host."""
-    # of small micro-batches, more fits into so many bytes than of large ones
+    """Plan it on the CPU, where copies stand for those to the host."""
+    # a limit in bytes keeps a larger share of small micro-batches
     keeps_bytes = settings.keep_on_device is not None and isinstance(bytes_or_share(settings.keep_on_device), int)
     attached = replace(settings, allow_cpu=True, folder=None)
     keeps_up = (*tracing.assumptions, *(["the disk keeps up with offloaded activations"] * (settings.mode == DISK)))

@@ -1,4 +1,4 @@
-"""Activation offloading: keep what forward saves for backward in host memory, or on disk, until backward needs it."""
+"""Activation offloading: keep the tensors that forward saves in host memory, or on disk, until backward needs them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPU
 from lightning_solo.units import format_bytes
 
 IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4, DISK: 1}
-"""Share of the largest tensor: block inputs are saved at equal intervals, with ``all`` tensors come in bursts."""
+"""Copies in flight, in units of the largest tensor: with ``all`` tensors come in bursts."""
 
 
 class ActivationOffloading(Technique, Settings):
-    """Keeps saved tensors in page-locked host memory between forward and backward, for the length of a fit.
+    """Keeps saved tensors in page-locked host memory between forward and backward during a fit.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -40,7 +40,7 @@ class ActivationOffloading(Technique, Settings):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that were copied to the host in the current or last fit."""
+        """Bytes copied to the host in the current or last fit."""
         return 0 if self._offloader is None else self._offloader.moved_bytes
 
     @property
@@ -78,8 +78,8 @@ class ActivationOffloading(Technique, Settings):
         kind = file_system(folder.resolve())
         if kind in IN_MEMORY and not self.allow_cpu:
             raise CapabilityError(
-                f"activation offloading: folder={str(folder)!r} is {kind}: a file there takes the host's memory, which"
-                f" mode=disk should save; {remedy}, or mode=block_inputs"
+                f"activation offloading: folder={str(folder)!r} is {kind}: a file there takes host memory, which"
+                f" mode=disk is meant to save; {remedy}, or mode=block_inputs"
             )
         return folder
 
@@ -105,10 +105,10 @@ class ActivationOffloading(Technique, Settings):
         elif not self.moved_bytes and not left:
             raise NothingToDoError(
                 f"activation offloading moved nothing: mode={self.mode} moves the inputs of recomputed blocks, and no"
-                " block was recomputed: add ActivationCheckpointing(), or write mode=all; where torch.compile has the"
+                " block was recomputed: add ActivationCheckpointing(), or write mode=all; if torch.compile compiles the"
                 " whole module, compile its blocks by RegionalCompilation() instead"
                 if self.mode != ALL
-                else "activation offloading moved nothing: forward saved no tensors but weights; leave it out"
+                else "activation offloading moved nothing: forward saved only weights; leave it out"
             )
         elif not self.moved_bytes:
             rank_zero_warn(

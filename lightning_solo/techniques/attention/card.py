@@ -18,13 +18,13 @@ class Settings(TechniqueSettings):
 
     kernel: str = setting(
         AUTO,
-        "auto: torch's choice, which is named; or the only kernel that may run in training, recomputation included",
+        "auto: torch's choice, which is logged; or the only kernel that may run in training, recomputation included",
         allowed=(AUTO, "flash", "cudnn", "efficient", "math"),
     )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it with the kernel that the planned device would choose."""
+    """Plan it with the kernel that torch would choose on the planned device."""
     assumption = "attention is planned with the kernel that torch chooses on the planned device"
     assumptions = tracing.assumptions if settings.kernel == AUTO else (*tracing.assumptions, assumption)
     return replace(tracing, attached=replace(settings, kernel=AUTO), assumptions=assumptions)

@@ -22,10 +22,10 @@ from lightning_solo.techniques.attention.card import AUTO, CARD, Settings
 
 
 class Attention(Technique, Settings):
-    """Runs attention by a fused kernel, and names the kernel of the first micro-batch of a fit.
+    """Runs attention by a fused kernel, and logs the kernel of a fit's first micro-batch.
 
-    Hugging Face models with ``attn_implementation="eager"`` call torch's ``scaled_dot_product_attention`` for the
-    length of a fit. In validation, test and prediction torch chooses the kernel.
+    In a fit, Hugging Face models with ``attn_implementation="eager"`` call torch's ``scaled_dot_product_attention``.
+    In validation, test and prediction torch chooses the kernel.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -48,7 +48,7 @@ class Attention(Technique, Settings):
         self._changed = ctx.undo.enter_context(sdpa_in_transformers(ctx.module))
         ctx.undo.callback(self._enabled.close)
 
-    # from here to the end of the batch: a context around training_step would leave recomputation in backward to torch
+    # until the end of the batch: recomputation in backward must use the same kernel
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._enabled.close()
         if self.kernel != AUTO:
@@ -71,28 +71,28 @@ class Attention(Technique, Settings):
 
 
 def check_kernels(calls: AttentionCalls, kernel: str) -> None:
-    """Warn if torch silently chose its ``math`` kernel.
+    """Warn if torch chose its ``math`` kernel.
 
     Raises:
         NothingToDoError: no kernel ran.
-        ConflictError: another kernel ran than ``kernel``.
+        ConflictError: a kernel other than ``kernel`` ran.
     """
     if not calls.kernels:
         raise NothingToDoError(
-            "attention: training_step didn't call torch.nn.functional.scaled_dot_product_attention; these compute a"
-            f" softmax themselves: {', '.join(calls.by_hand) or 'none'}; call it there (torch.nn.MultiheadAttention:"
+            "attention: training_step didn't call torch.nn.functional.scaled_dot_product_attention; modules that"
+            f" compute a softmax: {', '.join(calls.by_hand) or 'none'}; call it there (torch.nn.MultiheadAttention:"
             ' need_weights=False; Hugging Face: attn_implementation="sdpa"), or leave callback.attention out'
         )
     others = [name for name in calls.kernels if name != kernel]
     if kernel != AUTO and others:
         raise ConflictError(
-            f"attention: kernel={kernel}, and {', '.join(others)} ran: the module chooses by"
-            " torch.nn.attention.sdpa_kernel itself; remove that there, or write kernel: auto"
+            f"attention: kernel={kernel}, and {', '.join(others)} ran, as the module itself calls"
+            " torch.nn.attention.sdpa_kernel; remove that call, or write kernel: auto"
         )
     refusals = {name: calls.refusals[name] for name in KERNELS if name in calls.refusals}
     if kernel == AUTO and calls.kernels["math"]:
         why = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         rank_zero_warn(
-            "attention: torch took the kernel math, which keeps the scores of all pairs of tokens, since others can't"
-            f" compute this ({why or 'torch gives no reason'}); kernel: math accepts this without a warning"
+            "attention: torch chose the kernel math, which keeps the scores of all pairs of tokens, since others can't"
+            f" compute this call ({why or 'torch gives no reason'}); kernel: math accepts it without a warning"
         )

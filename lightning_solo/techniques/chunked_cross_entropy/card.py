@@ -24,7 +24,7 @@ class Settings(TechniqueSettings):
     chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", at_least=1)
     backend: str = setting(
         "torch",
-        "of a chunk's losses: torch's operators, or Liger's fused kernel from logits to losses and gradients, on a GPU",
+        "computes a chunk's losses and gradients: torch's operators, or on a GPU Liger's fused kernel",
         allowed=("torch", "liger"),
     )
 

@@ -16,10 +16,10 @@ from lightning_solo.techniques.chunked_cross_entropy.card import CARD, Settings
 
 
 class ChunkedCrossEntropy(Technique, Settings):
-    """Computes a module's ``F.cross_entropy`` of its head's output in chunks of tokens, for the length of a fit.
+    """Computes ``F.cross_entropy`` of a head's output in chunks of tokens during a fit.
 
-    The module's code is unchanged: its head returns logits that are computed only if something other than a
-    cross-entropy needs them (`lightning_solo.nn.deferred_logits`).
+    The module's code is unchanged: its head returns logits that are computed only if anything but a cross-entropy needs
+    them (`lightning_solo.nn.deferred_logits`).
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -52,7 +52,7 @@ class ChunkedCrossEntropy(Technique, Settings):
 
 
 def check_use(uses: dict[str, Use]) -> None:
-    """Warn of logits that were computed despite deferral.
+    """Warn of logits that were computed nevertheless.
 
     Raises:
         NothingToDoError: no loss was computed in chunks.
@@ -69,5 +69,5 @@ def check_use(uses: dict[str, Use]) -> None:
     if computed:
         rank_zero_warn(
             f"chunked cross-entropy: all logits were computed for {computed} in training_step, which takes as much"
-            " memory as without; call it without gradients (torch.no_grad()) on fewer tokens, or leave it out"
+            " memory as a plain run; call it without gradients (torch.no_grad()) on fewer tokens, or leave it out"
         )

@@ -1,4 +1,4 @@
-"""Early zeroing of gradients: those of the last step are freed before the next forward, not after it."""
+"""Early zeroing of gradients: the last step's gradients are freed before the next forward, not after it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lightning_solo.techniques.early_zero_grad.card import CARD, Settings
 class EarlyZeroGrad(Technique, Settings):
     """Zeroes gradients before the forward that begins an accumulation window; Lightning zeroes them after it.
 
-    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as without. Until then the
-    gradients stay, so ``on_train_batch_end`` sees them too.
+    The module's ``optimizer_zero_grad`` and the hooks ``on_before_zero_grad`` run as often as in a plain fit, and
+    ``on_train_batch_end`` still sees the gradients.
     """
 
     phase = CARD.phase

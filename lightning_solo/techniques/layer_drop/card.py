@@ -23,8 +23,8 @@ class Settings(TechniqueSettings):
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan all blocks as running: two steps are traced, and all optimizer states exist after a few more."""
     assumption = (
-        f"layer_drop is planned as without: a run keeps the activations of {settings.count} blocks less, and takes"
-        " their time less"
+        f"layer_drop isn't planned: a run keeps the activations of {settings.count} blocks less, and takes less time by"
+        " theirs"
     )
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 

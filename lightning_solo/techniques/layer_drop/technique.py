@@ -21,10 +21,10 @@ STATE = ("draws", "seed")
 
 
 class LayerDrop(Technique, Settings):
-    """Skips some of the model's blocks in each ``training_step``; always as many, so memory and time are constant.
+    """Skips ``count`` of the model's blocks in each ``training_step``, so that memory and time are constant.
 
-    Each block is skipped equally often on average. The draws have their own seed, drawn from torch's generator when
-    the first fit begins and saved in checkpoints, so that a resumed run draws as the undisturbed one would.
+    Each block is skipped equally often on average. The seed of the draws is torch's when the first fit begins. It is
+    saved in checkpoints, so that a resumed run draws as an undisturbed one.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -47,7 +47,7 @@ class LayerDrop(Technique, Settings):
 
         Raises:
             NothingToDoError: there are no such blocks.
-            PresetError: there are no more than ``count``.
+            PresetError: there are at most ``count`` blocks.
             ConflictError: the module around them is compiled.
         """
         blocks = named_blocks(ctx.module, self.blocks)
@@ -55,14 +55,14 @@ class LayerDrop(Technique, Settings):
         for name, part in ctx.module.named_modules():
             if part not in inner and is_compiled(part) and not inner.isdisjoint(part.modules()):
                 raise ConflictError(
-                    f"layer_drop: {name or type(part).__name__} is compiled with its blocks, again for each draw; write"
-                    " callback=regional_compilation in the place of torch.compile, or drop layer_drop"
+                    f"layer_drop: {name or type(part).__name__} is compiled with its blocks, which each draw would"
+                    " compile again; write callback=regional_compilation instead of torch.compile, or drop layer_drop"
                 )
         self._state = self._state or {"draws": 0, "seed": torch.initial_seed()}
         self._drop = SkippedBlocks(blocks, self.count, self._state["seed"])
         self._drop.draws = self._state["draws"]
         self._named.clear()
-        ctx.undo.callback(self.undo)
+        ctx.undo.callback(self._undo, self._drop)
         rank_zero_info(f"layer drop: {self.count} of {counted(blocks.values())} are skipped in each micro-batch")
 
     def rewind(self, ctx: Run) -> Callable[[], None]:
@@ -90,14 +90,14 @@ class LayerDrop(Technique, Settings):
             rank_zero_warn(f"layer drop: blocks that can't be skipped always run: {reasons}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed of the draws, and their number so far."""
+        """Return the seed and the number of draws."""
         return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the draws of the saved run.
 
         Raises:
-            CheckpointError: a key is missing or unknown, or a value is no integer.
+            CheckpointError: a key is missing or unknown, or a value isn't an integer.
         """
         if tuple(sorted(state_dict)) != STATE or any(type(value) is not int for value in state_dict.values()):
             raise CheckpointError(
@@ -105,8 +105,6 @@ class LayerDrop(Technique, Settings):
             )
         self._state = dict(state_dict)
 
-    def undo(self) -> None:
-        """Restore the module; a second call does nothing."""
-        if self._drop is not None:
-            self._drop.restore()
+    def _undo(self, drop: SkippedBlocks) -> None:
+        drop.restore()
         self._drop = None

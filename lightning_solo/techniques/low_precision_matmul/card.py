@@ -18,7 +18,7 @@ class Format:
 
     Attributes:
         capability: smallest CUDA compute capability.
-        geforce: whether only GeForce cards become faster by it.
+        geforce: whether only GeForce cards gain speed.
     """
 
     capability: tuple[int, int]
@@ -37,7 +37,7 @@ FORMATS = {
 
 
 def formats_of(capability: tuple[int, int], label: str) -> list[str]:
-    """Return the formats in which a device multiplies, by its compute capability and the name that its driver gives.
+    """Return the formats in which a device of a compute capability and a driver's name multiplies.
 
     >>> formats_of((8, 0), "NVIDIA A100-SXM4-40GB"), formats_of((8, 6), "NVIDIA GeForce RTX 3090")
     (['int8'], ['int8', 'fp16_accumulate'])
@@ -52,8 +52,8 @@ class Settings(TechniqueSettings):
 
     format: str = setting(
         "float8_tensorwise",
-        "of products: float8 with a scale per tensor (fastest) or row; with_gw_hp: weights' gradients as before; mxfp8;"
-        " nvfp4; int8; fp16_accumulate: sums in fp16",
+        "format of products: float8 with a scale per tensor (fastest) or row, with_gw_hp: weights' gradients in the"
+        " original type; mxfp8; nvfp4; int8; fp16_accumulate: sums in fp16",
         allowed=tuple(FORMATS),
     )
     blocks: str | Sequence[str] = blocks_setting()

@@ -19,10 +19,10 @@ from lightning_solo.techniques.low_precision_matmul.card import CARD, FORMATS, S
 
 
 class LowPrecisionMatmul(Technique, Settings):
-    """Multiplies in low precision in the linear layers of the model's blocks, for the length of a fit.
+    """Multiplies in low precision in the linear layers of the model's blocks during a fit.
 
-    Weights, gradients, optimizer, checkpoints, validation, the output head and everything outside blocks are
-    unchanged.
+    Weights, gradients, optimizer, checkpoints and validation are unchanged, and so is everything outside the blocks,
+    such as the output head.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -42,7 +42,7 @@ class LowPrecisionMatmul(Technique, Settings):
         """Replace the layers' products.
 
         Raises:
-            CapabilityError: the device doesn't multiply in this format.
+            CapabilityError: the device can't multiply in this format.
             NothingToDoError: no block has a linear layer of suitable sizes.
         """
         self._check(ctx.device)
@@ -52,9 +52,9 @@ class LowPrecisionMatmul(Technique, Settings):
         named = ", ".join(f"{name} ({sizes})" for name, sizes in left_out.items())
         if not layers:
             lacks = (
-                f"no linear layer whose sizes divide by {multiply.multiple} is in a block; there are {named}"
+                f"no block has a linear layer with sizes that are multiples of {multiply.multiple}; there are {named}"
                 if named
-                else f"no plain nn.Linear is in a block ({counted(blocks.values())}), whose weights are in"
+                else f"no block ({counted(blocks.values())}) has a plain nn.Linear; the weights are in"
                 f" {', '.join(_kinds_with_matrices(blocks.values())) or 'none'}"
             )
             raise NothingToDoError(
@@ -66,14 +66,14 @@ class LowPrecisionMatmul(Technique, Settings):
         multiply_in_low_precision(layers.values(), multiply)
         rank_zero_info(
             f"low precision: {counted(layers.values())} multiply in {self.format}"
-            f"{f'; left out, as sizes must divide by {multiply.multiple}: {named}' if named else ''}"
+            f"{f'; left out, as sizes must be multiples of {multiply.multiple}: {named}' if named else ''}"
         )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         is_first = trainer.fit_loop.epoch_loop.total_batch_idx == 0
         if is_first and self._layers and not any(layer.training for layer in self._layers.values()):
             raise NothingToDoError(
-                f"low_precision_matmul: {', '.join(self._layers)} are in eval mode, in which nothing is multiplied in"
+                f"low_precision_matmul: {', '.join(self._layers)} are in eval mode, which doesn't multiply in"
                 " low precision; call .train() on their module before the fit (Hugging Face's from_pretrained leaves a"
                 " model in eval mode), or drop low_precision_matmul"
             )
@@ -91,7 +91,7 @@ class LowPrecisionMatmul(Technique, Settings):
             f"{label} has compute capability {'.'.join(map(str, capability))}, and {self.format} needs"
             f" {'.'.join(map(str, least))}"
             if capability < least
-            else f"{label} sums products of fp16 in fp32 as fast as in fp16; only GeForce cards gain by {self.format}"
+            else f"{label} adds products of fp16 in fp32 as fast as in fp16; only GeForce cards gain by {self.format}"
         )
         remedy = f"write format: {' or '.join(able)}, or " if able else ""
         raise CapabilityError(

@@ -19,22 +19,22 @@ class Settings(TechniqueSettings):
     blocks: str | Sequence[str] = blocks_setting()
     mode: str = setting(
         "default",
-        "of Inductor; max-autotune-no-cudagraphs tries several kernels of each kind: it compiles for minutes, and "
-        "may be faster",
+        "Inductor's mode; max-autotune-no-cudagraphs tries several kernels of each kind: it compiles for minutes, and "
+        "may run faster",
         allowed=("default", "max-autotune-no-cudagraphs"),
     )
     dynamic: bool | None = setting(None, "null: one graph per shape, and one for all shapes once they change")
     backend: str = setting(
         "inductor",
-        "of torch.compile; to find what fails: aot_eager, which runs torch's own kernels. Not eager: with it torch "
-        "2.13 recomputes a checkpointed block with other dropout masks",
+        "torch.compile's back end; aot_eager runs torch's own kernels, which helps to find an error. There is no "
+        "eager: with it torch 2.13 recomputes a checkpointed block with other dropout masks",
         allowed=("inductor", "aot_eager"),
     )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the blocks uncompiled: the compiler keeps at most as much for backward."""
-    assumption = "regional compilation is planned as without: compiled blocks keep less for backward, and are faster"
+    assumption = "regional compilation isn't planned: compiled blocks keep less for backward, and are faster"
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 

@@ -14,14 +14,14 @@ from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.regional_compilation.card import CARD, Settings
 
 RECOMPILES_TO_WARN = 3
-"""Two are usual: other sizes come once, and are then compiled for all sizes."""
+"""Two are usual: the first new size is compiled again, and then code for all sizes."""
 
 
 class RegionalCompilation(Technique, Settings):
-    """Compiles the model's blocks for the length of a fit, including recomputation of their activations.
+    """Compiles the model's blocks during a fit, including the recomputation of their activations.
 
-    A model of 32 equal blocks compiles one, not 32: the compile time doesn't grow with depth. Code around the blocks
-    runs as before. Weights, checkpoints, copies and pickles of the module keep their names.
+    Equal blocks share their compiled code, so the compile time doesn't grow with depth. Code outside the blocks isn't
+    compiled. Names in checkpoints, copies and pickles stay the same.
 
     Raises:
         PresetError: An argument is ill-formed.
@@ -43,7 +43,7 @@ class RegionalCompilation(Technique, Settings):
 
     @property
     def graphs(self) -> int:
-        """Number of graphs that were compiled in the current or last fit, for all blocks together."""
+        """Number of graphs compiled for all blocks in the current or last fit."""
         return 0 if self._counting is None else self._counting.graphs
 
     def transform(self, ctx: Run) -> None:
@@ -52,7 +52,7 @@ class RegionalCompilation(Technique, Settings):
         compile_blocks(blocks, backend, self.dynamic)
         self._compiled, self._counting = blocks, backend
         self._is_reported, self._recompiles = False, 0
-        ctx.undo.callback(self.undo)
+        ctx.undo.callback(self._undo)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._before = self.graphs
@@ -67,9 +67,9 @@ class RegionalCompilation(Technique, Settings):
             self._recompiles += 1
             if self._recompiles == RECOMPILES_TO_WARN:
                 rank_zero_warn(
-                    f"regional compilation: blocks were compiled again in {RECOMPILES_TO_WARN} batches, and that takes"
-                    " longer than it saves; give batches of equal sizes, or write dynamic: true; TORCH_LOGS=recompiles"
-                    " says why"
+                    f"regional compilation: blocks were compiled again in {RECOMPILES_TO_WARN} batches, which takes"
+                    " longer than it saves; use batches of equal sizes, or write dynamic: true; TORCH_LOGS=recompiles"
+                    " shows the reasons"
                 )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -79,7 +79,6 @@ class RegionalCompilation(Technique, Settings):
                 " without a TorchDispatchMode; name the classes of those that are, blocks: [ClassName]"
             )
 
-    def undo(self) -> None:
-        """Restore the module; a second call does nothing."""
+    def _undo(self) -> None:
         restore_compiled(self._compiled.values())
         self._compiled = {}
