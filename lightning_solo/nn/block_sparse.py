@@ -1,4 +1,4 @@
-"""Attention to chosen blocks of keys; memory and time grow with the number of chosen blocks."""
+"""Block-sparse attention: memory and time grow with the number of chosen blocks."""
 
 from __future__ import annotations
 
