@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_solo.errors import PresetError
 from lightning_solo.optim import compressed_moments as moments
@@ -30,22 +29,16 @@ from lightning_solo.optim.adamw_update import Hyperparameters
 from lightning_solo.optim.device_steps import DeviceSteps, launches
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece
-from lightning_solo.optim.memory_order import in_memory_order, is_dense
+from lightning_solo.optim.memory_order import in_memory_order
 from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.param_groups import load_groups, name_in, names_of, with_hooks
-from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, joined, split_again, split_parameters
+from lightning_solo.optim.param_groups import load_groups, name_in, with_hooks
+from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.state_placement import StatePlacement, parse_state_budget
 from lightning_solo.units import format_bytes
 
-_KEPT = (
-    *("master_bits", "moment_bits", "fused", "state_budget"),
-    *("_numbers", "_group_sizes", "_group_numbers", "_corrections", "_splits", "_numel", "_layout", "_placement"),
-)
-"""Attributes that a copy has besides those of torch's optimizers."""
 
-
-class CompactAdamW(Optimizer):
+class CompactAdamW(SplitOptimizer):
     """AdamW, or Adam, with compact model states; ``param_groups``, schedulers and checkpoints as with torch's own.
 
     bf16 parameters are rounded from a master weight: the rounding error is kept as a correction, or, with
@@ -83,6 +76,9 @@ class CompactAdamW(Optimizer):
     (torch.bfloat16, 5.07)
     """
 
+    _KEPT = (*SplitOptimizer._KEPT, "moment_bits", "fused", "state_budget", "_layout", "_placement")
+    _device_steps: DeviceSteps | None = None
+
     def __init__(
         self,
         params: Any,
@@ -100,54 +96,21 @@ class CompactAdamW(Optimizer):
     ) -> None:
         hyperparameters = Hyperparameters(lr, betas, eps, weight_decay, decoupled_weight_decay)
         hyperparameters.require_valid("CompactAdamW")
-        if master_bits not in MASTER_BITS:
-            raise PresetError(f"CompactAdamW: master_bits={master_bits!r}: write 32, 24 or {STOCHASTIC!r}")
+        self._init_masters(master_bits, corrections)
         if moment_bits not in moments.MOMENT_BITS:
             raise PresetError(f"CompactAdamW: moment_bits={moment_bits!r}: write 32, 8 or 4")
-        self.master_bits, self.moment_bits, self.fused = master_bits, moment_bits, fused
+        self.moment_bits, self.fused = moment_bits, fused
         self.state_budget = parse_state_budget(state_budget, "CompactAdamW: state_budget")
-        self._numbers: dict[Tensor, int] = {}  # of each parameter
-        self._group_sizes: list[int] = []  # when `_group_numbers` was made
-        self._group_numbers: dict[Tensor, int] = {}  # of each parameter's group
-        self._corrections = dict(corrections or {})  # of parameters that are yet to be added
-        self._splits = corrections is None
-        self._numel = 0
         self._layout = partial(state_layout, master_bits=master_bits, moment_bits=moment_bits)
         self._placement = StatePlacement(self._layout, self.state_budget)
-        self._device_steps: DeviceSteps | None = None
         super().__init__(params, {**vars(hyperparameters), "betas": tuple(betas)})
         if moment_bits == 4:
             moments.codebooks(torch.device("cpu"))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose parameters are made bf16 where ``master_bits`` says so."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for name, p in zip(names_of(group, len(self._numbers)), group["params"], strict=True):
-            if p.dtype not in (torch.float32, torch.bfloat16) or p.is_sparse:
-                kind = "sparse" if p.is_sparse else str(p.dtype).removeprefix("torch.")
-                raise PresetError(f"CompactAdamW: {name} is {kind}; parameters are float32 or bfloat16")
-            if not is_dense(p):
-                raise PresetError(f"CompactAdamW: {name} has gaps in memory, or overlaps itself; write {name}.clone()")
-            self._numbers[p] = len(self._numbers)
-            self._numel += p.numel()
-            self._device_steps = None  # other kernels may be faster now
-            self._placement.add(p)
-            if p.dtype == torch.float32 and self.master_bits != 32 and self._splits:
-                self._corrections |= split_parameters([p], self.master_bits)
-            if p in self._corrections:
-                self._states[p]["correction"] = self._checked(name, p, self._corrections.pop(p))
-
-    def _checked(self, name: str, p: Tensor, correction: Tensor) -> Tensor:
-        if self._layout(p).get("correction") != (correction.numel(), correction.dtype):
-            raise PresetError(
-                f"CompactAdamW: the correction of {name} is of {correction.numel()} numbers of {correction.itemsize}"
-                f" bytes; write corrections=split_parameters(parameters, {self.master_bits!r})"
-            )
-        return correction
-
-    def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in _KEPT}, "_device_steps": None}
+    def _add(self, name: str, p: Tensor) -> None:
+        self._device_steps = None  # other kernels may be faster now
+        self._placement.add(p)
+        super()._add(name, p)
 
     # --- stepping ---
 
@@ -232,13 +195,6 @@ class CompactAdamW(Optimizer):
         on_host = [*self.host_states.get(p, ()), *(["grad"] if grad.device != p.device else [])]
         return Piece(tensors, scalars, index=number), on_host
 
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if sizes != self._group_sizes:  # groups come and go, as under BaseFinetuning
-            self._group_sizes = sizes
-            self._group_numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
-        return self.param_groups[self._group_numbers[parameter]]
-
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
         """Return the values that steps on the device share; see `DeviceSteps.control`."""
         return self._steps.control(scale, bound)
@@ -277,7 +233,7 @@ class CompactAdamW(Optimizer):
         device = next(iter(self._numbers)).device
         if self._device_steps is None or self._device_steps.device != device:
             self._placement.follow(device)
-            self._device_steps = DeviceSteps(device, len(self._numbers), self._numel, self.fused)
+            self._device_steps = DeviceSteps(device, len(self._numbers), self.numel, self.fused)
         return self._device_steps
 
     # --- states ---
@@ -337,11 +293,6 @@ class CompactAdamW(Optimizer):
         return sum(bytes_of(self._layout(p)) for p in self._numbers)
 
     @property
-    def bytes_per_parameter(self) -> float:
-        """Bytes of weights and optimizer states per parameter, without gradients."""
-        return (sum(p.nbytes for p in self._numbers) + self.state_bytes) / max(1, self._numel)
-
-    @property
     def uncompressed(self) -> dict[str, int]:
         """Name -> bytes of the moments of small parameters, which stay in fp32."""
         if self.moment_bits == 32:
@@ -350,25 +301,13 @@ class CompactAdamW(Optimizer):
 
     def summary(self) -> str:
         """Describe in one line the bytes of the states, where they are stored, and the uncompressed parameters."""
-        small, each = self.uncompressed, self.state_bytes / max(1, self._numel)
+        small, each = self.uncompressed, self.state_bytes / max(1, self.numel)
         words = f"{each:.2f} bytes per parameter: {self._placement.summary(self.state_bytes)}"
         if not small:
             return words
         names = ", ".join(list(small)[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
         total = format_bytes(sum(small.values()))
         return f"{words}; moments of {len(small)} small parameters in fp32, {total}: {names}"
-
-    @torch.no_grad()
-    def master_weight(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's master weight, fp32, of its shape."""
-        return joined(parameter, self.state[parameter].get("correction") if parameter in self.state else None)
-
-    @torch.no_grad()
-    def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
-        """Set a bf16 parameter and its correction from an fp32 master weight; do nothing if it isn't split."""
-        correction = self.state.get(parameter, {}).get("correction")
-        if correction is not None:
-            split_again(parameter, master, correction)
 
     # --- checkpoints ---
 

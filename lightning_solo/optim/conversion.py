@@ -49,7 +49,7 @@ def compacted(
             )
         if optimizer.master_bits == master_bits:
             for p, lower in (corrections or {}).items():
-                optimizer.state[p]["correction"] = lower
+                optimizer.set_correction(p, lower)
         return optimizer
     kind = type(optimizer)
     if kind not in SERVED:

@@ -12,41 +12,32 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.optim import memory_order
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE
 from lightning_solo.optim.adamw_update import CHUNK
 from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.compressed_moments import BLOCK, blocks
 from lightning_solo.optim.gradient_checks import require_finite
-from lightning_solo.optim.memory_order import in_memory_order, is_dense
-from lightning_solo.optim.param_groups import load_groups, name_in, names_of, saved_states, with_hooks
+from lightning_solo.optim.memory_order import in_memory_order
+from lightning_solo.optim.param_groups import load_groups, name_in, parameters_of, saved_states, with_hooks
 from lightning_solo.optim.random_numbers import seed_of, uniform
-from lightning_solo.optim.split_weights import (
-    CORRECTIONS,
-    MASTER_BITS,
-    STOCHASTIC,
-    bits_of,
-    join,
-    round_stochastically,
-    split,
-    split_parameters,
-)
+from lightning_solo.optim.split_optimizer import SplitOptimizer
+from lightning_solo.optim.split_weights import joined, round_stochastically, split_again
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
 from lightning_solo.units import format_bytes
 
 _OURS = ("correction", "updates")  # beside the optimizer's own states, which must not see them
-_KEPT = ("master_bits", "_inner", "_numbers", "_corrections", "_splits")
 
 
-class MasterWeights(Optimizer):
+class MasterWeights(SplitOptimizer):
     """A torch optimizer on split master weights; ``param_groups``, schedulers and checkpoints work as before.
 
     It takes over the groups of the optimizer, which is not to be stepped any more.
@@ -69,6 +60,8 @@ class MasterWeights(Optimizer):
     (torch.bfloat16, 7.0)
     """
 
+    _KEPT = (*SplitOptimizer._KEPT, "_inner")
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -82,12 +75,7 @@ class MasterWeights(Optimizer):
                 f"MasterWeights of {kind.__module__}.{kind.__name__}: known to step each parameter by itself are"
                 f" torch's {', '.join(ONE_BY_ONE)}; write one of those"
             )
-        if master_bits not in MASTER_BITS:
-            raise PresetError(f"MasterWeights: master_bits={master_bits!r}: write 32, 24 or {STOCHASTIC!r}")
-        self.master_bits = master_bits
-        self._numbers: dict[Tensor, int] = {}  # number of each parameter
-        self._corrections = dict(corrections or {})  # of parameters that are yet to be added
-        self._splits = corrections is None and master_bits != 32
+        self._init_masters(master_bits, corrections)
         self._inner = copy.copy(optimizer)  # without hooks of the step, which are for a whole one
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
@@ -97,24 +85,11 @@ class MasterWeights(Optimizer):
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose parameters are made bf16 where ``master_bits`` says so."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group.get("differentiable"):
+        """Add a group; its fp32 parameters become bf16 where ``master_bits`` requires it."""
+        if param_group.get("differentiable", self.defaults.get("differentiable")):
             kind = type(self._inner).__name__
             raise ConflictError(f"MasterWeights of {kind}(differentiable=True): write differentiable=False")
-        for name, p in zip(names_of(group, len(self._numbers)), group["params"], strict=True):
-            if p.dtype not in (torch.float32, torch.bfloat16) or not is_dense(p):
-                kind = str(p.dtype).removeprefix("torch.") + ("" if is_dense(p) else ", with gaps in memory")
-                raise PresetError(f"MasterWeights: {name} is {kind}; parameters are float32 or bfloat16, and dense")
-            self._numbers[p] = len(self._numbers)
-            if self._splits:
-                self._corrections |= split_parameters([p], self.master_bits)
-            if p in self._corrections:
-                self.set_correction(p, self._corrections.pop(p))
-
-    def __getstate__(self) -> dict[str, Any]:  # torch's leaves out what it doesn't know
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _KEPT}}
+        super().add_param_group(param_group)
 
     # --- stepping ---
 
@@ -129,22 +104,18 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        require_finite(self, ((p, p.grad) for _, p in stepped))
-        for group, p in stepped:
-            self._step_in(group, p, p.grad, 1.0)
+        stepped = [(p, p.grad) for p in parameters_of(self) if p.grad is not None]
+        require_finite(self, stepped)
+        for p, grad in stepped:
+            self.step_one(p, grad)
         return loss
 
     @torch.no_grad()
     def step_one(self, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
         """Step one parameter with a gradient of its shape, of any floating type, times a factor."""
-        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
-        self._step_in(group, parameter, gradient, scale)
-
-    def _step_in(self, group: dict[str, Any], p: Tensor, gradient: Tensor, scale: float) -> None:
-        state = self._started(p)
+        group, state = self._group_of(parameter), self._started(parameter)
         ours = {name: state.pop(name) for name in _OURS if name in state}  # else the optimizer wouldn't start its own
-        master = nn.Parameter(_joined(p, ours.get("correction")))
+        master = nn.Parameter(joined(parameter, ours.get("correction")))
         wide = gradient.to(torch.float32)
         master.grad = wide * scale if wide is gradient else wide.mul_(scale)  # by 1, too: a plan doesn't know the norm
         inner = self._inner
@@ -158,7 +129,8 @@ class MasterWeights(Optimizer):
         finally:
             inner.param_groups, inner.state = [], defaultdict(dict)
             state |= ours
-        self._split(p, master.detach())
+        if parameter.dtype == torch.bfloat16 and parameter.numel():  # else stepped in place
+            self._set(parameter, master.detach())
 
     def _started(self, p: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
@@ -169,67 +141,33 @@ class MasterWeights(Optimizer):
             state["updates"] = state.get("updates", 0) + 1  # which random numbers are next
         return state
 
-    def _split(self, p: Tensor, master: Tensor) -> None:
-        if p.dtype == torch.float32 or not p.numel():  # stepped in place
+    def _set(self, p: Tensor, master: Tensor) -> None:
+        state = self.state[p]
+        if "correction" in state:
+            split_again(p, master, state["correction"])
             return
-        state, flat = self.state[p], in_memory_order(master, p.detach())
         # detached, not .data: a backward that still needs the weight then knows that it has changed
-        weight, seed = in_memory_order(p.detach()), seed_of(state.get("updates", 0), self._numbers[p], purpose=1)
-        for part in _chunks(p):
-            if "correction" in state:
-                upper, lower = split(flat[part], bits_of(state["correction"]))
-                state["correction"][part].copy_(lower)
-            else:
-                size = flat[part].numel()
-                random = uniform(blocks(size), BLOCK, part.start // BLOCK, seed, p.device)
-                upper = round_stochastically(flat[part], random.view(-1)[:size])
-            weight[part].copy_(upper)
+        weight, flat = in_memory_order(p.detach()), in_memory_order(master, p.detach())
+        seed = seed_of(state["updates"], self._numbers[p], purpose=1)
+        for part in memory_order.chunks(p.numel(), CHUNK.get(p.device.type, CHUNK["cuda"])):  # each of whole blocks
+            size = flat[part].numel()
+            random = uniform(blocks(size), BLOCK, part.start // BLOCK, seed, p.device)
+            weight[part].copy_(round_stochastically(flat[part], random.view(-1)[:size]))
 
     # --- states ---
 
     @property
-    def bytes_per_parameter(self) -> float:
-        """Bytes of weights and optimizer states per parameter, without gradients."""
-        total = sum(p.nbytes for p in self._numbers) + self._corrections_bytes() + state_bytes(self)
-        return total / max(1, sum(p.numel() for p in self._numbers))
-
-    def _corrections_bytes(self) -> int:
+    def state_bytes(self) -> int:
+        """Bytes of the corrections and of the optimizer's own states, without step counts."""
         kinds = ((p, self._correction_type(p)) for p in self._numbers)
-        return sum(p.numel() * kind.itemsize for p, kind in kinds if kind is not None)
+        return state_bytes(self) + sum(p.numel() * kind.itemsize for p, kind in kinds if kind is not None)
 
     def summary(self) -> str:
         """Describe in one line the bytes of the corrections and the optimizer's own states."""
-        states, kind = state_bytes(self), type(self._inner).__name__
-        total = states + self._corrections_bytes()
-        each = total / max(1, sum(p.numel() for p in self._numbers))
+        states, kind, total = state_bytes(self), type(self._inner).__name__, self.state_bytes
+        each = total / max(1, self.numel)
         of_them = f"{kind}'s own, in fp32, {format_bytes(states)}" if states else f"{kind} keeps none"
         return f"{each:.2f} bytes per parameter: {format_bytes(total)} on the device; {of_them}"
-
-    @torch.no_grad()
-    def master_weight(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's master weight, fp32, of its shape."""
-        correction = self.state[parameter].get("correction") if parameter in self.state else None
-        master = _joined(parameter, correction)
-        return master.clone() if master.data_ptr() == parameter.data_ptr() else master
-
-    @torch.no_grad()
-    def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
-        """Set a bf16 parameter and its correction from an fp32 master weight; do nothing if it isn't split."""
-        if "correction" in self.state.get(parameter, {}):
-            self._split(parameter, master.to(parameter.device))
-
-    def set_correction(self, parameter: Tensor, correction: Tensor) -> None:
-        """Set the correction of a bf16 parameter.
-
-        Raises:
-            PresetError: it is of other bits or another size.
-        """
-        if (correction.numel(), correction.dtype) != (parameter.numel(), self._correction_type(parameter)):
-            raise PresetError(
-                f"MasterWeights: the correction of {name_in(self, parameter)} is of {correction.numel()} numbers of"
-                f" {correction.itemsize} bytes; write corrections=split_parameters(parameters, {self.master_bits!r})"
-            )
-        self.state[parameter]["correction"] = correction
 
     # --- checkpoints ---
 
@@ -270,26 +208,6 @@ class MasterWeights(Optimizer):
                 f" saved it, or {WEIGHTS_ALONE}"
             )
         return {**state, **kept}
-
-    def _correction_type(self, p: Tensor) -> torch.dtype | None:
-        is_split = p.dtype == torch.bfloat16 and isinstance(self.master_bits, int)
-        return CORRECTIONS[int(self.master_bits)] if is_split else None
-
-
-def _joined(p: Tensor, correction: Tensor | None) -> Tensor:
-    """Return the fp32 master of a parameter; an fp32 parameter is returned itself."""
-    if p.dtype == torch.float32 or correction is None:
-        return p.detach().to(torch.float32)
-    master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-    flat, weight = in_memory_order(master), in_memory_order(p.detach())
-    for part in _chunks(p):
-        flat[part].copy_(join(weight[part], correction[part]))
-    return master
-
-
-def _chunks(p: Tensor) -> Iterator[slice]:
-    """Return parts of a flat parameter, each of whole blocks: joining and splitting take some 20 bytes per element."""
-    return memory_order.chunks(p.numel(), CHUNK.get(p.device.type, CHUNK["cuda"]))
 
 
 def _kept(value: Any) -> Any:

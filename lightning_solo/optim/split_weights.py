@@ -54,22 +54,6 @@ def split(master: Tensor, bits: int = 32) -> tuple[Tensor, Tensor]:
     return upper.view(torch.float32).to(torch.bfloat16), units.clamp(-127, 127).to(torch.int8)
 
 
-def split_into(weight: Tensor, master: Tensor, bits: int) -> Tensor:
-    """Split flat fp32 numbers into a bf16 tensor, a chunk at a time, and return the whole correction."""
-    correction = torch.empty_like(master, dtype=CORRECTIONS[bits])
-    size = CHUNK.get(master.device.type, CHUNK["cuda"])
-    for part in memory_order.chunks(master.numel(), size):
-        weight[part], correction[part] = split(master[part], bits)
-    return correction
-
-
-def join_into(master: Tensor, weight: Tensor, correction: Tensor) -> None:
-    """Join flat numbers into an fp32 tensor, a chunk at a time."""
-    size = CHUNK.get(master.device.type, CHUNK["cuda"])
-    for part in memory_order.chunks(master.numel(), size):
-        master[part] = join(weight[part], correction[part])
-
-
 def bits_of(correction: Tensor) -> int:
     """Return the bits of the master weight that a correction belongs to."""
     return 24 if correction.dtype == torch.int8 else 32
@@ -78,9 +62,7 @@ def bits_of(correction: Tensor) -> int:
 def join(weight: Tensor, correction: Tensor) -> Tensor:
     """Return the fp32 numbers that were split, or their upper 24 bits followed by zeros."""
     units = correction.to(torch.int32)
-    units = torch.where(
-        weight == 0, units.clamp_min(0), units
-    )  # of weights set to 0 later, below which the bits are NaN
+    units = torch.where(weight == 0, units.clamp_min(0), units)  # below a weight that was set to 0 the bits are NaN
     raw = weight.to(torch.float32).view(torch.int32) + (units << (32 - bits_of(correction)))
     return raw.view(torch.float32)
 
@@ -114,7 +96,8 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
         if isinstance(master_bits, str):
             weight.copy_(p.detach())
         else:
-            corrections[p] = split_into(in_memory_order(weight), in_memory_order(p.detach(), weight), master_bits)
+            corrections[p] = torch.empty(p.numel(), dtype=CORRECTIONS[master_bits], device=p.device)
+            split_again(weight, p.detach(), corrections[p])
         p.data = weight
     return corrections
 
@@ -130,11 +113,16 @@ def joined(p: Tensor, correction: Tensor | None) -> Tensor:
     if correction is None:
         return p.detach().to(torch.float32)
     master = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
-    join_into(in_memory_order(master), in_memory_order(p.detach()), correction.to(p.device))
+    flat, weight, correction = in_memory_order(master), in_memory_order(p.detach()), correction.to(p.device)
+    for part in memory_order.chunks(flat.numel(), CHUNK.get(p.device.type, CHUNK["cuda"])):
+        flat[part] = join(weight[part], correction[part])
     return master
 
 
 def split_again(p: Tensor, master: Tensor, correction: Tensor) -> None:
     """Set a bf16 parameter and its correction from an fp32 master weight of its shape."""
-    flat = in_memory_order(master.to(p.device), p.detach())
-    correction.copy_(split_into(in_memory_order(p.detach()), flat, bits_of(correction)))
+    flat, weight = in_memory_order(master.to(p.device), p.detach()), in_memory_order(p.detach())
+    for part in memory_order.chunks(flat.numel(), CHUNK.get(p.device.type, CHUNK["cuda"])):
+        upper, lower = split(flat[part], bits_of(correction))
+        weight[part].copy_(upper)
+        correction[part].copy_(lower)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import MasterWeights, StepInBackward
-from lightning_solo.optim.adamw_update import CHUNK
+from lightning_solo.optim import MasterWeights, StepInBackward, adamw_update, split_weights
 from lightning_solo.optim.split_weights import STOCHASTIC, split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
 from tests.messages import mentions
@@ -192,7 +191,8 @@ def test_chunks_change_nothing(master_bits: int | str, monkeypatch: pytest.Monke
     """240 elements, whole and in two parts, of a block and of a short one."""
     results = []
     for size in (2**18, 128):
-        monkeypatch.setitem(CHUNK, "cpu", size)
+        monkeypatch.setitem(adamw_update.CHUNK, "cpu", size)
+        monkeypatch.setitem(split_weights.CHUNK, "cpu", size)
         module, optimizer = split_net("NAdam", master_bits)
         train(module, optimizer)
         results.append(contents(optimizer))
