@@ -23,7 +23,7 @@ from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.param_groups import name_in, parameters_of, saved_states
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
-"""Rules of torch's AdamW and Adam that have no compact form."""
+"""Options of torch's AdamW and Adam that have no compact form."""
 WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(path), and fit without ckpt_path"
 """The remedy where optimizer states can't be loaded."""
 
@@ -31,7 +31,7 @@ WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(pat
 def loadable_states(
     optimizer: Optimizer, state_dict: Mapping[str, Any], layout: Callable[[Tensor], Layout]
 ) -> dict[Tensor, dict[str, Any]]:
-    """Return each parameter's saved state, of a `CompactAdamW` or torch's AdamW; empty where the file has none.
+    """Return the saved state of each parameter, of a `CompactAdamW` or torch's AdamW; empty where the file has none.
 
     Raises:
         CheckpointError: other groups, names, sizes or bits, missing tensors, or an `UNSUPPORTED` option.
@@ -55,7 +55,7 @@ def loadable_states(
 def loaded_state(
     p: Tensor, saved: Mapping[str, Tensor], layout: Layout, home: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a copy of one of `loadable_states`, in the host tensors ``home`` if it has any, else on the device."""
+    """Return a copy of a saved state: in the host tensors ``home`` if there are any, else on the device."""
     if not set(saved) - {"correction"}:  # before its first step
         return {name: home[name].copy_(x) if home else x.to(p.device, copy=True) for name, x in saved.items()}
     state = new_state(layout, p.device, home)

@@ -1,14 +1,13 @@
 """The step of compact states and the sum of gradients on a GPU, in Triton: `adamw_update.update_blocks` in one pass.
 
-A program steps ``ROWS`` blocks of 128 elements. A launch steps one piece whose addresses are arguments, or many whose
-addresses and scalars are rows of a table. Importing this module imports Triton.
+A program steps ``ROWS`` blocks of 128 elements. A launch steps one piece whose addresses are arguments, or many pieces
+whose addresses and scalars are rows of a table. Importing this module imports Triton.
 
-Each operation is one of torch's on a CPU and rounds as it does: products are added with one rounding where `tl.fma`
-says so and nowhere else (compile with ``enable_fp_fusion=False``), quotients and roots are those of IEEE 754. Those of
-the compiler branch, for extremes, and take half as many instructions again; here they are refined from the device's
-approximation in a straight line. Of 10**8 random quotients and roots, none differed from IEEE 754's with approximations
-that were off by 0 or, of quotients, by one unit of their last place; those of `_code_of_first`, which are refined once
-instead of twice, differed 23 times, and no code did.
+Each operation rounds as torch's does on a CPU. A product is added with one rounding only where `tl.fma` does it
+(compile with ``enable_fp_fusion=False``). Quotients and roots round as IEEE 754 requires. They are refined from the
+device's approximations without a branch, since the compiler's own, which branch for extremes, take half as many
+instructions again. None of 10**8 random quotients and roots differed from IEEE 754's. `_code_of_first` refines once
+instead of twice: 23 of its quotients differed, and no code.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def _refined(near, b):
 
 @triton.jit
 def _root(x):
-    """Return sqrt(x) of 0 and positive numbers; scale those below 2**-64 by 2**64, so that no remainder underflows."""
+    """Return sqrt(x) of 0 and positive numbers; those below 2**-64 are scaled by 2**64, so that nothing underflows."""
     is_small = x < 5.421010862427522e-20
     x = tl.where(is_small, x * 18446744073709551616.0, x)
     near = _reciprocal_root(tl.maximum(x, 7.52316384526264e-37))
@@ -184,9 +183,9 @@ def _code_of_first(values, factor):
 def _code_of_second(values, factor, uniform):
     """Encode ``exp_avg_sq``, rounded stochastically.
 
-    The root may be 2 units of its last place off, as the device's fast one is. Its whole part then differs where the
-    square is within 2**-21 of that of a code, and the code only where the random number, besides, is within 2**-20 of
-    its end: once in some 10**11 elements, by one.
+    The device's fast root may be off by 2 units of its last place. Its whole part then differs if the square is within
+    2**-21 of a code's square. The code differs only if the random number is also within 2**-20 of its end: once in some
+    10**11 elements, by one.
     """
     square = tl.minimum(values * factor[:, None] * 65025.0, 65025.0)  # of NaN and the most, the most
     below = tl.floor(_fast_root(square))
@@ -219,9 +218,9 @@ def _step_rows(
     BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
     IS_NEAR: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Step ``ROWS`` blocks of a piece; ``numel`` elements are left from the first of these blocks on.
+    """Step ``ROWS`` blocks of a piece; ``numel`` counts the elements from the first of these blocks to the end.
 
-    ``BITS`` are those of the master weight: 16 with no correction, 32 with a correction or in fp32.
+    ``BITS`` are the bits of the master weight: 16 without a correction; 24 or 32 with one; 32 in fp32.
     """
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -289,7 +288,7 @@ def _step_program(
     BITS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_PULL: tl.constexpr,
     IS_NEAR: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Step the blocks of one program, with masks only where the piece ends in them."""
+    """Step the blocks of one program; only the last program of a piece needs masks."""
     start = program.to(tl.int64) * (ROWS * BLOCK)
     weight += start
     grad += start

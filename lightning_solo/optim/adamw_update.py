@@ -1,8 +1,8 @@
 """One step of AdamW or Adam on compact master weights and moments, chunk by chunk.
 
-A chunk is unpacked to fp32, stepped with the operators of torch's own AdamW in their order, and packed again, so that
-never more than one chunk exists in fp32. On fp32 weights and moments it is torch's AdamW, bit for bit; compiled, a few
-loops read and write each number, within rounding of it.
+A chunk is unpacked to fp32, stepped with the operators of torch's own AdamW in their order, and packed again. So at
+most one chunk exists in fp32. With fp32 weights and moments the result equals torch's AdamW bit for bit, or within
+rounding if the step is compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_solo.optim.random_numbers import seed_of, uniform
 from lightning_solo.optim.split_weights import bits_of, join, round_stochastically, split
 
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
-"""Elements stepped at once: on the CPU what its caches hold, on a GPU what fills it."""
+"""Elements of a chunk: few enough for the caches of a CPU, enough to occupy a GPU."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Hyperparameters:
         """Return the numbers of a parameter's step.
 
         Args:
-            step: which step of the parameter it is, from 1 on.
-            index: of the parameter among those of its optimizer; random numbers depend on it and on the step.
+            step: number of the parameter's step, from 1 on.
+            index: number of the parameter in its optimizer; random numbers depend on it and on the step.
         """
         beta1, beta2 = self.betas
         return Scalars(
@@ -86,15 +86,15 @@ class Blocks:
     """Blocks of a parameter with their states, one row per block.
 
     Attributes:
-        weight: (blocks, 128); so are the gradient, the correction, and moments in fp32 or 8 bits.
+        weight: (blocks, 128); the gradient and the correction have the same shape.
         grad: the gradient.
-        exp_avg: (blocks, 64) in 4 bits; so is ``exp_avg_sq``.
-        exp_avg_sq: the second moment.
+        exp_avg: (blocks, 128) in fp32 or 8 bits, (blocks, 64) in 4 bits.
+        exp_avg_sq: as ``exp_avg``.
         correction: of a bf16 weight.
-        exp_avg_scale: (blocks,); so is ``exp_avg_sq_scale``. None: the moments are in fp32.
-        exp_avg_sq_scale: of the second moment.
-        book: values of the codes of ``exp_avg`` in 4 bits.
-        book_sq: values of the codes of ``exp_avg_sq`` in 4 bits.
+        exp_avg_scale: (blocks,); None if the moments are in fp32.
+        exp_avg_sq_scale: as ``exp_avg_scale``.
+        book: values of the 4-bit codes of ``exp_avg``.
+        book_sq: values of the 4-bit codes of ``exp_avg_sq``.
     """
 
     weight: Tensor
@@ -114,11 +114,11 @@ def update_blocks(
     """Step blocks of a parameter in place, by the operators of `torch.optim.adam._single_tensor_adam`, in order.
 
     Args:
-        blocks: of the parameter.
-        by: the numbers of the step.
-        first_row: which block of the parameter is the first.
+        blocks: the blocks.
+        by: the coefficients of the step.
+        first_row: number of the first block in its parameter.
         scale: factor of the gradient.
-        bound: the gradient is clamped to it, before it is scaled.
+        bound: the gradient is clamped to it before it is scaled.
     """
     weight, correction = blocks.weight, blocks.correction
     exp_avg_scale, exp_avg_sq_scale = blocks.exp_avg_scale, blocks.exp_avg_sq_scale
@@ -135,7 +135,7 @@ def update_blocks(
         grad = grad.clamp(-bound, bound)
     grad = grad * scale
     master.mul_(by.shrink)
-    if torch.compiler.is_compiling():  # weights of lerp_ and factors of addcmul_ it would take for constants
+    if torch.compiler.is_compiling():  # a compiler takes weights of lerp_ and factors of addcmul_ for constants
         grad = grad + master * by.pull if by.pull else grad
         m.add_((grad - m) * by.first)
         v.mul_(by.keep).add_(grad * by.second * grad)

@@ -20,17 +20,17 @@ class BackEnd:
     """A library's AdamW.
 
     Attributes:
-        package: that has it.
-        install: what pip is told to install.
-        precisions: in which it steps the weights soundly, by Lightning's names, the best one first.
-        moment_bits: of each moment.
+        package: the library.
+        install: the requirement for pip.
+        precisions: Lightning's names of the precisions in which no update is lost, the best one first.
+        moment_bits: bits of each moment.
         block: elements that share a scale.
-        scale_bytes: of each scale.
-        smallest: elements below which a parameter's moments stay in fp32.
-        whole_blocks: whether the moments of a parameter whose size is no multiple of the block stay in fp32.
-        correction_bytes: kept of a bf16 weight's lower bits, per element.
+        scale_bytes: bytes of each scale.
+        smallest: parameters with fewer elements keep their moments in fp32.
+        whole_blocks: whether parameters that aren't a multiple of the block keep their moments in fp32.
+        correction_bytes: bytes of a bf16 weight's correction, per element.
         needs_cuda: whether it runs on CUDA devices alone.
-        paged_from: elements from which a parameter's moments are in unified memory.
+        paged_from: parameters with at least as many elements have their moments in unified memory.
     """
 
     package: str
@@ -47,7 +47,7 @@ class BackEnd:
 
     @property
     def bf16_weights(self) -> bool:
-        """Whether bf16 weights are stepped soundly."""
+        """Whether bf16 weights lose no update."""
         return "bf16-true" in self.precisions
 
     @property

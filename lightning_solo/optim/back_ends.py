@@ -2,21 +2,22 @@
 
 How each library treats the weights:
 
-- torchao steps in fp32 and rounds bf16 weights stochastically, by torch's random numbers: there is no master, and a
-  resumed run is the undisturbed one only where the state of the random numbers is, too. fp32 weights stay fp32. It
-  compiles a kernel for each shape of a parameter, and again whenever betas change, as OneCycleLR's do by default.
-  In 8 bits a small exp_avg_sq becomes 0, whose root divides: with AdamW's eps of 1e-8 that can diverge, with 1e-6 not.
-- bitsandbytes has no master weights, and rounds to the nearest: a bf16 weight loses whatever is below 1/512 of it. So
-  weights have to be fp32 here, and bf16 comes from autocast. Paged states are in CUDA's unified memory, from 100,000
-  elements on, and are pushed to the host when the device is full; loaded from a checkpoint they are on the device.
-- flashoptim keeps the 8 bits below bf16 apart, as `CompactAdamW` does with 24 bits, from the first step on: at the
-  start weights are rounded to bf16. CUDA only.
+- torchao steps in fp32 and rounds bf16 weights stochastically, by torch's random numbers. It has no master weights, and
+  a resumed run equals the undisturbed one only if the state of the random numbers is restored. fp32 weights stay fp32.
+  It compiles a kernel for each shape of a parameter, and again if betas change, as they do under OneCycleLR.
+  In 8 bits a small exp_avg_sq becomes 0, and the update divides by its root plus eps: AdamW's eps of 1e-8 can diverge,
+  1e-6 doesn't.
+- bitsandbytes has no master weights and rounds to the nearest: a bf16 weight loses updates below 1/512 of it. So
+  weights must be fp32, and bf16 comes from autocast. Paged states of 100,000 elements or more are in CUDA's unified
+  memory, which moves to the host when the device is full. States loaded from a checkpoint are on the device.
+- flashoptim stores a correction of 8 bits, as `CompactAdamW` does with 24 bits, from the first step on; the initial
+  weights are rounded to bf16. It needs CUDA.
 
-Moments stay in fp32 below 4,096 elements, and with torchao where its block of 256 (8 bits) or 128 (4) does not divide
-the parameter; `uncompressed` names these. torchao itself keeps them in the weights' bf16, where exp_avg_sq stops
-growing too early.
+Parameters below 4,096 elements keep their moments in fp32. So do parameters of torchao that aren't a multiple of its
+block of 256 (8 bits) or 128 (4 bits); torchao itself uses bf16, in which exp_avg_sq stops growing. `uncompressed` names
+them.
 
-Each of them steps each parameter by itself, so `StepInBackward` is exact.
+Each library steps each parameter by itself, so `StepInBackward` is exact.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from lightning_solo.units import format_bytes
 def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end: str) -> Optimizer:
     """Return a library's optimizer that shares the groups of a user's AdamW or Adam; schedulers then act on it.
 
-    It has a ``step_one(parameter, gradient, scale)``, as `StepInBackward` needs it, and a ``back_end``, its name.
+    It has the method ``step_one(parameter, gradient, scale)`` for `StepInBackward`, and the attribute ``back_end``.
 
     Args:
         optimizer: torch's AdamW or Adam, before its first step.
@@ -54,7 +55,7 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
 
     Raises:
         CapabilityError: the package, a CUDA device or a compiler is missing.
-        ConflictError: another optimizer, a rule of AdamW's or weights that the library can't serve.
+        ConflictError: the library doesn't support the optimizer, one of its options or the type of the weights.
     """
     kind = type(optimizer)
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
@@ -139,12 +140,12 @@ def require_capable(back_end: str, device: torch.device) -> None:
 
 
 def state_sizes(p: Tensor, back_end: str) -> dict[str, int]:
-    """Return the bytes of each state of a parameter, whose dtype is the one that it trains in."""
+    """Return the bytes of each state of a parameter in the dtype of its training."""
     return BACK_ENDS[back_end].state_sizes(p.numel(), is_bf16=p.dtype == torch.bfloat16)
 
 
 def device_bytes(p: Tensor, back_end: str) -> int:
-    """Return the bytes of a parameter's states that must be on the device, the unpaged ones."""
+    """Return the bytes of a parameter's states that are always on the device, not paged."""
     paged_from = BACK_ENDS[back_end].paged_from
     sizes = state_sizes(p, back_end)
     if paged_from is not None and p.numel() >= paged_from:

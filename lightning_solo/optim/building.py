@@ -1,20 +1,18 @@
 """Build a module with split master weights, so that its fp32 weights never exist all at once.
 
-```
-built             in fp32, whatever the default dtype is, and on a real device where the code says "meta"
-"open"    4 bytes the parameters used last, up to a window: user code initialises fp32 numbers as ever
-"closed"  3 bytes the others: bf16 weight and correction (24 bits; 4 bytes with 32)
-used              a closed parameter is opened before any torch function runs on it
-```
+Parameters are created in fp32 whatever the default dtype is, and on a real device instead of "meta". The parameters
+used last, up to a window of bytes, are *open*: they are fp32, 4 bytes per element. The others are *closed*: a bf16
+weight and a correction, 3 bytes with 24 bits and 4 with 32. A closed parameter is opened before any torch function runs
+on it, so user code reads and writes fp32 numbers.
 
-A parameter that is overwritten as a whole, however late, as in initialisation, is exact. One that is read and changed
-after it was closed has been rounded to 24 bits first; with 32 bits it is exact too.
+A parameter that is overwritten as a whole, as in initialisation, is exact. One that is read and changed after it was
+closed was first rounded to 24 bits; with 32 bits it is exact too.
 
-- A parameter with views stays open as long as the views exist, or to the end.
-- Copies by `copy.deepcopy` are noticed when they are put into a module.
-- `from_pretrained` uses "meta" by itself; what it has loaded is split.
-- A module that user code empties (`to_empty`, `skip_init`) has been initialised before. The random numbers are those of
-  the same code without "meta".
+- A parameter with views stays open until the views are gone or the building ends.
+- A copy by `copy.deepcopy` is split when it is assigned to a module.
+- `from_pretrained` uses "meta" itself; the loaded weights are split.
+- A module that user code empties (`to_empty`, `skip_init`) was initialised before. The random numbers are those of the
+  same code without "meta".
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_solo.optim.split_weights import join_parameters, split_parameters
 
 WINDOW_BYTES = 2**28
-"""Of fp32 parameters that are open at a time; the youngest is open however large it is."""
+"""Bytes of fp32 parameters that are open at a time; the youngest is open whatever its size."""
 
-_TRIES = 8  # parameters with views that are passed over before closing ends for this time
+_TRIES = 8  # parameters with views that are skipped before closing is given up for this time
 _tensor: Any = torch.Tensor
-_BLIND = {  # functions that read nothing that closing has changed
+_BLIND = {  # functions whose result closing doesn't change
     _tensor.shape.__get__,
     _tensor.device.__get__,
     _tensor.requires_grad.__get__,
@@ -59,14 +57,14 @@ _BLIND = {  # functions that read nothing that closing has changed
 class Building(TorchFunctionMode):
     """A context that splits each fp32 parameter registered in it into bf16 and an entry of `corrections`.
 
-    Entered again, for loading weights, it opens each closed parameter that is used. Left by an exception, it makes
-    its parameters fp32 again.
+    Enter it again to load weights: closed parameters are opened when they are used. An exception makes all parameters
+    fp32 again.
 
     Args:
-        master_bits: 32 or 24, which are kept.
-        splits: returns whether a parameter is to be split; all by default.
-        window_bytes: of fp32 parameters that may be open, beside the youngest.
-        corrections_on: the device where corrections are kept; by default that of their parameter.
+        master_bits: 32 or 24.
+        splits: returns whether a parameter is split; all are by default.
+        window_bytes: bytes of fp32 parameters that may be open, besides the youngest.
+        corrections_on: the device of the corrections; by default that of their parameter.
 
     >>> with Building(24) as building, torch.device("meta"):
     ...     layer = nn.Linear(512, 512)
@@ -88,7 +86,9 @@ class Building(TorchFunctionMode):
         self.splits = splits
         self.window_bytes = WINDOW_BYTES if window_bytes is None else window_bytes
         self._parts: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()  # corrections, None where open
-        self._left: MutableMapping[Tensor, tuple[int, int]] = WeakTensorKeyDictionary()  # as closed ones were then
+        self._left: MutableMapping[Tensor, tuple[int, int]] = (
+            WeakTensorKeyDictionary()
+        )  # marks of closed ones when the context was left
         self._young: OrderedDict[int, tuple[weakref.ref[Tensor], int]] = OrderedDict()  # open ones, oldest first
         self._young_bytes = 0
         self._undo: list[Callable[[], Any]] = []
@@ -96,7 +96,7 @@ class Building(TorchFunctionMode):
         self._thread = 0
 
     def __enter__(self) -> Building:
-        self._see_what_others_wrote()
+        self._note_other_writes()
         self._left.clear()
         device, dtype = torch.get_default_device(), torch.get_default_dtype()
         self._device = torch.device("cpu") if device.type == "meta" else device
@@ -130,7 +130,7 @@ class Building(TorchFunctionMode):
     @property
     def corrections(self) -> dict[Tensor, Tensor]:
         """Corrections of the closed parameters; zeros for a parameter that was written to after it was closed."""
-        self._see_what_others_wrote()
+        self._note_other_writes()
         return {p: correction for p, correction in self._parts.items() if correction is not None}
 
     def join(self, on: torch.device | None = None) -> None:
@@ -143,7 +143,7 @@ class Building(TorchFunctionMode):
                 p.data = p.data.to(on)
             join_parameters([p], {p: corrections.pop(p)})
 
-    def _see_what_others_wrote(self) -> None:
+    def _note_other_writes(self) -> None:
         for p in [p for p, mark in self._left.items() if mark != _mark(p)]:
             correction = self._parts[p]
             assert correction is not None  # it was closed
@@ -151,7 +151,7 @@ class Building(TorchFunctionMode):
             self._parts[p] = correction.zero_() if same else None
             self._left.pop(p)
 
-    # --- what is seen ---
+    # --- torch functions and registrations ---
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Open the parameters among a function's arguments, and move them off "meta"."""
@@ -160,7 +160,7 @@ class Building(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             for p in touched:
                 self._open(p)
-        in_arguments = _is_meta(kwargs.get("device")) and func is not torch.Tensor.to  # a move to "meta" is meant
+        in_arguments = _is_meta(kwargs.get("device")) and func is not torch.Tensor.to  # a move to "meta" is intended
         by_default = torch.get_default_device().type == "meta"  # of `set_default_device`, which torch reads later
         if (in_arguments or by_default) and _is_loading():
             in_arguments = by_default = False
@@ -173,7 +173,7 @@ class Building(TorchFunctionMode):
         return result
 
     def _add(self, parameters: Iterable[Tensor | None]) -> None:
-        if threading.get_ident() != self._thread:  # another thread's module, whose functions this mode doesn't see
+        if threading.get_ident() != self._thread:  # this mode doesn't see the functions of other threads
             return
         with torch._C.DisableTorchFunction():
             for p in parameters:
@@ -208,7 +208,7 @@ class Building(TorchFunctionMode):
                 continue
             if _users(p) == 1:
                 self._close(p)
-            else:  # its views would show numbers that are read no more
+            else:  # its views would show outdated numbers
                 shared += 1
                 youngest = next(reversed(self._young))
                 self._rejuvenate(p)

@@ -41,10 +41,10 @@ from lightning_solo.units import format_bytes
 class CompactAdamW(SplitOptimizer):
     """AdamW, or Adam, with compact model states; ``param_groups``, schedulers and checkpoints as with torch's own.
 
-    bf16 parameters are rounded from a master weight: the rounding error is kept as a correction, or, with
-    ``master_bits="16-stochastic"``, rounding is such that the mean is right. fp32 parameters stay as they are with
-    ``master_bits=32``; otherwise they become bf16 here, in place. To split fp32 parameters into 2 + 2 bytes instead,
-    call `split_parameters` first.
+    bf16 parameters are rounded from a master weight. The rounding error is stored as a correction; with
+    ``master_bits="16-stochastic"`` rounding is random instead, with the right mean. fp32 parameters stay fp32 with
+    ``master_bits=32``; otherwise they become bf16 in place. To split fp32 parameters into 2 + 2 bytes, call
+    `split_parameters` first.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups, as for any optimizer of torch.
@@ -53,22 +53,21 @@ class CompactAdamW(SplitOptimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient.
         master_bits: 32, 24 or "16-stochastic".
-        moment_bits: 32, 8 or 4, which needs torchao. Of parameters below 4,096 elements they stay in fp32: see
+        moment_bits: 32, 8 or 4, which needs torchao. Parameters below 4,096 elements keep moments in fp32: see
             `uncompressed`.
         decoupled_weight_decay: False for Adam, whose weight decay is a part of the gradient.
-        corrections: of bf16 parameters that were split, as `split_parameters` returns them; with them, fp32
-            parameters stay as they are.
-        fused: step in one pass: on a GPU by a Triton kernel; a parameter on a CPU with moments in 8 bits by a kernel
-            in C++; both round as torch's operators do. Others by torch.compile. None: where there is a compiler, and
-            by torch.compile from 16 million elements on; False: by torch's operators.
-        state_budget: bytes of states that stay on the device, as "8GiB"; the others are stored in host memory, and
-            pass through the device when they are stepped. "auto": as many as the first step leaves free, during which
-            as many as possible are on the host. None: all stay. The first parameters' states stay first, for in
-            backward their gradients come last, when little is left to compute meanwhile.
+        corrections: of split bf16 parameters, as `split_parameters` returns them. If given, fp32 parameters stay fp32.
+        fused: step in one pass. On a GPU a Triton kernel does; on a CPU a C++ kernel does for moments in 8 bits; both
+            round as torch's operators do. torch.compile does the rest. None: where there is a compiler, and by
+            torch.compile from 16 million elements on. False: by torch's operators.
+        state_budget: bytes of states that stay on the device, such as "8GiB". The others are stored in host memory and
+            pass through the device in a step. "auto": as many stay as the first step leaves free; during it as many
+            as possible are on the host. None: all stay. States of the first parameters stay first: their gradients
+            come last in backward, when little computation is left to overlap with.
 
     Raises:
-        PresetError: a value that is none of those allowed; parameters that are not fp32 or bf16, or have gaps in
-            memory; a correction of other bits.
+        PresetError: a value isn't allowed; a parameter isn't fp32 or bf16, or has gaps in memory; a correction is of
+            other bits.
 
     >>> layer = torch.nn.Linear(512, 512)
     >>> optimizer = CompactAdamW(layer.parameters(), lr=1e-3)
@@ -157,7 +156,7 @@ class CompactAdamW(SplitOptimizer):
 
         Args:
             pairs: parameters of this optimizer, and gradients as for `step_one`.
-            control: by `control`. Where its scale is NaN nothing is stepped, but steps are counted: see `uncount`.
+            control: by `control`. If its scale is NaN nothing is stepped, but steps are counted: see `uncount`.
         """
         groups: dict[Any, list[Piece]] = {}  # of pieces that may share a launch
         counted: list[Tensor] = []  # parameters whose step isn't launched yet
@@ -266,7 +265,7 @@ class CompactAdamW(SplitOptimizer):
     def state(self, states: Any) -> None:
         self._states = states
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's puts it where the property can't see it
+    def __setstate__(self, state: dict[str, Any]) -> None:  # torch's writes `state` past the property
         attributes = dict(state)
         if "state" in attributes:
             self._states = attributes.pop("state")
@@ -316,8 +315,8 @@ class CompactAdamW(SplitOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer, bit for bit, or of torch's AdamW and Adam, which are compressed.
 
-        A parameter without a state in the file starts anew. A correction that the file lacks, since it has fp32
-        weights, stays.
+        A parameter without a state in the file starts anew. A file with fp32 weights has no corrections; the present
+        ones stay.
 
         Raises:
             CheckpointError: other groups, names, sizes or bits, missing tensors, or an unsupported AdamW option;

@@ -2,17 +2,18 @@
 
 8 bits, per number of a block whose largest magnitude is the scale s:
 
-- ``exp_avg``: ``round(127 * 2x / (1 + |x|))`` of x = value / s, int8: fine near 0, where most of it is.
-- ``exp_avg_sq``: c of ``s * (c / 255)**2``, uint8. Rounded stochastically, up or down so that the mean is the value: a
-  step changes it by as little as 0.1 %, which rounding to the nearest code would undo, each time. A number other
-  than 0 is never rounded to 0, since its root divides.
+- ``exp_avg``: ``round(127 * 2x / (1 + |x|))`` of x = value / s, int8. Codes are dense near 0, where most values are.
+- ``exp_avg_sq``: the code c stands for ``s * (c / 255)**2``, uint8. It is rounded up or down at random, so that the
+  mean is the value. A step may change it by 0.1 %, which rounding to the nearest code would undo each time. A number
+  other than 0 is never rounded to 0, since the update divides by its root.
 
-Other libraries: FlashOptim (arXiv 2602.23349) has the same two curves, in blocks of 32, rounds both to the nearest
-code, and both may become 0. torchao and bitsandbytes have a table of 256 codes, spaced by powers of ten, in blocks of
-256, rounded to the nearest.
+FlashOptim (arXiv 2602.23349) has the same two curves in blocks of 32, rounds both to the nearest code, and both may
+become 0. torchao and bitsandbytes have a table of 256 codes, spaced by powers of ten, in blocks of 256, and round to
+the nearest.
 
-After 400 steps beside fp32 moments an update (exp_avg / sqrt(exp_avg_sq)) is 3.8 % off; with both rounded to the
-nearest code 10 %, with torchao's table 14.5 % (`python examples/measure_moments.py --steps 400`; torch 2.13.0, a CPU).
+Compared with fp32 moments, an update (exp_avg / sqrt(exp_avg_sq)) is 3.8 % off after 400 steps; 10 % if both are
+rounded to the nearest code; 14.5 % with torchao's table (`python examples/measure_moments.py --steps 400`; torch
+2.13.0, a CPU).
 
 4 bits: torchao's codes (arXiv 2309.01507), two to a byte, in the same blocks.
 """
@@ -30,15 +31,15 @@ from lightning_solo.machine import is_installed
 BLOCK = 128
 MOMENT_BITS = (32, 8, 4)
 BITS = {torch.float32: 32, torch.int8: 8, torch.uint8: 4}
-"""Type of what is kept of ``exp_avg`` -> its bits."""
+"""Type of the stored ``exp_avg`` -> its bits."""
 LEAST = 4096
-"""Elements below which a parameter's moments stay in fp32: norms and biases, which are sensitive and take nothing."""
+"""Parameters with fewer elements keep moments in fp32: norms and biases are sensitive and small."""
 
 _TINY, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def blocks(numel: int) -> int:
-    """Return how many blocks a tensor is cut into; the last one may be short."""
+    """Return the number of blocks of a tensor; the last one may be short."""
     return -(-numel // BLOCK)
 
 
@@ -47,7 +48,7 @@ def quantize_first(values: Tensor, book: Tensor | None = None) -> tuple[Tensor, 
 
     Args:
         values: fp32, of shape (blocks, 128).
-        book: of the signed codes. The codes are then uint8 of shape (blocks, 64), else int8 of (blocks, 128).
+        book: values of the signed 4-bit codes; codes are then uint8 of shape (blocks, 64), else int8, (blocks, 128).
     """
     scaled, scales = _scaled(values)
     if book is not None:
@@ -69,7 +70,7 @@ def quantize_second(values: Tensor, book: Tensor | None = None, uniform: Tensor 
 
     Args:
         values: fp32, of shape (blocks, 128), none negative.
-        book: of the codes without a sign. The codes are then uint8 of shape (blocks, 64), else of (blocks, 128).
+        book: values of the unsigned 4-bit codes; codes are then of shape (blocks, 64), else (blocks, 128); uint8.
         uniform: in [0, 1), of the values' shape, for stochastic rounding to 8 bits; None: round to the nearest code.
     """
     scaled, scales = _scaled(values)
@@ -79,7 +80,7 @@ def quantize_second(values: Tensor, book: Tensor | None = None, uniform: Tensor 
     # not clamp, which looks for NaN: compiled for a CPU that takes longer
     squares = torch.where(squares < 65025, squares, 65025.0)
     below = squares.sqrt().floor()
-    # the part of the way from this code's square to the next one's is the probability of the next one
+    # the probability of the next code is the fraction of the way from this code's square to the next one's
     up = squares - below * below > (0.5 if uniform is None else uniform) * (2 * below + 1)
     codes = (below + up.to(torch.float32)).to(torch.int32)
     return torch.maximum(codes, (values > 0).to(torch.int32)).to(torch.uint8), scales

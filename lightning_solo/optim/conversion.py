@@ -30,16 +30,17 @@ def compacted(
     """Return a compact optimizer that shares the groups of a user's; schedulers then act on it.
 
     Args:
-        optimizer: torch's AdamW or Adam, which become a CompactAdamW; another one that steps each parameter by itself,
-            which gets MasterWeights; or one of those two, which is returned, with the corrections if as wide.
+        optimizer: torch's AdamW or Adam, converted to a `CompactAdamW`; another torch optimizer that steps each
+            parameter by itself, converted to a `MasterWeights`; or one of these two, which is returned. The latter
+            takes the corrections if its ``master_bits`` are the same.
         schedulers: of the optimizer.
         master_bits: as `CompactAdamW`.
-        moment_bits: as `CompactAdamW`; others' states stay in fp32.
-        corrections: of parameters that have been split.
+        moment_bits: as `CompactAdamW`; other optimizers keep states in fp32.
+        corrections: of split parameters.
         state_budget: as `CompactAdamW`.
 
     Raises:
-        ConflictError: another optimizer, or a choice of AdamW's that has no compact form.
+        ConflictError: another optimizer, or an option of AdamW without a compact form.
     """
     if isinstance(optimizer, (CompactAdamW, MasterWeights)):
         if state_budget is not None and getattr(optimizer, "state_budget", None) is None:

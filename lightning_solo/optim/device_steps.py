@@ -16,11 +16,11 @@ from lightning_solo.optim.kernels import Control, Piece
 from lightning_solo.optim.staging import Staging
 
 LAUNCH_NUMEL = 2**26
-"""Elements of parameters that are stepped by one launch."""
+"""Elements of the parameters that one launch steps."""
 
 
 class DeviceSteps:
-    """Kernels of an optimizer's steps on one device, and their controls, which share one tensor of flags."""
+    """Kernels of an optimizer's steps on one device, and their controls, which share a tensor of flags."""
 
     def __init__(self, device: torch.device, count: int, numel: int, fused: bool | None) -> None:
         self.device = device
@@ -37,7 +37,7 @@ class DeviceSteps:
         return torch.zeros(self._count, dtype=torch.int32, device=self.device)
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
-        """Return the control of steps: gradients are clamped to a bound, then multiplied by a scale (fp32; None: 1)."""
+        """Return a control that clamps gradients to a bound, then multiplies them by a scale (fp32; None: 1)."""
         if scale is not None:
             return Control(scale, self._flags, bound)
         if bound not in self._controls:

@@ -1,19 +1,19 @@
 """Steps of compact states and sums of gradients on a GPU, by the kernels of `adamw_triton`, one launch per call.
 
-Nothing in a call waits for the device. Many pieces share a launch: their addresses and scalars are the rows of a table,
-which is uploaded from pinned memory, at once. Triton compiles a kernel at its first call for each layout, in some
-seconds, and keeps it in its cache on disk.
+No call waits for the device. Many pieces share a launch: their addresses and scalars are the rows of a table, which is
+uploaded from pinned memory in one copy. Triton compiles a kernel at its first call for each layout, in some seconds,
+and stores it in its cache on disk.
 
 Differences from torch's operators on a CPU (`adamw_update.update_blocks`, not compiled):
 
-- codes of 8 bits, by one: `adamw_triton` says why. Of ``exp_avg_sq`` once in some 10**11 elements; of ``exp_avg``
-  not once in 3 * 10**8;
-- a change of a weight below 2**-100, by a unit of its last place; and where ``eps`` and ``exp_avg_sq`` are both 0, it
-  is NaN, where theirs is infinite if ``exp_avg`` isn't 0;
-- the payload of NaN, and the codes of a block that holds one, whose scale is NaN;
-- squares are added up in another order, which is the same every time.
+- 8-bit codes may differ by one, as `adamw_triton` explains: of ``exp_avg_sq`` once in some 10**11 elements, of
+  ``exp_avg`` not once in 3 * 10**8.
+- A change of a weight below 2**-100 may differ by a unit of its last place. If ``eps`` and ``exp_avg_sq`` are both 0,
+  the change is NaN; torch's is infinite if ``exp_avg`` isn't 0.
+- The payload of NaN differs, and so do the codes of a block with a NaN, whose scale is NaN.
+- Squares are added up in another order, which is the same every time.
 
-On a GPU, torch's operators themselves round some products differently than on a CPU.
+torch's own operators round some products differently on a GPU than on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_solo.optim.kernels import PER_PARTIAL, Control, Kernels, Piece, S
 from lightning_solo.optim.operator_kernels import greatest
 
 LEAST_CAPABILITY = (8, 0)
-"""Of a device: below it there is no arithmetic in bf16."""
+"""Compute capability of the oldest devices with bf16 arithmetic."""
 
 Layout = tuple[tuple[str, torch.dtype], ...]
 
@@ -43,12 +43,12 @@ class TritonKernels:
     If a kernel can't be compiled or launched, ``otherwise`` does its work from then on, after one warning.
 
     Args:
-        device: whose memory the tensors are in; a CPU's where Triton's interpreter is on.
-        otherwise: kernels for the pieces that these can't step.
+        device: of the tensors; the CPU under Triton's interpreter.
+        otherwise: kernels for pieces that these don't support.
     """
 
-    grouped_below = 2**20  # a launch costs about what stepping as many elements does: 3 to 5 microseconds
-    piece = 2**23  # few enough that many are on their way, and enough that a launch takes no time
+    grouped_below = 2**20  # a launch takes as long as stepping as many elements: 3 to 5 microseconds
+    piece = 2**23  # few enough that many are in transit, enough that the time of a launch is negligible
     folds = True
 
     def __init__(self, device: torch.device, otherwise: Kernels) -> None:
@@ -108,7 +108,7 @@ class TritonKernels:
                 self.otherwise.add(chosen, control)
 
     def _runs(self, name: str, launch: Callable[[], None]) -> bool:
-        """Return whether a kernel was launched. After a failure, now or before, it is not, and no memory is written."""
+        """Return whether a kernel was launched; after its first failure it isn't, and no memory is written."""
         if name in self._broken:
             return False
         try:
@@ -128,14 +128,14 @@ class TritonKernels:
 
 
 def kernels(device: torch.device, otherwise: Kernels) -> TritonKernels | None:
-    """Return the kernels of a device, or None where there are none: no Triton, no CUDA, or too old a device."""
+    """Return the kernels of a device; None without Triton, without CUDA, or if the device is too old."""
     if device.type != "cuda" or torch.version.hip is not None or not is_installed("triton"):
         return None
     return TritonKernels(device, otherwise) if torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY else None
 
 
 def _is_served(one: Sum) -> bool:
-    """Return whether these kernels add up such a sum; they don't support 64 bits."""
+    """Return whether these kernels support a sum; they don't support 64 bits."""
     tensors = (one.gradient, one.total, one.partials)
     return all(tensor is None or tensor.dtype in _GRADIENTS for tensor in tensors)
 

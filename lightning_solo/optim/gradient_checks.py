@@ -27,7 +27,7 @@ def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor
 
 
 def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Check gradients of an optimizer's parameters, at the price of one wait for the device.
+    """Check that no gradient of an optimizer's parameters is sparse, infinite or NaN; waits for the device once.
 
     Raises:
         GradientError: one is sparse, infinite or NaN; names the first.

@@ -1,20 +1,20 @@
 """Use and free gradients one by one in backward, as soon as each is complete.
 
-Without accumulation and without clipping by norm a parameter is stepped in backward, and at most a few gradients exist
-at a time. With either of them no step can be exact before all micro-batches are through and the norm is known, so the
-gradients are kept until then (`GradientSums`), on the device or in pinned memory of the host:
+Without accumulation and clipping by norm a parameter is stepped in backward, and at most a few gradients exist at a
+time. With either of them an exact step needs all micro-batches or the norm. Then gradients are kept until the end of
+the window (`GradientSums`), on the device or in pinned memory of the host:
 
 ```
                           kept, per parameter
-one micro-batch           as it came: 2 bytes in bf16, 4 in fp32
+one micro-batch           the gradient itself: 2 bytes in bf16, 4 in fp32
 several                   their sum in fp32: 4 bytes; in bf16 a sum stops growing at 256 times its addends
 ```
 
-Nothing is approximated: fp32 parameters end up as after `torch.nn.utils.clip_grad_norm_` and a step of the optimizer,
-or within the rounding of a sum where the norm is computed from norms of parts: by Triton's kernel, and of large
-parameters on the host.
+Nothing is approximated: fp32 parameters end up as after `torch.nn.utils.clip_grad_norm_` and a step of the optimizer.
+Where the norm is computed from norms of parts, by Triton or for large parameters on the host, they equal it within the
+rounding of a sum.
 
-On a GPU the host waits for the device once in a window, at its end, to learn whether all gradients were finite.
+On a GPU the host waits for the device once, at the end of a window, to learn whether all gradients were finite.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class StepInBackward:
     ```
 
     Args:
-        optimizer: a `CompactAdamW`, or one of torch's that step each parameter by itself.
-        accumulation: micro-batches in a window: 1, or more for several, whose number need not be the same each time.
-        max_norm: the gradients' global norm is clipped to it, as `torch.nn.utils.clip_grad_norm_` does.
-        max_value: each gradient is clamped to it, before the norm is taken, so that both bounds hold.
-        buffer: where gradients are kept when they have to be: "device" or "host".
+        optimizer: a `CompactAdamW`, or a torch optimizer that steps each parameter by itself.
+        accumulation: micro-batches in a window; if above 1, windows may have any number of them.
+        max_norm: bound of the gradients' global norm, as in `torch.nn.utils.clip_grad_norm_`.
+        max_value: bound of each element; gradients are clamped to it before the norm is taken.
+        buffer: where gradients are kept: "device" or "host".
 
     Raises:
-        ConflictError: an optimizer whose step needs all gradients at once, or of which that isn't known.
-        PresetError: a value that is none of those allowed.
+        ConflictError: the optimizer isn't known to step each parameter by itself.
+        PresetError: a value isn't allowed.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class StepInBackward:
         """End the window: check, clip and step the kept gradients; return their norm before clipping, or None.
 
         Raises:
-            GradientError: a gradient is infinite or NaN, or is of a parameter that isn't watched. What was kept is
-                dropped; the message says what has been touched, which is nothing where gradients are kept.
+            GradientError: a gradient is infinite or NaN, or its parameter isn't watched. Kept gradients are dropped.
+                The message says whether weights have changed; none have if gradients were kept.
         """
         self._require_watched()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a wrong order
@@ -264,7 +264,7 @@ class StepInBackward:
         if self._kept is None:
             device, compact = self._first.device, self._compact
             staging = None
-            if self.buffer == "host":  # the same as the states', so that what each has on its way is known to both
+            if self.buffer == "host":  # shared with the states, so that each waits for the other's copies
                 staging = compact.staging if compact is not None else Staging(device)
             adding = compact.kernels if compact is not None else kernels.kernels_on(device)
             self._kept = GradientSums(adding, staging)

@@ -1,7 +1,7 @@
-"""Keep gradients until a window of micro-batches ends: as they are or as fp32 sums, with their norms.
+"""Keep gradients, or their fp32 sums, with their norms until a window of micro-batches ends.
 
-They are stored on the device, or in pinned memory of the host. From the host a sum passes through the device once for
-each gradient that is added, and is measured there, so that the norm at the end needs no further pass.
+They are stored on the device or in pinned memory of the host. A sum on the host passes through the device once for each
+gradient that is added. Its norm is measured then, so that the end of the window needs no further pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_solo.optim.staging import Staging
 
 
 class GradientSums:
-    """The gradients of a window, by parameter; with ``staging`` they are on the host, flat, in memory order."""
+    """The gradients of a window, by parameter; with ``staging`` they are flat host tensors in memory order."""
 
     def __init__(self, kernels: Kernels, staging: Staging | None) -> None:
         self._kernels, self._staging = kernels, staging
@@ -37,7 +37,7 @@ class GradientSums:
         return self._kept[parameter]
 
     def add(self, parameter: Tensor, gradient: Tensor, kind: torch.dtype, control: Control) -> None:
-        """Add a gradient to the kept one; on the device the first gradient of that type is itself kept."""
+        """Add a gradient to the kept one of type ``kind``; on the device a first one of this type isn't copied."""
         kept, is_first = self._kept.get(parameter), parameter not in self._kept
         if kept is None and self._staging is None and gradient.dtype == kind:
             self._kept[parameter] = gradient
@@ -54,7 +54,7 @@ class GradientSums:
             del self._partials[parameter]
 
     def norm(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
-        """Return the norm of the kept gradients, clamped to the bound, without waiting; non-finite if an element is."""
+        """Return the norm of the kept gradients, clamped to the bound; not finite if an element isn't. Doesn't wait."""
         chosen = list(parameters)
         self._forget_other_bounds(control)
         by_type: dict[torch.dtype, list[Sum]] = {}
@@ -78,7 +78,7 @@ class GradientSums:
         return kept.as_strided(parameter.shape, parameter.stride())
 
     def restore(self, parameter: Tensor, saved: Tensor) -> None:
-        """Keep a gradient that `saved` returned; on the host, allocate first."""
+        """Keep a gradient that `saved` returned; for the host, call `allocate` first."""
         self._partials.pop(parameter, None)
         if self._staging is None:
             self._kept[parameter] = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False).copy_(saved)
@@ -96,7 +96,7 @@ class GradientSums:
         self._partials.clear()
 
     def allocate(self, wanted: Mapping[Tensor, torch.dtype]) -> None:
-        """Allocate host memory for the sums of parameters, of these types.
+        """Allocate host memory for the sums of parameters, by their types.
 
         Raises:
             BudgetError: the host has too little memory.

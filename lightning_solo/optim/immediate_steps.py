@@ -14,17 +14,17 @@ from lightning_solo.optim.operator_kernels import greatest
 from lightning_solo.optim.torch_optimizers import stepper
 
 WAITING_BYTES = 2**25
-"""Of gradients of small parameters that wait in backward to be stepped by one launch."""
+"""Bytes of small gradients that wait in backward for a common launch."""
 
 
 class ImmediateSteps:
     """The parameters that have been stepped in this window, one by one.
 
     Args:
-        optimizer: a `CompactAdamW`, or one of torch's that step each parameter by itself.
+        optimizer: a `CompactAdamW`, or a torch optimizer that steps each parameter by itself.
 
     Raises:
-        ConflictError: an optimizer whose step needs all gradients at once, or of which that isn't known.
+        ConflictError: the optimizer isn't known to step each parameter by itself.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -42,7 +42,7 @@ class ImmediateSteps:
         """Step a parameter with its gradient clamped to a bound, or queue it for a launch with others.
 
         Raises:
-            GradientError: the gradient is infinite or NaN, where that is known without waiting for a device.
+            GradientError: the gradient is infinite or NaN, if that is known without waiting for a device.
         """
         self._stepped[parameter] = None
         compact = self._compact

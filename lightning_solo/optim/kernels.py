@@ -1,9 +1,9 @@
 """Interface of the kernels of `CompactAdamW` and `StepInBackward`: steps of many parameters, sums of gradients.
 
-`Kernels` is what each implementation offers: `operator_kernels` by torch's operators on any device and in C++ on a CPU,
-`gpu_kernel` by Triton, one launch for all pieces of a call. There nothing in a call waits for the device: what decides
-whether a step is taken (`Control.scale`) and what was measured (`Control.not_finite`, `Sum.partials`) are
-tensors on it. `kernels_on` chooses.
+`operator_kernels` implements it by torch's operators on any device, and in C++ on a CPU. `gpu_kernel` implements it by
+Triton, with one launch for all pieces of a call. No call on a GPU waits for the device: the decision whether a step is
+taken (`Control.scale`) and the measurements (`Control.not_finite`, `Sum.partials`) are tensors on the device.
+`kernels_on` chooses an implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_solo.optim.compressed_moments import BITS, BLOCK
+from lightning_solo.optim.compressed_moments import BITS, BLOCK, blocks
 
 PER_PARTIAL = 2**14
 """Elements of a gradient whose squares make one partial sum."""
@@ -54,12 +54,12 @@ class Scalars:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter, or some of its blocks of 128, to be stepped.
+    """A parameter, or some of its blocks of 128, for one step.
 
     Attributes:
         tensors: flat, on the device: ``weight``, ``grad``, ``exp_avg``, ``exp_avg_sq``, and ``correction``,
-            ``exp_avg_scale`` and ``exp_avg_sq_scale`` where the parameter has them. Only a piece that ends its
-            parameter may have a number of elements that is no multiple of 128.
+            ``exp_avg_scale`` and ``exp_avg_sq_scale`` where the parameter has them. The number of elements is a
+            multiple of 128, except at the end of the parameter.
         scalars: of the step.
         first_row: which block of the parameter is the piece's first.
         index: of the parameter's entry in ``Control.not_finite``.
@@ -93,14 +93,7 @@ class Piece:
 
     def split(self, count: int) -> list[Piece]:
         """Return the piece in parts of ``count`` blocks, as views of its tensors; the last part may be short."""
-        parts = {
-            name: x.split(count * self.width(name))  # type: ignore[no-untyped-call]
-            for name, x in self.tensors.items()
-        }
-        return [
-            Piece(dict(zip(parts, tensors, strict=True)), self.scalars, self.first_row + number * count, self.index)
-            for number, tensors in enumerate(zip(*parts.values(), strict=True))
-        ]
+        return [self.blocks(first, first + count) for first in range(0, blocks(self.numel), count)]
 
 
 @dataclass(frozen=True)
@@ -109,11 +102,11 @@ class Sum:
 
     Attributes:
         gradient: flat, on the device.
-        total: flat, of as many elements: becomes its sum with the gradient. None: the gradient is only measured.
-        is_first: the total is overwritten by the gradient.
-        partials: of `Kernels.partials_of` elements, fp32 or wider: each becomes the norm of some of the total's
-            elements, clamped to ``Control.bound``, and isn't finite if one of them isn't before that; the
-            norm of all is that of the partials. None: nothing is measured.
+        total: flat, of as many elements; the gradient is added to it. None: the gradient is only measured.
+        is_first: whether the gradient overwrites the total instead.
+        partials: of `Kernels.partials_of` elements, fp32 or wider. Each becomes the norm of a part of the total,
+            clamped to ``Control.bound``; it isn't finite if an element wasn't finite before clamping. The norm of the
+            total is the norm of the partials. None: nothing is measured.
     """
 
     gradient: Tensor
@@ -127,9 +120,9 @@ class Control:
     """The values that the kernels of a step share on the device.
 
     Attributes:
-        scale: fp32 of no dimensions: factor of every gradient. NaN: nothing is stepped, all stays as it is.
-        not_finite: int32, per parameter: becomes 1 where a stepped gradient had an element that isn't finite.
-        bound: gradients are clamped to it, before they are scaled.
+        scale: factor of every gradient, fp32 of no dimensions. NaN: nothing is stepped.
+        not_finite: int32, per parameter; becomes 1 where a stepped gradient had an element that isn't finite.
+        bound: gradients are clamped to it before they are scaled.
     """
 
     scale: Tensor
@@ -171,9 +164,8 @@ def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 
     """Return the kernels for a device.
 
     Args:
-        device: where parameters and gradients are.
-        fused: False: torch's operators alone. None: what is faster, and torch.compile from 16 million elements on,
-            where nothing else serves. True: that always.
+        device: of parameters and gradients.
+        fused: as `CompactAdamW`.
         numel: elements of all parameters.
     """
     from lightning_solo.optim.operator_kernels import CpuKernels, OperatorKernels

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.optim.back_end_facts import BACK_ENDS, OPTION
-from lightning_solo.optim.param_groups import name_in, parameters_of
+from lightning_solo.optim.param_groups import name_in, saved_states
 
 
 @functools.cache
@@ -59,9 +59,7 @@ def _torchao_class(base: Any) -> Any:
         @torch.no_grad()
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             """Load without torch's cast to the weights' type; moments of torch's own AdamW are compressed."""
-            saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-            pairs, states = zip(saved, parameters_of(self), strict=False), state_dict["state"]
-            loaded = {p: self._loaded(p, states[key]) for key, p in pairs if key in states}
+            loaded = {p: self._loaded(p, state) for p, state in saved_states(self, state_dict).items() if state}
             super().load_state_dict({**state_dict, "state": {}})
             self.state.clear()
             self.state.update(loaded)
@@ -78,7 +76,7 @@ def _torchao_class(base: Any) -> Any:
                 if not (isinstance(parts, dict) and _sizes(parts) == _sizes(saved)):
                     raise CheckpointError(
                         f"the states of {name_in(self, p)}: {name} of {_sizes(saved)} in the file, of {_sizes(parts)}"
-                        f" here; write the {OPTION} of the file"
+                        f" here; resume with the {OPTION} of the run that saved them"
                     )
                 for part, tensor in parts.items():
                     tensor.copy_(saved[part])
@@ -99,13 +97,12 @@ def _sizes(value: Any) -> Any:
 
 
 def _bitsandbytes_class(base: Any) -> Any:
-    """Return bitsandbytes' class, which then refuses states of another optimizer by name."""
+    """Return bitsandbytes' class, with a check that names states of another optimizer."""
 
     class OfBitsandbytes(base):  # type: ignore[misc]
         def load_state_dict(self, state_dict: Mapping[str, Any], move_to_device: bool = True) -> None:
-            saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-            for key, p in zip(saved, parameters_of(self), strict=False):
-                if state := state_dict["state"].get(key):
+            for p, state in saved_states(self, state_dict).items():
+                if state:
                     wrapped = state.get(base._FSDP_WRAPPED_QUANT_STATE_KEY, {})
                     _require_state(self, p, {**state, **wrapped}, {"step", "state1", "state2"})
             super().load_state_dict(state_dict, move_to_device)
@@ -118,5 +115,6 @@ def _require_state(optimizer: Optimizer, p: Tensor, state: Mapping[str, Any], na
     if missing := names - set(state):
         raise CheckpointError(
             f"the states of {name_in(optimizer, p)} in the file have {', '.join(sorted(state))}, and no"
-            f" {', '.join(sorted(missing))}: they are of another optimizer; write the {OPTION} of the file"
+            f" {', '.join(sorted(missing))}: they are of another optimizer; resume with the {OPTION} of the"
+            " run that saved them"
         )

@@ -1,11 +1,11 @@
 """Master weights in two parts for any optimizer of torch that steps each parameter by itself: SGD, NAdam, Adafactor...
 
-A parameter is bf16, 2 bytes, and its correction 1 or 2 more. To step it the two are joined to the fp32 master, which
-torch's own optimizer steps with an fp32 gradient, alone; the result is split again. So there is never more than one
-parameter in fp32. The optimizer's states stay what they are to it, in fp32: SGD with momentum takes 2 + 1 + 4 = 7 bytes
-per parameter instead of 4 + 4 = 8 and a gradient of 4, NAdam 2 + 1 + 8 = 11 instead of 12 and 4.
+A parameter is bf16, 2 bytes, and its correction takes 1 or 2 more. In a step the two are joined to the fp32 master,
+torch's own optimizer steps the master with an fp32 gradient, and the result is split again. So at most one parameter
+exists in fp32. The optimizer's own states stay in fp32. SGD with momentum takes 2 + 1 + 4 = 7 bytes per parameter
+instead of 4 + 4 = 8, and NAdam 2 + 1 + 8 = 11 instead of 12; the gradient takes 2 instead of 4.
 
-With ``master_bits=32`` it is the optimizer in fp32 with a forward in bf16, bit for bit.
+With ``master_bits=32`` training equals the optimizer in fp32 with a forward in bf16, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from lightning_solo.optim.split_weights import joined, round_stochastically, spl
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED, state_bytes
 from lightning_solo.units import format_bytes
 
-_OURS = ("correction", "updates")  # beside the optimizer's own states, which must not see them
+_OURS = ("correction", "updates")  # states that the optimizer itself must not see
 
 
 class MasterWeights(SplitOptimizer):
     """A torch optimizer on split master weights; ``param_groups``, schedulers and checkpoints work as before.
 
-    It takes over the groups of the optimizer, which is not to be stepped any more.
+    It takes over the groups of the optimizer; don't step the latter any more.
 
     Args:
-        optimizer: one of torch's that step each parameter by itself; over bf16 and fp32 parameters.
-        master_bits: 32, 24 or "16-stochastic". fp32 parameters become bf16 here, in place, but with 32; to split them
-            into 2 + 2 bytes, call `split_parameters` first.
-        corrections: of bf16 parameters that were split, as `split_parameters` returns them; with them, fp32
-            parameters stay as they are.
+        optimizer: a torch optimizer that steps each parameter by itself, of bf16 and fp32 parameters.
+        master_bits: 32, 24 or "16-stochastic". fp32 parameters stay fp32 with 32; otherwise they become bf16 in place.
+            To split them into 2 + 2 bytes, call `split_parameters` first.
+        corrections: of split bf16 parameters, as `split_parameters` returns them. If given, fp32 parameters stay fp32.
 
     Raises:
-        ConflictError: another optimizer, or one that is to be differentiated.
-        PresetError: a value that is none of those allowed; a correction of other bits; parameters that are not fp32 or
-            bf16, or have gaps in memory.
+        ConflictError: the optimizer isn't known to step each parameter by itself, or is differentiable.
+        PresetError: a value isn't allowed; a parameter isn't fp32 or bf16, or has gaps in memory; a correction is of
+            other bits.
 
     >>> layer = nn.Linear(512, 512)
     >>> optimizer = MasterWeights(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
@@ -119,7 +118,7 @@ class MasterWeights(SplitOptimizer):
         wide = gradient.to(torch.float32)
         master.grad = wide * scale if wide is gradient else wide.mul_(scale)  # by 1, too: a plan doesn't know the norm
         inner = self._inner
-        if type(inner) is torch.optim.Adagrad and not state:  # the one whose constructor starts its states
+        if type(inner) is torch.optim.Adagrad and not state:  # only its constructor creates its states
             state |= torch.optim.Adagrad([master], **{name: group[name] for name in self.defaults}).state[master]
         # Adafactor has no "capturable", which torch asks each group for on a GPU
         own = {"capturable": False, **group, "params": [master]}
@@ -138,7 +137,7 @@ class MasterWeights(SplitOptimizer):
         if kind is not None and "correction" not in state:
             state["correction"] = torch.zeros(p.numel(), dtype=kind, device=p.device)
         if p.dtype == torch.bfloat16 and isinstance(self.master_bits, str):
-            state["updates"] = state.get("updates", 0) + 1  # which random numbers are next
+            state["updates"] = state.get("updates", 0) + 1  # selects the random numbers
         return state
 
     def _set(self, p: Tensor, master: Tensor) -> None:
@@ -174,12 +173,12 @@ class MasterWeights(SplitOptimizer):
     @with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of this optimizer, or of torch's own of the same class, bit for bit: none is cast to bf16.
+        """Load states of this optimizer, or of torch's own of the same class, bit for bit.
 
-        A correction that the file lacks, since it has fp32 weights, stays.
+        A file with fp32 weights has no corrections; the present ones stay.
 
         Raises:
-            CheckpointError: other groups or bits, or another optimizer's; nothing has been touched.
+            CheckpointError: other groups or bits, or another optimizer; nothing has been changed.
         """
         switches = ("foreach", "maximize", "capturable", "differentiable", "fused")
         for number, group in enumerate(state_dict["param_groups"]):

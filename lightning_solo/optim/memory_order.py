@@ -1,4 +1,4 @@
-"""View tensors as flat ones in memory order, whatever the order of their dimensions, and cut them in chunks."""
+"""Flat views of tensors in memory order, whatever the order of their dimensions, and chunks of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_dense(tensor: Tensor) -> bool:
 def chunks(count: int, size: int) -> Iterator[slice]:
     """Yield the slices of ``size`` elements or rows each; the last one may be shorter.
 
-    A plan traces only the first two (`planner.kernels`), so memory allocated in one must be freed by the next.
+    A plan traces only the first two (`planner.kernels`), so each chunk must free the memory that it allocates.
     """
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
@@ -32,8 +32,8 @@ def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return a flat view of a dense tensor, in the order of its memory.
 
     Args:
-        tensor: whose view is wanted.
-        like: the tensor whose order is wanted; a tensor of another order is copied into it.
+        tensor: the tensor.
+        like: the tensor whose order is used; a tensor of another order is copied into it.
     """
     like = tensor if like is None else like
     if tensor.stride() != like.stride():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 AVERAGED = 50
-"""Measurements over which the averages run; before as many there is no estimate. One alone can be wrong by any factor,
-since noise and signal are differences of two noisy norms."""
+"""Measurements over which the averages run, and that an estimate needs. A single one can be wrong by any factor, since
+noise and signal are differences of two noisy norms."""
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:
@@ -28,7 +28,7 @@ def noise_and_signal(small: float, small_batch: float, large: float, large_batch
     Args:
         small: squared norm of the mean gradient of a small batch.
         small_batch: its samples.
-        large: squared norm of the mean gradient of a large batch, which the small one is part of.
+        large: squared norm of the mean gradient of a large batch that includes the small one.
         large_batch: its samples.
 
     >>> noise_and_signal(1 + 8 / 2, 2, 1 + 8 / 4, 4)  # the expected norms of a noise of 8 and a signal of 1
@@ -47,11 +47,11 @@ class NoiseScale:
         self._count = 0
 
     def add(self, small: float, small_batch: float, large: float, large_batch: float) -> None:
-        """Add a measurement, as `noise_and_signal`; one that is not finite is left out."""
+        """Add a measurement, with the arguments of `noise_and_signal`; skip one that isn't finite."""
         noise, signal = noise_and_signal(small, small_batch, large, large_batch)
         if not (math.isfinite(noise) and math.isfinite(signal)):
             return
-        # both averages begin at 0: what is missing in them at first is the same share, and the ratio is without it
+        # both averages begin at 0 and are too small by the same factor, which cancels in the ratio
         self._noise += (noise - self._noise) / AVERAGED
         self._signal += (signal - self._signal) / AVERAGED
         self._count += 1

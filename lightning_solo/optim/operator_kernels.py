@@ -20,18 +20,18 @@ from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.kernels import Control, Piece, Sum
 
 FUSED_FROM = 2**24
-"""Elements in all from which torch.compile, which takes seconds, pays."""
+"""Elements of all parameters from which the seconds that torch.compile takes are worth it."""
 
 Update = Callable[..., None]
 
 
 class OperatorKernels:
-    """Steps chunk by chunk, so that never more than one chunk exists in fp32.
+    """Steps chunk by chunk, so that at most one chunk exists in fp32.
 
     Args:
         device: of the tensors.
-        fused: whether chunks are stepped by what torch.compile makes of the operators. None: from 16 million elements
-            on, where there is a compiler.
+        fused: whether torch.compile compiles the step of a chunk. None: from 16 million elements on, where there is a
+            compiler.
         numel: elements of all parameters.
     """
 
@@ -55,13 +55,13 @@ class OperatorKernels:
         return 1
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
-        """Step pieces one after the other; waits for the scale, once for each ``control``."""
+        """Step pieces one after the other; waits for the scale once for each ``control``."""
         if not math.isnan(control.scale_on_host):
             for piece in pieces:
                 self._step_one(piece, control)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
-        """Add gradients, and measure in another pass."""
+        """Add gradients, and measure the sums in a second pass."""
         for each in sums:
             total = each.gradient if each.total is None else each.total
             if each.total is not None:
@@ -78,10 +78,10 @@ class OperatorKernels:
             update(Blocks(**_in_rows(part), **books), part.scalars, first_row=part.first_row, **numbers)
 
         whole, size = piece.numel // BLOCK, self.piece // BLOCK
-        update = self._update() if piece.numel >= moments.LEAST else update_blocks  # each kind is compiled for itself
+        update = self._update() if piece.numel >= moments.LEAST else update_blocks  # each kind is compiled separately
         for rows in memory_order.chunks(whole, size):
             part = piece.blocks(rows.start, rows.stop)
-            step(part, update_blocks if part.numel == BLOCK else update)  # 1 would be compiled for itself
+            step(part, update_blocks if part.numel == BLOCK else update)  # 1 would be compiled separately
         if piece.numel % BLOCK:
             rest = piece.blocks(whole, whole + 1)
             zero = {"exp_avg": 0x77} if four_bits else {}  # two codes of 0, where 0x00 is twice the least number
@@ -131,13 +131,13 @@ def norm(tensor: Tensor, bound: float = math.inf) -> Tensor:
         return unbounded
     bounded = tensor.clamp(-bound, bound) if tensor.dtype == wide else tensor.to(wide).clamp_(-bound, bound)
     total: Tensor = torch.linalg.vector_norm(bounded)
-    return total + greatest([tensor])[0].to(wide) * 0  # not finite where an element was infinite before it was clamped
+    return total + greatest([tensor])[0].to(wide) * 0  # not finite if an element wasn't finite before clamping
 
 
 def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest magnitude of each non-empty gradient; it is finite only if all elements are."""
     others = [g for g in gradients if g.device.type != "cpu"]
-    # on a CPU the norm takes thirty times as long; elsewhere it is one kernel for all, and aminmax one for each
+    # on a CPU the norm takes thirty times as long; on a GPU it is one kernel for all, aminmax is one for each
     norms = iter(torch._foreach_norm(others, math.inf) if others else ())
     return [torch.stack(g.aminmax()).abs().amax() if g.device.type == "cpu" else next(norms) for g in gradients]
 
@@ -153,7 +153,7 @@ def _compiled() -> Update:
     compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
 
     def update(*arguments: Any, **numbers: Any) -> None:
-        # one for each kind of weight, gradient and state that this process has; torch allows 8, then fails
+        # one for each kind of weight, gradient and state in this process; torch fails beyond 8
         with torch._dynamo.config.patch(recompile_limit=64):
             compiled(*arguments, **numbers)
 

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer's groups, and their names for messages, or numbers if it has no names."""
+"""Parameters of an optimizer's groups, with names for messages (numbers where it has none), and saved groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Te
     """Return each parameter's state in a state dict; empty where it has none.
 
     Raises:
-        CheckpointError: it is of another number of parameters.
+        CheckpointError: it has another number of parameters.
     """
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = parameters_of(optimizer)

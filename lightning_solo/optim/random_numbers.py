@@ -1,7 +1,7 @@
 """Uniform numbers that depend only on position and step, so that a resumed run draws the same ones.
 
-Over steps each element's numbers are independent; over the elements of one step they are a low-discrepancy sequence in
-two dimensions, whose mean over any stretch is nearer to one half than that of independent ones.
+The numbers of one element are independent from step to step. The numbers of one step are a low-discrepancy sequence in
+two dimensions: their mean over any stretch is nearer to one half than that of independent numbers.
 
 Source: M. Roberts, The unreasonable effectiveness of quasirandom sequences (2018): multiples of 1/p and 1/p**2, where
 p is the root of p**3 = p + 1.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PER_ROW = 3242174889 - 2**32  # 2**32 / p, less 2**32: compiled for a GPU it is multiplied in int32
+_PER_ROW = 3242174889 - 2**32  # 2**32 / p, minus 2**32, to fit in int32, in which a GPU multiplies it
 _PER_COLUMN = 0.5698402909980532  # 1 / p**2
 
 
@@ -20,11 +20,11 @@ def uniform(rows: int, columns: int, first_row: int, seed: int, device: torch.de
     """Return numbers in [0, 1), fp32 of shape (rows, columns).
 
     Args:
-        rows: how many; each is a block of a parameter.
-        columns: at most 128, or fewer bits of the numbers are random.
-        first_row: which block of the parameter is the first.
-        seed: below 2**32, such as `seed_of` gives.
-        device: where they are wanted.
+        rows: blocks of a parameter.
+        columns: elements of a block; above 128, fewer bits of the numbers are random.
+        first_row: number of the first block in its parameter.
+        seed: below 2**32, such as `seed_of` returns.
+        device: of the numbers.
     """
     row = torch.arange(rows, device=device, dtype=torch.int64) + first_row
     start = (((row * _PER_ROW + seed) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24

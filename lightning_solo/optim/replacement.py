@@ -22,9 +22,9 @@ def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] 
 
 
 def _note_steps(optimizer: Optimizer) -> None:
-    """Mark the optimizer's step for schedulers as their constructor does; otherwise each warns of a wrong order."""
+    """Mark the optimizer's step as a scheduler's constructor does; otherwise schedulers warn of a wrong order."""
     step: Any = type(optimizer).step
-    reference = ref(optimizer)  # DeepSpeed frees its C++ half when the optimizer goes, which a cycle would delay
+    reference = ref(optimizer)  # a cycle would delay the optimizer's end, when DeepSpeed frees its C++ half
 
     @wraps(step)
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def _note_steps(optimizer: Optimizer) -> None:
 
 
 def _bind(scheduler: Any, old: Optimizer, new: Optimizer) -> None:
-    """Point a scheduler, and those that it holds, from one optimizer to another."""
+    """Attach a scheduler, and schedulers nested in it, to another optimizer."""
     if getattr(scheduler, "optimizer", None) is not old:
         return
     scheduler.optimizer = new

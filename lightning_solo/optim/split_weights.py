@@ -1,15 +1,16 @@
-"""fp32 master weights in two parts: a bf16 weight, with which the module computes, and a correction.
+"""fp32 master weights in two parts: a bf16 weight for the module, and a correction.
 
-An fp32 number is cut below its 16 upper bits. The nearest bf16 is the weight; what that is off, counted in the units
-of the lower bits, is the correction: 16 bits of it give the fp32 number back bit for bit, 8 bits give its upper 24.
-2 + 2 = 4 bytes per parameter instead of 2 + 4 for a bf16 weight beside an fp32 master, or 2 + 1 = 3.
+The weight is the bf16 nearest to the fp32 number. The correction is their difference, in units of the lower bits: with
+16 bits it restores the fp32 number bit for bit, with 8 bits its upper 24 bits. The two take 2 + 2 = 4 or 2 + 1 = 3
+bytes per parameter; a bf16 weight beside an fp32 master takes 2 + 4.
 
-Which bf16 a tie goes to:
+Ties between two bf16:
 
-- 32 bits: away from zero. Rounded to even, 65,537 fp32 numbers would share a bf16 whose last bit is 0, and 16 bits
-  tell only 65,536 apart: the correction of a tie that was rounded down would be +32,768.
-- 24 bits: to even, as ``master.to(torch.bfloat16)`` does; the correction ends at +-127 units of 2**-8, so that what was
-  split and joined is split the same way again. A number within half a unit of a tie is kept to within one unit.
+- With 32 bits they are rounded away from zero. If they were rounded to even, 65,537 fp32 numbers would share a bf16
+  whose last bit is 0, and 16 bits distinguish only 65,536: the correction of a tie rounded down would be +32,768.
+- With 24 bits they are rounded to even, as by ``master.to(torch.bfloat16)``. The correction is at most 127 units of
+  2**-8, so that joined numbers are split the same way again. A number within half a unit of a tie is off by up to one
+  unit.
 
 Split as in FlashOptim (arXiv 2602.23349), section 3; stochastic rounding as in arXiv 2010.06192.
 """
@@ -30,8 +31,8 @@ CORRECTIONS = {32: torch.int16, 24: torch.int8}
 """Bits of the master weight -> type of the correction."""
 
 CHUNK = {"cpu": 2**18, "cuda": 2**22}
-"""Numbers that are split at a time where all are in one tensor: what is computed on the way is some 24 bytes each. On a
-CPU what its caches hold, on a GPU what takes longer than a launch."""
+"""Numbers that are split at a time, with some 24 bytes of temporaries each: few enough for the caches of a CPU, enough
+to take a GPU longer than a launch."""
 
 _QUIET_NAN = 0x7FC00000
 _UPPER = -0x10000  # of 32 bits, the 16 that bf16 has
@@ -41,21 +42,21 @@ def split(master: Tensor, bits: int = 32) -> tuple[Tensor, Tensor]:
     """Return (bf16 weight, correction) of fp32 numbers, each of the same shape.
 
     Args:
-        master: fp32, of any shape. A NaN stays one; its payload is not kept.
-        bits: of the master that are kept: 32 (correction int16) or 24 (int8).
+        master: fp32, of any shape. NaN stays NaN; its payload is lost.
+        bits: bits of the master to keep: 32 (correction int16) or 24 (int8).
     """
     raw = torch.where(master == master, master.view(torch.int32), _QUIET_NAN)
     if bits == 32:
         upper = (raw + 0x8000) & _UPPER
         return upper.view(torch.float32).to(torch.bfloat16), (raw - upper).to(torch.int16)
-    # master.to(bfloat16) in integers: compiled, torch takes a number that goes to bf16 and back for the number itself
+    # master.to(bfloat16) in integers, since torch.compile drops a conversion to bf16 and back
     upper = (raw + 0x7FFF + ((raw >> 16) & 1)) & _UPPER
     units = (raw - upper + 0x80) >> 8
     return upper.view(torch.float32).to(torch.bfloat16), units.clamp(-127, 127).to(torch.int8)
 
 
 def bits_of(correction: Tensor) -> int:
-    """Return the bits of the master weight that a correction belongs to."""
+    """Return the bits of a correction's master weight."""
     return 24 if correction.dtype == torch.int8 else 32
 
 
@@ -68,10 +69,10 @@ def join(weight: Tensor, correction: Tensor) -> Tensor:
 
 
 def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
-    """Round fp32 numbers to bf16, up or down with a probability by the distance, so that the mean is exact.
+    """Round fp32 numbers to bf16, up or down at random, so that the mean is exact.
 
     Args:
-        master: fp32, of any shape; NaN and infinities stay what they are.
+        master: fp32, of any shape; NaN and infinities stay.
         uniform: fp32 of the same shape, in [0, 1).
     """
     raw = master.view(torch.int32) + (uniform * 0x10000).to(torch.int32)
@@ -82,10 +83,10 @@ def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
 def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> dict[Tensor, Tensor]:
     """Make fp32 parameters bf16 in place, one by one, and return the correction of each, for `CompactAdamW`.
 
-    Never more than one parameter exists in both types. With "16-stochastic" there are no corrections.
+    At most one parameter exists in both types. With "16-stochastic" there are no corrections.
 
     Args:
-        parameters: those of another type are left as they are.
+        parameters: the parameters; those of other types don't change.
         master_bits: 32, 24 or "16-stochastic".
     """
     corrections = {}
@@ -103,7 +104,7 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
 
 
 def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, Tensor]) -> None:
-    """Make bf16 parameters fp32 again, in place, with what `split_parameters` returned for them."""
+    """Make bf16 parameters fp32 again, in place, with their corrections of `split_parameters`."""
     for p in parameters:
         p.data = joined(p, corrections.get(p))
 

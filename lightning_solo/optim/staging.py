@@ -1,8 +1,8 @@
 """Copy host tensors through a device, piece by piece, on separate streams.
 
-While one piece is computed with, the next ones come and those before go back. The host runs ahead of the device, so a
-piece is under way long before the device needs it: as far ahead as there are buffers, so that the bus is busy while the
-device computes a long product. On a CPU the same pieces are copied to and fro, without streams.
+While the device computes with one piece, the next pieces arrive and earlier ones go back. The host runs ahead of the
+device by as many pieces as there are buffers, so that the bus is busy while the device computes a long product. On a
+CPU the same pieces are copied both ways without streams.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 SLOTS = {"cpu": 1, "cuda": 3}
-"""Staging buffers at least: on a GPU one on its way to the device, one that is computed with, one on its way back."""
+"""Least number of buffers: on a GPU one arrives, one is computed with, one goes back."""
 SERVED_PART, STAGING_BYTES = 16, 2**29
-"""On a GPU buffers take a sixteenth of what passes through them, up to 512 MiB: what comes ahead of a long product."""
+"""On a GPU buffers take a sixteenth of the bytes that pass through them, up to 512 MiB."""
 
 
 class Staging:
@@ -31,8 +31,8 @@ class Staging:
         self._slots: list[_Slot] = []
         self._turn = 0
         self._served = 0
-        self._largest = 1  # bytes of the pieces that came at once
-        self._stored: dict[int, Any] = {}  # address of a piece -> when it was back
+        self._largest = 1  # bytes of the largest pieces so far
+        self._stored: dict[int, Any] = {}  # address of a piece -> event of its copy back
 
     def serve(self, size: int) -> None:
         """Plan buffers for more bytes of host tensors."""
@@ -45,9 +45,9 @@ class Staging:
         """Yield the pieces on the device, for operators on the current stream; then copy them back.
 
         Args:
-            pieces: contiguous host tensors; the same ones, or others that don't overlap them, each time.
-            unread: whether they are written without being read.
-            unchanged: names of the pieces that needn't go back.
+            pieces: contiguous host tensors; pieces of different calls are the same or don't overlap.
+            unread: whether the pieces are only written.
+            unchanged: names of the pieces that aren't copied back.
         """
         _, slot = self.next_slot(pieces)
         staged = {name: slot.buffers[name][: piece.nbytes].view(piece.dtype) for name, piece in pieces.items()}
@@ -98,7 +98,7 @@ class Staging:
             if name not in slot.buffers or slot.buffers[name].numel() < piece.nbytes:
                 self._free(slot, [name])
                 slot.buffers[name] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self.device)
-                if self._streams is not None:  # work in its memory may be under way still
+                if self._streams is not None:  # earlier work may still use its memory
                     self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
         return number, slot
 

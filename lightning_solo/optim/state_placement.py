@@ -25,27 +25,27 @@ class StatePlacement:
 
     Args:
         layout: returns the layout of a parameter's state.
-        budget: bytes of states that stay on the device; "auto": as many as the first step leaves free; None: all.
+        budget: bytes of states that stay on the device; "auto": as many stay as the first step leaves free; None: all.
 
     Attributes:
         host: parameter -> tensors of its state on the host, by name.
-        is_settled: whether it is known what stays on the device; with "auto" the first step decides it.
+        is_settled: whether the placement is final; with "auto" the first step decides it.
     """
 
     def __init__(self, layout: Callable[[Tensor], Layout], budget: int | str | None) -> None:
         self.host: dict[Tensor, dict[str, Tensor]] = {}
         self.is_settled = budget != "auto"
         self._layout, self._budget = layout, budget
-        self._budget_left: int | None = None  # once states have been placed
+        self._budget_left: int | None = None  # set when states are placed
         self._unplaced: list[Tensor] = []
-        self._first: Tensor | None = None  # that was stepped: when it comes again, the first step is over
+        self._first: Tensor | None = None  # the parameter stepped first; its second step ends the first of all
         self._staging: Staging | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_staging": None}
 
     def add(self, p: Tensor) -> None:
-        """Add a parameter whose state is to be placed."""
+        """Add a parameter; `place` then places its state."""
         if self._budget is not None:
             self._unplaced.append(p)
 
@@ -59,7 +59,9 @@ class StatePlacement:
             return
         parameters, self._unplaced = self._unplaced, []
         layouts = {p: self._layout(p) for p in parameters}
-        if self._budget_left is None and self._budget == "auto":  # until it is settled, what the host has no room for
+        if (
+            self._budget_left is None and self._budget == "auto"
+        ):  # until it is settled: the states that the host has no room for
             self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_slabs.host_room())
         elif self._budget_left is None:
             self._budget_left = int(self._budget or 0)
@@ -95,7 +97,7 @@ class StatePlacement:
         self._first = p if self._first is None else self._first
 
     def _settle(self, states: States) -> None:
-        """Move states back to the device, from the first parameter on, as long as there is room."""
+        """Move states back to the device, from the first parameter on, while there is room."""
         self.is_settled = True
         self.wait()
         left = free_bytes(next(iter(self.host)).device) if self.host else 0
@@ -109,7 +111,7 @@ class StatePlacement:
             states[p] = self._moved(p, states[p])
 
     def _moved(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a parameter's state, moved to the place where it is stored."""
+        """Return a parameter's state, moved to its place."""
         home = self.host.get(p, {})
         return {
             name: home[name].copy_(value) if name in home else value if name == "step" else value.to(p.device)
@@ -145,17 +147,17 @@ class StatePlacement:
         return sum(tensor.nbytes for home in self.host.values() for tensor in home.values())
 
     def summary(self, total: int) -> str:
-        """Describe where states of so many bytes are stored."""
+        """Describe where states of ``total`` bytes are stored."""
         words = f"{format_bytes(total - self.host_bytes)} on the device"
         if self._unplaced:
-            words = f"{format_bytes(total)}, which are placed at the first step"
+            words = f"{format_bytes(total)}, placed at the first step"
         elif self.host_bytes:
             words += f", {format_bytes(self.host_bytes)} on the host"
         return words if self.is_settled else f"{words}; as many as fit return to the device after the first step"
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return a GPU's bytes that were never used, minus 5 % of all; 0 for a CPU."""
+    """Return the free bytes of a GPU, minus 5 % of its memory; 0 for a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -166,7 +168,7 @@ def parse_state_budget(budget: int | str | None, name: str) -> int | str | None:
     """Return the bytes of states that stay on the device, "auto" or None.
 
     Raises:
-        PresetError: it is neither a number of bytes, nor "auto", nor None.
+        PresetError: it is not a number of bytes, "auto" or None.
     """
     try:
         return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)

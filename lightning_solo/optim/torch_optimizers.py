@@ -1,4 +1,4 @@
-"""Torch's optimizers that step each parameter by its own gradient and states alone: SGD, AdamW, Adafactor..."""
+"""The torch optimizers whose step of a parameter depends on no other parameter: SGD, AdamW, Adafactor..."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _STATE_NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], int]] = {
     "ASGD": _times(1),
     "Adafactor": _of_adafactor,
 }
-"""Name of an optimizer -> how many fp32 numbers it keeps of a parameter."""
+"""Name of an optimizer -> fp32 numbers that it stores for a parameter."""
 
 ONE_BY_ONE = tuple(_STATE_NUMBERS)
 """Names of these optimizers."""
 SERVED = tuple(getattr(torch.optim, name) for name in ONE_BY_ONE)
-"""Torch's classes, and not those derived from them, which may compute something else."""
+"""Torch's own classes; a derived class may compute something else."""
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -54,7 +54,7 @@ def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
     """Return a function (parameter, gradient, factor of the gradient) that steps one parameter.
 
     Raises:
-        ConflictError: the optimizer's step needs all gradients at once, or that isn't known.
+        ConflictError: the optimizer isn't known to step each parameter by itself.
     """
     step_one = getattr(optimizer, "step_one", None)
     if step_one is not None:

@@ -21,7 +21,7 @@ from lightning_solo.optim.kernels import PER_PARTIAL, Control, Piece, Sum
 ROWS = 16
 """Blocks of 128 elements that a program steps."""
 WARPS = 4
-"""Of a program: 16 elements per thread. Twice as many for fp32 weights with codes, which spill otherwise on sm_100."""
+"""Warps of a program, for 16 elements per thread; twice as many for fp32 weights with codes, which spill on sm_100."""
 
 MASTERS = {
     (torch.bfloat16, None): 16,  # rounded stochastically
@@ -142,9 +142,9 @@ def uploaded(table: Any, programs: Sequence[int], column: int, device: torch.dev
 
     Args:
         table: int64, of shape (pieces, columns).
-        programs: of each piece.
-        column: of the table, which becomes the first program of each piece.
-        device: where they are wanted.
+        programs: number of programs of each piece.
+        column: column of the table that is set to the first program of each piece.
+        device: target of the copy.
     """
     counts = np.array(programs, np.int64)
     table[:, column] = counts.cumsum() - counts

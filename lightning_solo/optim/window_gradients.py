@@ -34,13 +34,13 @@ class WindowGradients:
         return [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
 
     def save(self, *, zeroed: bool) -> None:
-        """Save the present gradients, unless they are saved already; zeros need no copy."""
+        """Save the present gradients, once; zeroed ones need no copy."""
         if self._before is None:
             present = [(p, p.grad) for p in self.parameters if p.grad is not None]
             self._before = [(p, None if zeroed else grad.clone()) for p, grad in present]
 
     def restore(self) -> None:
-        """Restore the gradients, also those that an optimizer's ``zero_grad`` drops elsewhere."""
+        """Restore the gradients; gradients that an optimizer keeps elsewhere are dropped by its ``zero_grad``."""
         if self._before is None:  # no backward has begun
             return
         for optimizer in self._optimizers:
@@ -60,7 +60,7 @@ def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continu
         continues: whether the window can be continued; otherwise a warning says that its gradients are dropped.
 
     Raises:
-        CheckpointError: they are of other parameters.
+        CheckpointError: they belong to other parameters.
     """
     saved = state_dict.get("window", {})
     if saved and not continues:

@@ -34,12 +34,12 @@ class Settings(TechniqueSettings):
     )
     moment_bits: int = setting(8, "of each of Adam's moments; 4 needs torchao", allowed=(32, 8, 4))
     state_budget: int | str | None = budget_setting(
-        "bytes of optimizer states that stay on the device, as 8GiB, the others in pinned memory of the host; auto: as"
-        " many as the first step leaves room for; null: all",
+        "bytes of optimizer states that stay on the device, such as 8GiB; the others are in pinned memory of the host;"
+        " auto: as many stay as the first step leaves room for; null: all stay",
         _parse_state_budget,
     )
     checkpoint_weights: str = setting(
-        "bf16", "weights in a checkpoint: as they are, with corrections beside the states; or masters in fp32",
+        "bf16", "weights in a checkpoint: bf16, with corrections among the states; or masters in fp32",
         allowed=("bf16", "fp32"),
     )  # fmt: skip
     back_end: str = setting(
@@ -65,7 +65,7 @@ class Settings(TechniqueSettings):
         return self.back_end in BACK_ENDS and BACK_ENDS[self.back_end].needs_cuda
 
     def precision_refusal(self, precision: str) -> str | None:
-        """Return why these settings can't have a precision and what to write; None where they can."""
+        """Return why these settings refuse a precision and what to write; None if they don't."""
         if self.back_end in BACK_ENDS:
             library = BACK_ENDS[self.back_end]
             why = "" if library.bf16_weights else ", whose bf16 weights it would round to the nearest"
@@ -95,7 +95,7 @@ class Settings(TechniqueSettings):
 
 
 def _refuse_precision(settings: Settings, configuration: Configuration) -> str | None:
-    """Return why a configuration's precision can't be had, and what to write; a card's rule."""
+    """Return why a configuration's precision is refused and what to write; None if it isn't."""
     return None if configuration.precision is None else settings.precision_refusal(configuration.precision)
 
 

@@ -36,23 +36,23 @@ class CompactCheckpoint(Checkpoint):
         self._form = form
 
     def loading_weights(self) -> AbstractContextManager[Any]:
-        """Load weights into those that have been split, one by one, in fp32."""
+        """Return a context in which split weights are loaded one by one, in fp32."""
         return self._weights.loading()
 
     def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states to where they belong; masters from fp32 weights beside them."""
-        with patches.states_stay(self._ctx.home):  # where the optimizers put them
+        """Load optimizer states to their place, and master weights from fp32 weights of the file."""
+        with patches.states_stay(self._ctx.home):  # in the optimizers' place
             proceed(checkpoint)
         set_master_weights(self._ctx.strategy.optimizers, self._ctx.module, checkpoint["state_dict"])
 
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights as they are in bf16, or fp32 master weights."""
+        """Return the bf16 weights, or fp32 master weights."""
         if self._form == "bf16":
             return weights
         return with_master_weights(weights, self._ctx.module, self._ctx.strategy.optimizers)
 
     def saved_states(self, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's states; beside fp32 weights without corrections, which those hold."""
+        """Return an optimizer's states; without corrections if the weights are fp32."""
         return states if self._form == "bf16" else without_corrections(states)
 
 

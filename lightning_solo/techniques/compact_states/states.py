@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,46 +18,34 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.conversion import compacted
+from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.torch_optimizers import SERVED, state_bytes
+from lightning_solo.techniques.compact_states.card import Settings
 from lightning_solo.units import format_bytes
 
 
-@dataclass(frozen=True)
-class StateLayout:
-    """The layout of states, and the library whose optimizer steps them.
+def _is_plain(settings: Settings, corrections: Mapping[Tensor, Tensor]) -> bool:
+    """Return whether there is nothing to compress and nothing to move, so that any optimizer will do."""
+    bits = (settings.master_bits, settings.moment_bits)
+    return bits == (32, 32) and not corrections and settings.budget is None
 
-    Attributes:
-        master_bits: of the weights that are stepped: 32, 24 or "16-stochastic".
-        moment_bits: of each of Adam's moments: 32, 8 or 4.
-        budget: bytes of states that stay on the device, "auto", or None for all.
-        back_end: "own", or another library's.
-    """
 
-    master_bits: int | str
-    moment_bits: int
-    budget: int | str | None
-    back_end: str
-
-    def is_plain(self, corrections: Mapping[Tensor, Tensor]) -> bool:
-        """Return whether there is nothing to compress and nothing to move, so that any optimizer will do."""
-        return self.master_bits == 32 and self.moment_bits == 32 and not corrections and self.budget is None
-
-    def bytes_for(self, optimizer: Optimizer) -> int:
-        """Return the bytes of an optimizer's states, corrections included."""
-        every = {p for group in optimizer.param_groups for p in group["params"]}
-        if self.back_end != "own":
-            return sum(back_ends.device_bytes(p, self.back_end) for p in every)
-        layouts = [state_layout(p, self.master_bits, self.moment_bits) for p in every]
-        if type(optimizer) in SERVED and type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-            corrections = [{name: kept for name, kept in layout.items() if name == "correction"} for layout in layouts]
-            return sum(map(bytes_of, corrections)) + state_bytes(optimizer)
-        return sum(map(bytes_of, layouts))
+def _bytes_for(settings: Settings, optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's states, corrections included."""
+    every = set(parameters_of(optimizer))
+    if settings.back_end != "own":
+        return sum(back_ends.device_bytes(p, settings.back_end) for p in every)
+    layouts = [state_layout(p, settings.master_bits, settings.moment_bits) for p in every]
+    if type(optimizer) in SERVED and type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        corrections = [{name: kept for name, kept in layout.items() if name == "correction"} for layout in layouts]
+        return sum(map(bytes_of, corrections)) + state_bytes(optimizer)
+    return sum(map(bytes_of, layouts))
 
 
 def convert(
     optimizers: Sequence[Optimizer],
     schedulers: Sequence[Any],
-    layout: StateLayout,
+    settings: Settings,
     corrections: dict[Tensor, Tensor],
     put: Callable[[list[Optimizer]], None],
 ) -> list[Optimizer]:
@@ -66,19 +53,19 @@ def convert(
 
     Args:
         optimizers: of ``configure_optimizers``.
-        schedulers: which are attached to the new optimizers.
-        layout: of the states.
+        schedulers: attached to the new optimizers.
+        settings: of the technique.
         corrections: of split weights; each optimizer removes its own from it.
         put: called with the optimizers after each conversion, so that the converted one is freed.
     """
-    compact, left = list(optimizers), layout.budget
-    owned = [{p for group in optimizer.param_groups for p in group["params"]} for optimizer in compact]
+    compact, left = list(optimizers), settings.budget
+    owned = [set(parameters_of(optimizer)) for optimizer in compact]
     for number, own in enumerate(owned):
         others = set().union(*owned) - own  # unowned parameters may be added later
         taken = {p: lower for p, lower in corrections.items() if p not in others}
-        if layout.budget is None:  # with a budget the optimizer moves them itself
+        if settings.budget is None:  # with a budget the optimizer moves them itself
             taken = {p: lower.to(p.device) for p, lower in taken.items()}
-        compact[number] = optimizer = _converted(compact[number], schedulers, layout, taken, left)
+        compact[number] = optimizer = _converted(compact[number], schedulers, settings, taken, left)
         put(compact)
         for p in own:
             corrections.pop(p, None)
@@ -93,19 +80,19 @@ def convert(
 def _converted(
     optimizer: Optimizer,
     schedulers: Sequence[Any],
-    layout: StateLayout,
+    settings: Settings,
     corrections: Mapping[Tensor, Tensor],
     budget: int | str | None,
 ) -> Any:
-    if layout.back_end != "own":
-        return back_ends.converted(optimizer, list(schedulers), back_end=layout.back_end)
-    if layout.is_plain(corrections):
+    if settings.back_end != "own":
+        return back_ends.converted(optimizer, list(schedulers), back_end=settings.back_end)
+    if _is_plain(settings, corrections):
         return optimizer
     return compacted(
         optimizer,
         list(schedulers),
-        master_bits=layout.master_bits,
-        moment_bits=layout.moment_bits,
+        master_bits=settings.master_bits,
+        moment_bits=settings.moment_bits,
         corrections=corrections,
         state_budget=budget,
     )
@@ -113,7 +100,7 @@ def _converted(
 
 def require_room(
     optimizers: Sequence[Optimizer],
-    layout: StateLayout,
+    settings: Settings,
     corrections: Mapping[Tensor, Tensor],
     module: nn.Module,
     device: torch.device,
@@ -123,13 +110,13 @@ def require_room(
     Raises:
         BudgetError: the device has less memory than the states need.
     """
-    if is_planned() or layout.is_plain(corrections):
+    if is_planned() or _is_plain(settings, corrections):
         return  # an arbitrary optimizer, with states of unknown size
-    needed = sum(map(layout.bytes_for, optimizers))
-    if layout.budget == "auto":
+    needed = sum(_bytes_for(settings, optimizer) for optimizer in optimizers)
+    if settings.budget == "auto":
         needed = max(0, needed - host_room())
-    elif layout.budget is not None:
-        needed = min(needed, int(layout.budget))
+    elif settings.budget is not None:
+        needed = min(needed, int(settings.budget))
     on_device = device.type != "cpu"
     needed -= sum(lower.nbytes for lower in corrections.values() if lower.device.type == device.type)  # there already
     free = free_device_bytes(module) if on_device else host_memory()[1]
@@ -139,14 +126,14 @@ def require_room(
     raise BudgetError(
         f"{SETTINGS}: optimizer states of {format_bytes(needed)} in {format_bytes(free)} that are free"
         f" on {'the device' if on_device else 'the host'}; write"
-        f" {less if layout.back_end == 'own' else f'{SETTINGS}.back_end=own {less}'}, or take a smaller model",
+        f" {less if settings.back_end == 'own' else f'{SETTINGS}.back_end=own {less}'}, or take a smaller model",
         needed,
         free,
     )
 
 
 def host_has_room(module: nn.Module, optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether the host has room for the weights and states on the device, which Lightning brings there."""
+    """Return whether the weights and states on the device fit on the host, where Lightning moves them after a fit."""
     every: list[Tensor] = list(module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, CompactAdamW):

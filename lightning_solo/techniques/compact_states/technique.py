@@ -21,7 +21,7 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.compact_states.card import CARD, Settings
 from lightning_solo.techniques.compact_states.checkpoints import WITH_MASTERS, CompactCheckpoint
-from lightning_solo.techniques.compact_states.states import StateLayout, convert, host_has_room, require_room
+from lightning_solo.techniques.compact_states.states import convert, host_has_room, require_room
 from lightning_solo.techniques.compact_states.weights import WeightSplit
 from lightning_solo.units import format_bytes
 
@@ -34,16 +34,15 @@ class CompactStates(Technique, Settings):
     With torch's other optimizers that step each parameter independently the weights are as compact, the states in fp32.
 
     Raises:
-        PresetError: a value that is none of those allowed.
-        ConflictError: a back end, and bits or a budget that it doesn't have.
+        PresetError: a setting has a value that isn't allowed.
+        ConflictError: bits or a budget are combined with a back end that has none.
     """
 
     phase = CARD.phase
 
     def _init_state(self) -> None:
-        self._layout = StateLayout(self.master_bits, self.moment_bits, self.budget, self.back_end)
         self._weights = WeightSplit()
-        self._settles = False  # whether the first step has still to decide which states stay on the device
+        self._settles = False  # whether the first step will decide which states stay on the device
 
     # --- weights ---
 
@@ -59,7 +58,7 @@ class CompactStates(Technique, Settings):
     def building(self, ctx: Run) -> Iterator[None]:
         """Build ``configure_model`` with fp32 weights on a real device, and split each when later ones are created.
 
-        Lightning's own context inside this one would create bf16 weights from other random numbers.
+        Lightning's own context would create bf16 weights from other random numbers, so it is left out.
         """
         precision = ctx.precision
         if precision not in (*BF16, "32-true"):  # no weight is split
@@ -71,7 +70,7 @@ class CompactStates(Technique, Settings):
             return precision == "bf16-true" or self._is_split(p, precision)
 
         bits = 24 if isinstance(self.master_bits, str) else self.master_bits
-        keep = None if self._layout.budget is None else torch.device("cpu")  # from where the optimizer takes them
+        keep = None if self.budget is None else torch.device("cpu")  # the optimizer moves them from there
         ctx.undo.callback(self._join, ctx)
         with (
             patches.without_module_init_context(ctx.strategy.precision_plugin),
@@ -109,28 +108,28 @@ class CompactStates(Technique, Settings):
             ConflictError: an optimizer that isn't supported; names what to write.
         """
         corrections = self._weights.corrections
-        require_room(optimizers, self._layout, corrections, ctx.module, ctx.device)
+        require_room(optimizers, self, corrections, ctx.module, ctx.device)
 
         def put(converted: list[Optimizer]) -> None:
             ctx.strategy.optimizers = list(converted)
 
-        compact = convert(optimizers, schedulers, self._layout, corrections, put)
+        compact = convert(optimizers, schedulers, self, corrections, put)
         for optimizer in compact:  # for messages; names in the groups would refuse groups that come without
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
         corrections.clear()
-        self._settles = self._are_to_settle(compact)
+        self._settles = self._will_settle(compact)
         parameters = list(ctx.module.parameters())
         weights, count = sum(p.nbytes for p in parameters), max(1, sum(p.numel() for p in parameters))
         ctx.info(
             f"compact_states: weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device"
         )
-        self._say_states(ctx, compact)
+        self._log_states(ctx, compact)
         return compact
 
-    def _are_to_settle(self, optimizers: Sequence[Optimizer]) -> bool:
+    def _will_settle(self, optimizers: Sequence[Optimizer]) -> bool:
         return any(not optimizer.is_settled for optimizer in optimizers if isinstance(optimizer, CompactAdamW))
 
-    def _say_states(self, ctx: Run, optimizers: Sequence[Optimizer]) -> None:
+    def _log_states(self, ctx: Run, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             if isinstance(optimizer, WITH_MASTERS):
                 ctx.info(f"compact_states: optimizer states, {optimizer.summary()}")
@@ -142,19 +141,19 @@ class CompactStates(Technique, Settings):
     ) -> Any:
         """Step as Lightning does, and log where states are stored once that is decided."""
         result = proceed(optimizer, closure, **options)
-        if self._settles and not self._are_to_settle(ctx.strategy.optimizers):
+        if self._settles and not self._will_settle(ctx.strategy.optimizers):
             self._settles = False
-            self._say_states(ctx, ctx.strategy.optimizers)
+            self._log_states(ctx, ctx.strategy.optimizers)
         return result
 
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
         """Move weights and states to the host if they fit there."""
         strategy = ctx.strategy
-        if self._layout.budget is None or host_has_room(ctx.module, strategy.optimizers):
+        if self.budget is None or host_has_room(ctx.module, strategy.optimizers):
             proceed()
             return
         warnings.warn(
-            "the host has no room for what is on the device: weights and optimizer states stay there", stacklevel=2
+            "the host has no room for the weights and optimizer states on the device; they stay there", stacklevel=2
         )
         with patches.all_stays(strategy):
             proceed()

@@ -11,12 +11,12 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
 REMOVAL = "~callback.gradient_release"
-"""The override that removes it, as messages name it."""
+"""The override that removes the technique, as messages name it."""
 SCALED = (
     "callback.gradient_release and precision=16-mixed, whose gradients are scaled until the step; write"
     f" precision=bf16-mixed, or {REMOVAL}"
 )
-"""Why 16-mixed is refused, and what to write."""
+"""Why 16-mixed is refused, and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,16 @@ from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALE
 from lightning_solo.units import format_bytes
 
 VARYING = sys.maxsize
-"""Stands for a varying number of micro-batches; an open window resumes only in a run with the same number."""
+"""Number of micro-batches that stands for a varying one: an open window resumes only in a run with the same number."""
 
 
 class GradientRelease(Technique, Settings):
-    """Steps the optimizer from backward, gradient by gradient; with any strategy for one device.
+    """Steps the optimizer in backward, gradient by gradient; with any strategy for one device.
 
     Under manual optimization, as of GANs, gradients are kept until the step, and the log says so.
 
     Raises:
-        PresetError: a buffer that is neither.
+        PresetError: the buffer is neither "device" nor "host".
     """
 
     phase = CARD.phase
@@ -84,7 +84,7 @@ class GradientRelease(Technique, Settings):
         if self.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.window.gradients_stay = False
-        # parameters hold no gradients that Lightning could clip; others' seams are called all the same
+        # parameters hold no gradients that Lightning could clip; seams of other techniques are still called
         ctx.undo.enter_context(patches.clipping(ctx.strategy.precision_plugin, lambda _: lambda *args: None))
         ctx.info(f"gradient_release: gradients, {self._words(ctx, release)}")
         return optimizers
@@ -95,7 +95,7 @@ class GradientRelease(Technique, Settings):
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             if overridden(hook, ctx.module):
                 self._warn_once(
-                    f"{type(ctx.module).__name__}.{hook} finds no .grad: gradients are released in backward; where it"
+                    f"{type(ctx.module).__name__}.{hook} finds no .grad: gradients are released in backward; if it"
                     f" reads or changes them, write {REMOVAL}"
                 )
         return bool(overridden("configure_gradient_clipping", ctx.module))
@@ -114,7 +114,7 @@ class GradientRelease(Technique, Settings):
             release.remove()
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Run backward; gradients are used or kept in it."""
+        """Run backward, which uses or keeps each gradient."""
         release = self._release
         if release is None:  # manual optimization
             return proceed(loss)
@@ -127,13 +127,10 @@ class GradientRelease(Technique, Settings):
         """Clip in the step that follows.
 
         Raises:
-            ConflictError: gradients have been used already.
+            ConflictError: backward has used the gradients already.
         """
         release = self._release
-        if release is None:
-            proceed(optimizer, bound, by)
-            return
-        if not bound or bound <= 0:
+        if release is None or not bound or bound <= 0:
             proceed(optimizer, bound, by)
             return
         name = "max_value" if by == "value" else "max_norm"
@@ -163,7 +160,7 @@ class GradientRelease(Technique, Settings):
         self._clipped = False
         if not release.immediate and release.max_norm is not None:
             release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
-        # no parameter has a gradient any more: for others' seams, the optimizer's hooks, and schedulers
+        # no parameter has a gradient any more; this is for other techniques, the optimizer's hooks and schedulers
         return proceed(optimizer, lambda: result, **options)
 
     def _warn_once(self, message: str) -> None:
@@ -173,5 +170,5 @@ class GradientRelease(Technique, Settings):
 
 
 def _micro_batches(ctx: Run) -> int:
-    """Return the factor, or a constant of its own if it varies: a resumed fit doesn't know it at its start."""
+    """Return the factor, or `VARYING` if it varies: a resumed fit doesn't know it at its start."""
     return VARYING if ctx.window.varies else ctx.window.factor
