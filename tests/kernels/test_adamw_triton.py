@@ -53,19 +53,32 @@ every_master = pytest.mark.parametrize("master", MASTERS)
 every_moment = pytest.mark.parametrize("moment_bits", MOMENT_BITS)
 
 
-class Never:
-    """Kernels that must not be called."""
+class Counting:
+    """Kernels that note their calls."""
 
     grouped_below = piece = 0
     folds = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def note(self, name: str) -> None:
+        self.calls.append(name)
 
     def reads_host(self, piece: Piece) -> bool:
         return False
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
-        pytest.fail("was left to others")
+        self.note("step")
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
+        self.note("add")
+
+
+class Never(Counting):
+    """Kernels that must not be called."""
+
+    def note(self, name: str) -> None:
         pytest.fail("was left to others")
 
 
@@ -490,25 +503,6 @@ def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 # --- a kernel that does not run ---
-
-
-class Counting:
-    """Kernels that count their calls."""
-
-    grouped_below = piece = 0
-    folds = True
-
-    def reads_host(self, piece: Piece) -> bool:
-        return False
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def step(self, pieces: Sequence[Piece], control: Control) -> None:
-        self.calls.append("step")
-
-    def add(self, sums: Sequence[Sum], control: Control) -> None:
-        self.calls.append("add")
 
 
 def test_what_does_not_compile_is_left_to_others_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -59,39 +58,18 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.99)}]
 
 
-SCHEDULERS: dict[str, Callable[[Any], list[Any]]] = {
-    "none": lambda optimizer: [],
-    "lambda": lambda optimizer: [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))],
-    "one_cycle": lambda optimizer: [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
-    ],  # cycles betas
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULERS)
 @pytest.mark.parametrize("adam", [False, True], ids=["adamw", "adam"])
-def test_on_fp32_it_is_torchs(adam: bool, schedule: str):
+def test_on_fp32_it_is_torchs_under_a_schedule_of_betas(adam: bool):
     plain, ours = net(), net()
     kwargs: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     kind = torch.optim.Adam if adam else torch.optim.AdamW
     theirs = kind(groups_of(plain), foreach=False, fused=False, **kwargs)
     optimizer = CompactAdamW(groups_of(ours), master_bits=32, moment_bits=32, decoupled_weight_decay=not adam, **kwargs)
     before = [p.detach().clone() for p in ours.parameters()]
-    train(plain, theirs, range(20), *SCHEDULERS[schedule](theirs))
-    train(ours, optimizer, range(20), *SCHEDULERS[schedule](optimizer))
+    for module, each in ((plain, theirs), (ours, optimizer)):
+        train(module, each, range(20), torch.optim.lr_scheduler.OneCycleLR(each, 0.1, total_steps=30))
     assert all(not torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
     assert equal(ours.parameters(), plain.parameters())
-
-
-def test_a_tensor_as_learning_rate():
-    plain, ours = net(), net()
-    # torch's own works in fp32 with a tensor, in fp64 with its number, from which it differs in the last bit
-    theirs = torch.optim.AdamW(plain.parameters(), lr=torch.tensor(0.01).item(), foreach=False)
-    optimizer = CompactAdamW(ours.parameters(), lr=torch.tensor(0.01), master_bits=32, moment_bits=32)  # type: ignore[arg-type]
-    train(plain, theirs, range(5))
-    train(ours, optimizer, range(5))
-    assert equal(ours.parameters(), plain.parameters())
-    assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
 
 
 # --- equal to a master weight kept by hand ---
@@ -518,21 +496,6 @@ def test_states_of_other_bits_are_refused(master_bits: int | str, moment_bits: i
     optimizer = CompactAdamW(module.parameters(), master_bits=master_bits, moment_bits=moment_bits, corrections=split)
     with pytest.raises(CheckpointError, match=mentions("master_bits", "moment_bits")):
         optimizer.load_state_dict(source.state_dict())
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_go_on_as_the_original(how: str):
-    module = net()
-    optimizer = CompactAdamW(module.named_parameters(), lr=0.1)
-    train(module, optimizer, range(2))
-    both = (module, optimizer)
-    again, copied = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
-    assert equal(contents(copied), contents(optimizer))
-    train(module, optimizer, range(2, 5))
-    assert not torch.equal(next(again.parameters()), next(module.parameters()))
-    train(again, copied, range(2, 5))
-    assert equal(contents(copied), contents(optimizer))
-    assert copied.summary() == optimizer.summary()
 
 
 # --- bad input ---

@@ -282,16 +282,6 @@ def test_memory_of_some_is_given_back_before_that_of_others(monkeypatch: pytest.
     assert _mapped() - before <= four - 2 * 2**20
 
 
-def test_host_bytes_over_useful_bytes():
-    module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
-    layouts = [state_layout(layer.weight.bfloat16(), 24, 8) for layer in module]
-    wanted = [tensor for layout in layouts for tensor in layout.values()]
-    useful = sum(bytes_of(layout) for layout in layouts)
-    made = host_tensors(wanted, CPU)
-    slab = made[-1].data_ptr() + made[-1].nbytes - made[0].data_ptr()
-    assert slab <= 1.03 * useful
-
-
 # --- trace ---
 
 
