@@ -22,7 +22,7 @@ def require_own_batches(loader: Any, choice: str) -> None:
         choice: the option or function that replaces the batches, for the message.
 
     Raises:
-        ConflictError: names the loader, data set or sampler that prevents it, and what to write.
+        ConflictError: names the loader, data set or sampler that prevents it, and the remedy.
     """
     if reason := _own_batches_missing(loader):
         raise ConflictError(f"{choice} and {reason}, or remove {choice}")

@@ -174,17 +174,17 @@ class PackedCollate:
         return batch
 
     def _document(self, item: Any) -> tuple[Tensor, Tensor]:
-        made = self.collate_fn([item])
-        missing = [name for name in ("input_ids", "labels") if not isinstance(made, Mapping) or name not in made]
-        others = [] if missing else sorted(set(made) - {"input_ids", "labels", "attention_mask", "position_ids"})
+        batch = self.collate_fn([item])
+        missing = [name for name in ("input_ids", "labels") if not isinstance(batch, Mapping) or name not in batch]
+        others = [] if missing else sorted(set(batch) - {"input_ids", "labels", "attention_mask", "position_ids"})
         if missing or others:
             raise ConflictError(
                 "callback.packing needs a collate function that returns input_ids and labels, and an attention_mask at"
-                f" most; for one document it returned"
-                f" {', '.join(sorted(made)) if isinstance(made, Mapping) else type(made).__name__}"
+                " most; for one document it returned"
+                f" {', '.join(sorted(batch)) if isinstance(batch, Mapping) else type(batch).__name__}"
             )
-        kept = made["attention_mask"][0].bool() if "attention_mask" in made else slice(None)
-        tokens, labels = made["input_ids"][0][kept], made["labels"][0][kept]
+        kept = batch["attention_mask"][0].bool() if "attention_mask" in batch else slice(None)
+        tokens, labels = batch["input_ids"][0][kept], batch["labels"][0][kept]
         wrong = (labels != IGNORED) & (labels != tokens)
         if wrong.any():
             raise ConflictError(

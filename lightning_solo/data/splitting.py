@@ -32,10 +32,10 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
 
     Raises:
         ConflictError: no tensor has a batch dimension, lengths differ, an object hides its tensors, or ``batch_dim``
-            names a missing path; names them, and what to write.
+            names a missing path; names them, and the remedy.
     """
-    found = list(leaves(batch))
-    paths = [path for path, _ in found]
+    batch_leaves = list(leaves(batch))
+    paths = [path for path, _ in batch_leaves]
     for path in batch_dim if isinstance(batch_dim, Mapping) else ():
         if path not in paths:
             raise ConflictError(
@@ -43,7 +43,7 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
                 f"{nearest(path, paths)}there are {', '.join(paths)}"
             )
     lengths: dict[int, list[str]] = {}
-    for path, leaf in found:
+    for path, leaf in batch_leaves:
         dim, shape = _dim_of(path, batch_dim), _shape(leaf)
         if dim is None or shape == ():
             continue

@@ -182,7 +182,7 @@ class TokenLoader(Resumable):
         options: of ``DataLoader``, such as ``num_workers``.
 
     Raises:
-        ValueError: a sampler is given, or no batch size.
+        ValueError: there is a sampler, or no batch size.
     """
 
     _done = "batches"
@@ -190,10 +190,10 @@ class TokenLoader(Resumable):
     def __init__(
         self, windows: TokenWindows, batch_size: int = 1, seed: int = 0, shuffle: bool = True, **options: Any
     ) -> None:
-        given = sorted({"sampler", "batch_sampler"} & options.keys())
-        if given or batch_size is None:
+        samplers = sorted({"sampler", "batch_sampler"} & options.keys())
+        if samplers or batch_size is None:
             raise ValueError(
-                f"TokenLoader({', '.join(f'{name}=...' for name in given) or 'batch_size=None'}): it makes the batches"
+                f"TokenLoader({', '.join(f'{name}=...' for name in samplers) or 'batch_size=None'}) makes the batches"
                 " itself; write batch_size=1 or more, seed and shuffle, or a plain DataLoader of the windows"
             )
         super().__init__(windows, batch_size, shuffle, **options)

@@ -14,7 +14,7 @@ def fit(size: MicroBatchSize, samples: int, steps: int) -> list[int | None]:
     return [size.fitted(samples) for _ in range(steps)]
 
 
-def test_it_halves_until_it_fits() -> None:
+def test_failures_halve_the_size() -> None:
     size = MicroBatchSize()
     assert size.current is None
     for samples, half in [(64, 32), (32, 16), (11, 5)]:  # the last ones were of 11: an even part
@@ -22,18 +22,18 @@ def test_it_halves_until_it_fits() -> None:
         assert size.current == half
 
 
-def test_a_single_sample_has_no_half() -> None:
+def test_single_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="one sample"):
         MicroBatchSize().failed(1)
 
 
-def test_what_always_fitted_is_left() -> None:
+def test_size_that_never_failed_stays() -> None:
     size = MicroBatchSize()
     assert fit(size, 64, 2 * GROW_AFTER) == [None] * 2 * GROW_AFTER
     assert size.current is None
 
 
-def test_after_a_while_the_middle_is_tried() -> None:
+def test_middle_is_tried_after_steps_that_fit() -> None:
     size = MicroBatchSize()
     size.failed(64)
     size.failed(32)
@@ -42,7 +42,7 @@ def test_after_a_while_the_middle_is_tried() -> None:
     assert fit(size, 64, GROW_AFTER)[-1] == 32  # of 24 and 32 it is 28, but that would again be 3 parts of 64
 
 
-def test_a_try_that_failed_is_taken_back_and_the_next_waits_twice_as_long() -> None:
+def test_failed_try_is_undone_and_doubles_the_wait() -> None:
     size = MicroBatchSize()
     size.failed(64)
     size.failed(32)
@@ -55,7 +55,7 @@ def test_a_try_that_failed_is_taken_back_and_the_next_waits_twice_as_long() -> N
         assert (size.current, size.too_large) == (16, larger)
 
 
-def test_a_failure_starts_the_wait_again() -> None:
+def test_failure_restarts_the_wait() -> None:
     size = MicroBatchSize()
     size.failed(64)
     fit(size, 64, GROW_AFTER - 1)
@@ -63,7 +63,7 @@ def test_a_failure_starts_the_wait_again() -> None:
     assert set(fit(size, 64, GROW_AFTER - 1)) == {None}
 
 
-def test_a_try_below_which_a_smaller_batch_failed_is_not_returned_to() -> None:
+def test_size_does_not_return_to_a_try_after_a_smaller_failure() -> None:
     size = MicroBatchSize()
     size.failed(64)
     size.failed(32)
@@ -72,7 +72,7 @@ def test_a_try_below_which_a_smaller_batch_failed_is_not_returned_to() -> None:
     assert size.current == 5
 
 
-def test_a_batch_smaller_than_a_try_does_not_prove_it() -> None:
+def test_smaller_batch_does_not_confirm_a_try() -> None:
     size = MicroBatchSize()
     size.failed(64)
     size.failed(32)
@@ -82,20 +82,20 @@ def test_a_batch_smaller_than_a_try_does_not_prove_it() -> None:
     assert (size.current, size.wait) == (16, 2 * GROW_AFTER)
 
 
-def test_at_the_edge_what_was_too_large_is_tried_again() -> None:
+def test_failed_size_is_tried_again_if_none_is_in_between() -> None:
     size = MicroBatchSize()
     size.load({"micro_batch": 16, "too_large": 17, "wait": GROW_AFTER, "fitted_for": 0})
     assert fit(size, 64, GROW_AFTER)[-1] == 22  # 64 in 3 parts, not in 4
 
 
-def test_a_batch_that_is_not_divided_tries_nothing() -> None:
+def test_undivided_batch_tries_no_size() -> None:
     size = MicroBatchSize()
     size.failed(64)
     assert set(fit(size, 20, 2 * GROW_AFTER)) == {None}
     assert size.fitted(64) == 64  # as soon as there is one that would gain
 
 
-def test_what_was_too_large_for_a_while_is_doubled_when_it_fits_again() -> None:
+def test_failed_size_that_fits_later_is_doubled() -> None:
     size = MicroBatchSize()
     for samples in (64, 32, 16, 8, 4, 2):
         size.failed(samples)
@@ -103,7 +103,7 @@ def test_what_was_too_large_for_a_while_is_doubled_when_it_fits_again() -> None:
     assert tries == [2, 4, 8, 16, 32, 64]
 
 
-def test_most_is_never_exceeded() -> None:
+def test_maximum_is_never_exceeded() -> None:
     size = MicroBatchSize(24)
     assert size.current == 24
     assert set(fit(size, 64, GROW_AFTER)) == {None}
@@ -114,7 +114,7 @@ def test_most_is_never_exceeded() -> None:
     assert set(fit(size, 64, GROW_AFTER)) == {None}
 
 
-def test_what_is_known_is_plain_data() -> None:
+def test_state_is_plain_data() -> None:
     size, other = MicroBatchSize(), MicroBatchSize()
     size.failed(64)
     fit(size, 64, 5)
@@ -123,14 +123,14 @@ def test_what_is_known_is_plain_data() -> None:
     assert vars(other) == vars(size)
 
 
-def test_a_try_is_not_known() -> None:
+def test_state_has_no_unfinished_try() -> None:
     size = MicroBatchSize()
     size.failed(64)
     fit(size, 64, GROW_AFTER)
     assert (size.current, size.state()["micro_batch"]) == (64, 32)
 
 
-def test_a_size_of_ones_own_is_stronger_than_what_is_loaded() -> None:
+def test_maximum_limits_a_loaded_size() -> None:
     state = {"micro_batch": 16, "too_large": 32, "wait": 400, "fitted_for": 3}
     for most, now in [(8, 8), (16, 16), (24, 16), (None, 16)]:
         size = MicroBatchSize(most)
@@ -142,7 +142,7 @@ def test_a_size_of_ones_own_is_stronger_than_what_is_loaded() -> None:
 
 
 @given(limit=st.integers(1, 40), samples=st.integers(1, 64), most=st.none() | st.integers(1, 40))
-def test_it_comes_to_the_fewest_parts_that_fit(limit: int, samples: int, most: int | None) -> None:
+def test_size_converges_to_the_fewest_parts(limit: int, samples: int, most: int | None) -> None:
     """Whatever fits, no batch fails for ever, and after some tries there are as few parts as could be."""
     size = MicroBatchSize(most)
 

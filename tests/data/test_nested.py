@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.data.nested import leaves, map_tensors, tensors_of
 from lightning_solo.data.splitting import part_of, samples_of
+from lightning_solo.data.truncation import sequences_of, truncated
 from lightning_solo.planner.batches import examples, sized
 from tests.training import equal
 
@@ -121,9 +122,10 @@ def structure(batch: Any) -> Any:
 def test_every_nesting_is_kept_by_all_that_read_or_change_batches(make: Any, paths: str) -> None:
     batch, whole = make(), make()
     assert [path for path, _ in leaves(batch)] == paths.split()
-    assert samples_of(batch) == examples(batch) == size_of(batch)[0] == 5
+    assert samples_of(batch) == examples(batch) == size_of(batch)[0] == sequences_of(batch)[0] == 5
     for changed, expected in (
         (map_tensors(batch, lambda tensor: tensor + 1), lambda tensor: tensor + 1),
+        (truncated(batch, length=2, kept=1), lambda tensor: tensor[:, :1] if tensor.dim() else tensor),
         (part_of(batch, 1, 3, samples=5), lambda tensor: tensor[1:3] if tensor.dim() else tensor),
         (sized(batch, 5, 6), lambda tensor: torch.cat([tensor, tensor[:1]]) if tensor.dim() else tensor),
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_solo.data.length_batches import padding_share
 from lightning_solo.data.packing import (
     IGNORED,
     PackedBatches,
@@ -24,7 +22,7 @@ from lightning_solo.data.packing import (
 )
 from lightning_solo.errors import ConflictError, PresetError
 from tests.messages import mentions
-from tests.modules import collate_documents, documents, regression
+from tests.modules import collate_documents, documents
 
 VOCABULARY = 61
 
@@ -36,22 +34,12 @@ def loader(lengths: list[int] = LENGTHS, **options: Any) -> DataLoader[Any]:
     return documents(lengths, VOCABULARY, **options)
 
 
-def model(implementation: str = "sdpa", cache: bool = False) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, attn_implementation=implementation, use_cache=cache,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).double()
-
-
 # --- it acted ---
 
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=50), capacity=st.integers(30, 60))
 @settings(max_examples=60)
-def test_each_document_is_in_one_row_and_best_fit_is_never_two_half_empty_rows(lengths: Any, capacity: int) -> None:
+def test_each_document_is_in_one_row_and_no_two_rows_fit_into_one(lengths: Any, capacity: int) -> None:
     rows = pack_best_fit(lengths, capacity)
     assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
     fills = sorted(sum(lengths[index] for index in row) for row in rows)
@@ -64,31 +52,7 @@ def test_the_tightest_row_is_taken() -> None:
     assert pack_best_fit([2, 8, 3, 6], capacity=10) == [[1, 0], [3, 2]]
 
 
-def test_padding_of_a_log_normal_distribution() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(10_000, generator=generator) + 5).exp().clamp(1, 2048).long()
-    batches = PackedBatches(lengths, 2048, 8)
-    rows = ([sum(batches.lengths[index] for index in row) for row in batch] for batch in batches.batches(0))
-    assert padding_share(rows) <= 0.01
-
-
-# --- parity ---
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_loss_and_gradients_are_those_of_the_documents(implementation: str) -> None:
-    net, source = model(implementation), loader(batch_size=12)
-    (plain,) = source
-    (packed,) = packed_loader(source, rows=99)
-    assert len(packed["input_ids"]) < len(plain["input_ids"])
-    results = []
-    for batch in (plain, packed):
-        net.zero_grad()
-        loss = net(**batch).loss
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in net.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+# --- rows and their boundaries ---
 
 
 def test_boundaries_are_in_positions_and_labels() -> None:
@@ -150,7 +114,7 @@ def test_documents_that_are_compared_have_tokens(length: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_on_where_it_was_and_its_source_is_as_before(workers: int) -> None:
+def test_packed_loader_resumes_and_leaves_its_source_unchanged(workers: int) -> None:
     source = loader(num_workers=workers)
     before = dict(vars(source))
     packed = packed_loader(source, rows=2)
@@ -162,20 +126,6 @@ def test_a_loader_goes_on_where_it_was_and_its_source_is_as_before(workers: int)
     assert [batch["input_ids"].tolist() for batch in resumed] == left
     assert len(left) == len(packed) - 1 > 0
     assert all(vars(source)[name] is value for name, value in before.items())
-
-
-def test_lightning_trains_on_it(make_trainer: Any) -> None:
-    module, seen = regression(L, model().float()), []
-
-    def step(batch: Any, batch_idx: int) -> Any:
-        starts = batch["input_ids"][(batch["position_ids"] == 0) & (batch["labels"].roll(-1, 1) != IGNORED)]
-        seen.append((module.trainer.current_epoch, starts.tolist()))
-        return module.net(**batch).loss
-
-    module.training_step = step
-    make_trainer(L, max_epochs=2).fit(module, packed_loader(loader([5, 9, 3, 7, 2, 8, 4, 6])))
-    for epoch in (0, 1):
-        assert sorted(index for at, starts in seen if at == epoch for index in starts) == list(range(8))
 
 
 # --- what is refused ---

@@ -143,7 +143,7 @@ def compared(
 @pytest.mark.parametrize("after", [6, 13, "epoch"])
 @pytest.mark.parametrize("how", ["max_steps", "should_stop", "batch", "epoch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_batches_that_were_left_come_next(
+def test_resumed_run_has_the_remaining_batches(
     make_trainer: Make, tmp_path: Path, kind: str, how: str, after: Any, workers: int
 ) -> None:
     compared(make_trainer, tmp_path / "end.ckpt", kind, how, PER_EPOCH[kind] if after == "epoch" else after, workers)
@@ -162,13 +162,13 @@ def test_the_batches_that_were_left_come_next(
     ],
 )
 @pytest.mark.parametrize("kind", ["length_bucketing", "tokens"])
-def test_so_they_do_where_epochs_are_limited(
+def test_resumed_run_of_limited_epochs_has_the_remaining_batches(
     make_trainer: Make, tmp_path: Path, kind: str, how: str, after: int, options: dict[str, Any]
 ) -> None:
     compared(make_trainer, tmp_path / "end.ckpt", kind, how, after, **options)
 
 
-def test_a_run_that_was_stopped_twice(make_trainer: Make, tmp_path: Path) -> None:
+def test_run_resumes_after_three_stops(make_trainer: Make, tmp_path: Path) -> None:
     whole, *parts = [Reader() for _ in range(5)]
     fit(make_trainer, "length_bucketing", 0, whole)
     path = None

@@ -39,7 +39,7 @@ def rows(samples: int = 5, width: int = 2) -> Tensor:
 # --- what batches are nested in ---
 
 
-def test_a_tensor() -> None:
+def test_tensor_is_split_evenly() -> None:
     parts = split_evenly(rows(), 2)
     assert [(part.tolist(), count) for part, count in parts] == [
         ([[0, 1], [2, 3]], 2),
@@ -53,16 +53,6 @@ def test_parts_are_views_and_a_batch_that_fits_is_itself() -> None:
     first, _ = split_evenly(batch, 3)
     assert first[0]["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
     assert split_evenly(batch, 5)[0][0] is batch
-
-
-def test_a_batch_of_a_tokenizer() -> None:
-    transformers = pytest.importorskip("transformers")
-    batch = transformers.BatchEncoding({"input_ids": rows(), "labels": rows()})
-    parts = split_evenly(batch, 3)
-    assert [type(part) for part, _ in parts] == [transformers.BatchEncoding] * 2
-    assert [part.input_ids.tolist() for part, _ in parts] == [rows()[:3].tolist(), rows()[3:].tolist()]
-    assert [weight_of(part, count, "shifted_tokens") for part, count in parts] == [3, 2]
-    assert len(batch["input_ids"]) == 5
 
 
 def test_arrays_file_names_and_what_all_share() -> None:
@@ -84,7 +74,7 @@ def test_arrays_file_names_and_what_all_share() -> None:
 
 
 @pytest.mark.parametrize("dim", [1, -1])
-def test_another_batch_dimension(dim: int) -> None:
+def test_batch_dimension_other_than_the_first(dim: int) -> None:
     parts = split_evenly([rows(3, 5), rows(3, 5)], 3, batch_dim=dim)
     assert [part[1].tolist() for part, _ in parts] == [rows(3, 5)[:, :3].tolist(), rows(3, 5)[:, 3:].tolist()]
 
@@ -122,7 +112,7 @@ def test_lengths_that_differ_are_named_with_what_to_write() -> None:
         samples_of({"x": rows(), "y": rows(), "time": rows(3, 5)})
 
 
-def test_a_dimension_that_a_tensor_lacks() -> None:
+def test_missing_dimension_is_refused() -> None:
     with pytest.raises(ConflictError, match=mentions("batch_dim=2", "x", "(5, 2)", "batch_dim={x: 1}")):
         samples_of({"x": rows()}, {"x": 2})
 
@@ -133,7 +123,7 @@ def test_a_batch_without_a_batch_dimension(batch: Any) -> None:
         samples_of(batch)
 
 
-def test_an_object_whose_tensors_are_out_of_sight() -> None:
+def test_object_with_hidden_tensors_is_refused() -> None:
     with pytest.raises(ConflictError, match=mentions("SimpleNamespace", "graph", "split=")):
         samples_of({"x": rows(), "graph": SimpleNamespace(nodes=[rows()])})
     assert samples_of({"x": rows(), "graph": SimpleNamespace(name="train")}) == 5
@@ -148,12 +138,12 @@ def test_an_object_that_refers_to_itself() -> None:
         samples_of({"x": rows(), "settings": one})
 
 
-def test_packed_sequences() -> None:
+def test_packed_sequences_are_refused() -> None:
     with pytest.raises(ConflictError, match=mentions("0 (5,)", "1 (3,)", "split=")):
         samples_of(pack_sequence([torch.zeros(3), torch.zeros(2)]))
 
 
-def test_a_path_that_no_tensor_has() -> None:
+def test_unknown_path_is_refused() -> None:
     with pytest.raises(ConflictError, match=mentions("tmie", nearest("time"), "x, time")):
         samples_of({"x": rows(5, 5), "time": rows(5, 5)}, {"tmie": 1})
 
@@ -174,7 +164,7 @@ def test_half_precision_weights_are_added_up_exactly() -> None:
     assert weight_of({"counts": torch.ones(4097, dtype=torch.float16)}, 4097, "counts") == 4097
 
 
-def test_where_labels_are() -> None:
+def test_labels_are_found_by_name_or_as_the_last_item() -> None:
     for batch in (
         {"labels": LABELS},
         SimpleNamespace(labels=LABELS),
@@ -188,7 +178,7 @@ def test_where_labels_are() -> None:
 
 
 @pytest.mark.parametrize("by", ["tokens", "shifted_tokens"])
-def test_tokens_without_labels(by: str) -> None:
+def test_tokens_without_labels_are_refused(by: str) -> None:
     with pytest.raises(ConflictError, match=mentions(by, "labels", "weight_by=samples")):
         weight_of({"x": rows()}, 5, by)
 
@@ -199,7 +189,7 @@ def test_weights_of_a_name_that_no_tensor_has(batch: Any) -> None:
         weight_of(batch, 5, "counts")
 
 
-def test_a_size_is_not_cut_and_names_are() -> None:
+def test_names_are_cut_and_sizes_are_not() -> None:
     (part, _), _ = split_evenly({"x": rows(2), "size": (32, 64), "names": ("a", "b"), "ids": [7, 8]}, 1)
     assert (part["size"], part["names"], part["ids"]) == ((32, 64), ("a",), [7])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,37 +11,9 @@ from torch import Tensor
 from lightning_solo.data.truncation import is_left_padded, sequences_of, truncated
 from lightning_solo.errors import ConflictError
 from tests.messages import mentions
-from tests.training import equal
 
 B, T, W = 3, 10, 6
 IDS = torch.arange(B * T).view(B, T)
-
-
-@dataclass
-class Pair:
-    ids: Tensor
-    names: list[str]
-
-
-class Named(NamedTuple):
-    ids: Tensor
-    label: Tensor
-
-
-NESTED: list[tuple[Any, Any]] = [
-    (IDS, IDS[:, :4]),
-    ([IDS, IDS + 1], [IDS[:, :4], IDS[:, :4] + 1]),
-    (Pair(IDS, ["a", "b", "c"]), Pair(IDS[:, :4], ["a", "b", "c"])),
-    (Named(IDS, torch.ones(B)), Named(IDS[:, :4], torch.ones(B))),
-    ({"text": {"input_ids": IDS}, "kind": "train"}, {"text": {"input_ids": IDS[:, :4]}, "kind": "train"}),
-]
-
-
-@pytest.mark.parametrize(("batch", "expected"), NESTED, ids=["tensor", "list", "dataclass", "named tuple", "mapping"])
-def test_every_nesting_is_kept(batch: Any, expected: Any) -> None:
-    assert sequences_of(batch) == (B, T)
-    assert equal(truncated(batch, T, 4), expected)
-    assert IDS.shape == (B, T)
 
 
 @pytest.mark.parametrize(

@@ -151,19 +151,6 @@ def test_milestones_of_another_type_name_the_option_and_what_is_expected(milesto
         AccumulationSchedule(milestones)
 
 
-def test_an_unknown_unit_is_refused() -> None:
-    with pytest.raises(PresetError, match=mentions("by='batch'", "'epoch' or 'step'")):
-        AccumulationSchedule([[0, 2]], by="batch")  # type: ignore[arg-type]
-
-
-def test_the_callers_container_is_neither_kept_nor_changed() -> None:
-    given = [[1, 2], [3, 4]]
-    schedule = AccumulationSchedule(given)
-    given[0][1] = 7
-    assert schedule.milestones == [[1, 2], [3, 4]]
-    assert repr(eval(repr(schedule))) == repr(schedule)
-
-
 def test_two_that_set_the_accumulation_factor_are_refused(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, accumulate_grad_batches=4, callbacks=[AccumulationSchedule()])
     with pytest.raises(ConflictError, match=mentions("accumulate_grad_batches=4", "milestones=[[0, 4]]")):
@@ -512,44 +499,7 @@ def test_an_endless_run_has_an_endless_estimate(home: Any, make_trainer: Any) ->
     schedule.teardown(trainer, None, "fit")  # type: ignore[arg-type]
 
 
-# --- trace ---
-
-
-def test_the_trainer_is_as_before(home: Any, make_trainer: Any) -> None:
-    trainer = make_trainer(home, callbacks=[AccumulationSchedule([[0, 4]])])
-    module = regression(home)
-    keys = list(module.state_dict())
-    for fits in (1, 2):
-        trainer.fit_loop.max_epochs = fits
-        trainer.fit(module, loader(10))
-        assert type(trainer) is home.Trainer
-        assert trainer.accumulate_grad_batches == 1
-        assert trainer.global_step == 3 * fits  # 4 + 4 + 2
-    trainer.validate(module, loader(2), verbose=False)
-    trainer.test(module, loader(2), verbose=False)
-    assert len(trainer.predict(module, loader(2))) == 2
-    assert type(trainer) is home.Trainer
-    assert list(module.state_dict()) == keys
-
-
-def test_a_failing_fit_leaves_the_trainer_as_before(home: Any, make_trainer: Any) -> None:
-    schedule = AccumulationSchedule([[0, 4]])
-    trainer, module = make_trainer(home, callbacks=[schedule]), regression(home)
-
-    def fail(batch: Any, batch_idx: int) -> None:
-        raise RuntimeError(f"batch {batch_idx} with {trainer.accumulate_grad_batches}")
-
-    stock, module.training_step = module.training_step, fail
-    with pytest.raises(RuntimeError, match="batch 0 with 4"):
-        trainer.fit(module, loader(10))
-    assert type(trainer) is home.Trainer
-    assert trainer.accumulate_grad_batches == 1
-    schedule.teardown(trainer, module, "fit")
-    schedule.on_exception(trainer, module, RuntimeError())
-    assert trainer.accumulate_grad_batches == 1
-    module.training_step = stock
-    trainer.fit(module, loader(10))
-    assert trainer.global_step == 3
+# --- resuming ---
 
 
 @pytest.mark.filterwarnings(RESUME_WARNING)

@@ -183,7 +183,7 @@ def test_any_epoch_is_known_from_its_number_and_ends_in_every_item_once(
             assert len(kept) == len(set(kept)) == items - (items % size if drop_last else 0)
 
 
-def test_where_difficulty_comes_from(make_trainer: Make) -> None:
+def test_sources_of_difficulty(make_trainer: Make) -> None:
     def easiest(by: Any, data: Any, **options: Any) -> list[int]:
         seen = Seen()
         fit(make_trainer, Curriculum(by, duration=10**6, **options), data, seen, max_steps=8)
@@ -304,7 +304,7 @@ def test_tokens_count_where_the_module_steps_unseen(make_trainer: Make) -> None:
     assert seen.lengths[-1] == LENGTH
 
 
-def test_what_is_shorter_stays_and_the_longest_counts(make_trainer: Make) -> None:
+def test_shorter_sequences_are_unchanged(make_trainer: Make) -> None:
     seen = Seen()
     fit(make_trainer, short("sequence_length", duration=60, start=0.5), texts(batch_size=1, shuffle=False), seen)
     whole = [batch["input_ids"].shape[1] for batch in texts(batch_size=1, shuffle=False)] * 2
@@ -315,7 +315,7 @@ def test_what_is_shorter_stays_and_the_longest_counts(make_trainer: Make) -> Non
         assert length == min(there, kept)
 
 
-def test_what_changes_is_logged(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_are_logged(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     class Logger(L.loggers.logger.DummyLogger):
         def __init__(self) -> None:
             super().__init__()
@@ -567,7 +567,7 @@ def test_a_loss_that_fails_is_named_with_its_item_and_nothing_is_left(make_train
         fit(make_trainer, short("loss"), texts(), make=lambda: module)
 
 
-def test_equal_items_or_short_sequences_are_nothing_to_do(make_trainer: Make) -> None:
+def test_equal_items_and_short_sequences_are_refused(make_trainer: Make) -> None:
     with pytest.raises(NothingToDoError, match=mentions("by=length", "33", "by=sequence_length")):
         fit(make_trainer, short(), texts(length=LENGTH))
     with pytest.raises(NothingToDoError, match=mentions("batch_size", "4", "3 items")):
@@ -653,14 +653,14 @@ def test_steps_that_are_not_known_beforehand_are_refused(make_trainer: Make) -> 
         solo.trainer_kwargs({"callback": {"curriculum": {}, "length_bucketing": {}}})
 
 
-def test_a_duration_behind_the_end_is_warned_of(make_trainer: Make) -> None:
+def test_duration_beyond_training_warns(make_trainer: Make) -> None:
     with pytest.warns(UserWarning, match=mentions("30", "duration=31")):
         fit(make_trainer, short(duration=31), texts())
     with pytest.warns(UserWarning, match=mentions("4", "duration=20")):
         fit(make_trainer, short("sequence_length"), texts(length=LENGTH), max_steps=4)
 
 
-def test_a_checkpoint_of_something_else_is_refused(make_trainer: Make, tmp_path: Any) -> None:
+def test_checkpoint_of_another_curriculum_is_refused(make_trainer: Make, tmp_path: Any) -> None:
     path = str(tmp_path / "other.ckpt")
     fit(make_trainer, short("loss"), texts(), Seen((3, path)))
     for other in (short(), short("sequence_length")):

@@ -171,7 +171,7 @@ def test_other_items_are_dropped_in_each_epoch(make_trainer: Make) -> None:
 @pytest.mark.parametrize(
     "length", [lambda item: len(item[0]), "collated", "auto"], ids=["function", "collated", "auto"]
 )
-def test_lengths_come_from_where_they_are_said_to(length: Any) -> None:
+def test_sources_of_lengths(length: Any) -> None:
     loader = texts([3, 1, 2])
     assert item_lengths(loader.dataset, length, loader.collate_fn).tolist() == [3, 1, 2]
     assert loader.dataset.read == [0, 1, 2]
@@ -232,7 +232,7 @@ def test_the_bytes_of_an_epoch_are_those_of_its_items_and_of_the_padding_reporte
     assert elements < 0.5 * elements * (1 - technique.padding_after) / (1 - technique.padding_before)
 
 
-def test_a_plan_is_of_the_batch_that_is_given_and_says_so() -> None:
+def test_plan_is_for_the_given_batch() -> None:
     arrangement = arrange(compose("length_bucketing"), {})
     assert arrangement.arguments()["callbacks"] == []
     (assumption,) = arrangement.assumptions
@@ -243,7 +243,7 @@ def test_a_plan_is_of_the_batch_that_is_given_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_the_loader_is_as_before_and_what_it_had_is_kept(make_trainer: Make, workers: int) -> None:
+def test_loader_keeps_its_attributes(make_trainer: Make, workers: int) -> None:
     class Mine(DataLoader[Any]):
         def __init__(self, dataset: Any, extra: str, **options: Any) -> None:
             super().__init__(dataset, **options)
@@ -269,26 +269,6 @@ def test_the_loader_is_as_before_and_what_it_had_is_kept(make_trainer: Make, wor
     assert {key: value for key, value in vars(loader).items() if value is not before[key]} == {}
     assert type(loader) is Mine
     assert type(loader.batch_sampler) is BatchSampler
-
-
-@pytest.mark.parametrize(
-    ("epoch", "after", "options"),
-    [(0, 0, {}), (1, 3, {}), (1, 14, {}), (1, 3, {"num_workers": 2}), (0, 3, {"max_epochs": 2, "limit": 4})],
-    ids=["first batch", "middle", "last batch", "workers", "end of a limited epoch"],
-)
-def test_a_run_resumed_in_an_epoch_has_the_order_of_the_undisturbed_one(
-    make_trainer: Make, tmp_path: Any, epoch: int, after: int, options: dict[str, Any]
-) -> None:
-    path = str(tmp_path / "middle.ckpt")
-    loader_options = {"num_workers": options["num_workers"]} if "num_workers" in options else {}
-    limit = {"limit_train_batches": options["limit"]} if "limit" in options else {}
-    whole, rest = Indices((epoch, after, path)), Indices()
-    fit(make_trainer, LengthBucketing(), texts(**loader_options), whole, max_epochs=3, **limit)
-    torch.manual_seed(77)
-    fit(make_trainer, LengthBucketing(), texts(**loader_options), rest, path, max_epochs=3, **limit)
-    begin = [at for at, _ in whole.seen].index(epoch) + after + 1
-    assert rest.seen == whole.seen[begin:]
-    assert len(rest.seen) > 0
 
 
 @pytest.mark.parametrize("ahead", [[], [Prefetch()]], ids=["plain", "prefetched"])
@@ -382,7 +362,7 @@ def test_loaders_that_make_no_batches_of_all_items_are_refused(make_trainer: Mak
 
 
 @pytest.mark.parametrize("options", [{"lengths": [5] * 12}, {"batch_size": 1}])
-def test_nothing_padded_is_nothing_to_do(make_trainer: Make, options: dict[str, Any]) -> None:
+def test_batches_without_padding_are_refused(make_trainer: Make, options: dict[str, Any]) -> None:
     with pytest.raises(
         NothingToDoError, match=mentions("length=auto", "batch_size", "remove callback.length_bucketing")
     ):
@@ -393,12 +373,6 @@ def test_nothing_padded_is_nothing_to_do(make_trainer: Make, options: dict[str, 
 def test_an_empty_data_set_is_refused(make_trainer: Make, technique: LengthBucketing) -> None:
     with pytest.raises(ConflictError, match=mentions("Texts", "items", "remove callback.length_bucketing")):
         fit(make_trainer, technique, texts([], shuffle=False))
-
-
-def test_another_technique_that_makes_batches_is_refused_with_what_removes_either() -> None:
-    with pytest.raises(ConflictError, match=mentions("~callback.length_bucketing", "~callback.packing")) as caught:
-        compose(["packing", "length_bucketing"])
-    assert "write drop" not in str(caught.value)
 
 
 def test_a_budget_of_tokens_takes_the_place_of_single_items(make_trainer: Make) -> None:
@@ -435,3 +409,8 @@ def test_long_work_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     item_lengths(Texts([3, 1]), report=lambda done, count: seen.append((done, count)))
     assert seen == [(1, 2), (2, 2)]
+
+
+def test_an_empty_name_of_a_length_is_refused() -> None:
+    with pytest.raises(PresetError, match=mentions("length_bucketing.length", "auto", "collated")):
+        LengthBucketing(length="")

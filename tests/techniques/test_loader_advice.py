@@ -30,9 +30,8 @@ from lightning_solo.techniques.loader_advice import technique, times
 from lightning_solo.techniques.loader_advice.savings import Loading, savings
 from lightning_solo.techniques.loader_advice.technique import LoaderAdvice
 from lightning_solo.techniques.loader_advice.times import DeviceClock, Times, Watch
-from tests.conftest import long
 from tests.messages import mentions
-from tests.modules import Stack, loader, regression
+from tests.modules import loader, regression
 from tests.techniques.test_memory_logger import recording_logger
 
 Make = Callable[..., Any]
@@ -201,7 +200,7 @@ def test_workers_that_start_with_each_epoch(make_trainer: Make, clock: Clock, pe
     assert "prefetch" not in saved(observer)  # on a CPU, workers do so
 
 
-def test_a_loader_of_ones_own_and_a_stream(make_trainer: Make, clock: Clock) -> None:
+def test_loaders_other_than_map_style_dataloaders(make_trainer: Make, clock: Clock) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter([Slow(clock, 3)[index] for index in (0, 1)] + [Slow(clock, 3)[index] for index in range(6)])
@@ -283,7 +282,7 @@ def test_one_sentence_with_the_figures(make_trainer: Make, clock: Clock, said: C
 
 
 @pytest.mark.parametrize(("min_share", "is_named"), [(0.02, False), (0.005, True)])
-def test_what_would_not_help_is_not_named(
+def test_savings_below_min_share_are_not_named(
     make_trainer: Make, clock: Clock, said: Callable[[], str], min_share: float, is_named: bool
 ) -> None:
     observer = LoaderAdvice(min_share)
@@ -292,7 +291,7 @@ def test_what_would_not_help_is_not_named(
     assert saved(observer)["num_workers"] == 7  # and can be looked at
 
 
-def test_a_user_ends_the_fit(make_trainer: Make, clock: Clock, said: Callable[[], str]) -> None:
+def test_interrupted_fit_gets_advice(make_trainer: Make, clock: Clock, said: Callable[[], str]) -> None:
     module = stepping(clock, 1)
     step = module.training_step
 
@@ -312,7 +311,7 @@ def test_a_user_ends_the_fit(make_trainer: Make, clock: Clock, said: Callable[[]
 
 
 @pytest.mark.parametrize("where", ["validation", "wait", "start of workers"])
-def test_a_user_ends_the_fit_between_steps(make_trainer: Make, clock: Clock, where: str) -> None:
+def test_fit_interrupted_between_steps_gets_advice(make_trainer: Make, clock: Clock, where: str) -> None:
     def interrupted(*_: Any) -> Any:
         clock.advance(50)
         raise KeyboardInterrupt
@@ -355,14 +354,14 @@ def test_workers_of_a_loader_start_with_each_epoch(make_trainer: Make) -> None:
     assert "prefetch" not in saved(observer)
 
 
-def test_one_batch_says_nothing(make_trainer: Make, clock: Clock, said: Callable[[], str]) -> None:
+def test_single_batch_gets_no_advice(make_trainer: Make, clock: Clock, said: Callable[[], str]) -> None:
     observer = advice(make_trainer, stepping(clock, 1), DataLoader(Slow(clock, 1), 8), max_epochs=1)
     assert (observer.times, observer.savings) == (None, ())
     assert "at least two" in said()
 
 
 @pytest.mark.parametrize("given", [-0.1, 1, "2 %"])
-def test_a_share_that_is_none(given: Any) -> None:
+def test_share_out_of_range_is_refused(given: Any) -> None:
     with pytest.raises(PresetError, match=mentions("loader_advice.min_share")):
         LoaderAdvice(given)
 
@@ -478,7 +477,7 @@ def pipelined(loads: list[float], steps: list[float], workers: int) -> float:
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=30), st.integers(1, 8))
-def test_no_pipeline_saves_more(batches: list[tuple[float, float]], cores: int) -> None:
+def test_simulated_pipeline_saves_no_more_than_the_bound(batches: list[tuple[float, float]], cores: int) -> None:
     loads, steps = map(list, zip(*batches, strict=True))
     wait, total = sum(loads), sum(loads) + sum(steps)
     if total < 1e-3:
@@ -491,29 +490,10 @@ def test_no_pipeline_saves_more(batches: list[tuple[float, float]], cores: int) 
         assert workers <= cores
 
 
-# --- parity ---
-
-
-@pytest.mark.any_device
-@pytest.mark.every_change
-@pytest.mark.parametrize("shuffle", [False, long(True)])
-def test_weights_are_those_of_a_plain_run(home: ModuleType, make_trainer: Make, shuffle: bool) -> None:
-    trained = []
-    for callbacks in ([], [LoaderAdvice()]):
-        torch.manual_seed(1)
-        module = regression(home, Stack(dropout=0.2))
-        torch.manual_seed(2)
-        data = DataLoader(loader(6).dataset, 4, shuffle=shuffle)
-        make_trainer(home, callbacks=callbacks, max_epochs=2, accumulate_grad_batches=2).fit(module, data, loader(2))
-        trained.append(module)
-    one, other = (module.state_dict() for module in trained)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 # --- memory ---
 
 
-def test_a_long_run_keeps_no_more(clock: Clock) -> None:
+def test_long_run_stores_no_more_figures(clock: Clock) -> None:
     watch = Watch(torch.device("cpu"), starts_workers=False, loads_here=True)
     for _ in range(1000):
         watch.begin_wait()
@@ -528,7 +508,7 @@ def test_a_long_run_keeps_no_more(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_loader_and_loop_are_as_before(make_trainer: Make, fails: bool) -> None:
+def test_loader_and_loop_are_restored(make_trainer: Make, fails: bool) -> None:
     def collate(samples: Any) -> Any:
         during.append((data.collate_fn, copy.copy(data.collate_fn), pickle.loads(pickle.dumps(data.collate_fn))))
         if fails and len(during) == 3:
@@ -555,7 +535,7 @@ def test_loader_and_loop_are_as_before(make_trainer: Make, fails: bool) -> None:
     assert (observer.times is None) is fails
 
 
-def test_what_the_users_collate_function_has_is_found_and_set_as_before(make_trainer: Make) -> None:
+def test_attributes_of_the_collate_function_are_read_and_set(make_trainer: Make) -> None:
     class Padding:
         pad = 0
 

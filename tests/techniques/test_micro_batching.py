@@ -333,7 +333,7 @@ def test_token_losses_equal_those_of_the_undivided_batch(lengths: list[int], siz
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_nothing_of_a_failed_attempt_is_alive(make_trainer: Make, accelerator: str, where: str) -> None:
+def test_failed_attempt_leaves_no_tensor_alive(make_trainer: Make, accelerator: str, where: str) -> None:
     """Counted are the bytes of what forward made, whether Python or a graph holds it."""
     alive: list[int] = []
 
@@ -385,7 +385,7 @@ def test_a_plan_has_the_largest_micro_batch_that_fits() -> None:
 # --- no trace ---
 
 
-def test_what_fits_is_in_checkpoints(make_trainer: Make) -> None:
+def test_checkpoint_has_the_size_that_fits(make_trainer: Make) -> None:
     technique = MicroBatching()
     trained(make_trainer, limited(2), technique)
     again, net = MicroBatching(), limited(2)
@@ -396,7 +396,7 @@ def test_what_fits_is_in_checkpoints(make_trainer: Make) -> None:
         again.load_state_dict({"micro_batch": 2})
 
 
-def test_the_loop_is_as_before_after_a_failure(make_trainer: Make) -> None:
+def test_loop_is_restored_after_a_failure(make_trainer: Make) -> None:
     module = regression(L)
     technique = MicroBatching(2, global_batch=8)
 
@@ -452,7 +452,7 @@ def test_batch_norm_is_refused_by_name_or_allowed(make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "remedy"), [(20, "16 or 24"), (4, "8")])
-def test_a_global_batch_that_no_batches_make(make_trainer: Make, wanted: int, remedy: str) -> None:
+def test_global_batch_that_is_no_multiple_is_refused(make_trainer: Make, wanted: int, remedy: str) -> None:
     with pytest.raises(ConflictError, match=mentions("global_batch", remedy)):
         trained(make_trainer, plain(), MicroBatching(global_batch=wanted))
 
@@ -468,7 +468,7 @@ def test_an_engine_that_cannot_repeat_a_backward_takes_a_fixed_size() -> None:
     compose("zero_offload", ["+callback=micro_batching", "callback.micro_batching.micro_batch=8"])
 
 
-def test_a_split_of_ones_own(make_trainer: Make) -> None:
+def test_split_function(make_trainer: Make) -> None:
     def rows(batch: Any, size: int) -> list[Any]:
         x, y = batch
         return [([x[i : i + size], y[i : i + size]], len(x[i : i + size])) for i in range(0, len(x), size)]
@@ -547,7 +547,7 @@ class Visited(nn.Module):
         return self.layer(x)
 
 
-def test_behind_the_check_the_first_batch_is_put_back_as_any_other(make_trainer: Make) -> None:
+def test_first_batch_is_restored_after_the_check(make_trainer: Make) -> None:
     data = loader(2, 8)
     calm, _ = trained(make_trainer, Visited(failing=False), MicroBatching(4), data=data)
     ours = MicroBatching(check=True)

@@ -16,13 +16,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from lightning_solo.data.loaders import with_batches
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.packing import PackedBatches, pack_best_fit
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.curriculum.technique import Curriculum
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
-from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.techniques.packing.technique import Packing
 from tests.conftest import long
@@ -365,7 +364,7 @@ def test_best_fit_runs_once_for_an_epoch(make_trainer: Make, monkeypatch: pytest
     assert len(calls) == 2
 
 
-def test_documents_without_tokens_are_none_of_the_two(make_trainer: Make) -> None:
+def test_compared_documents_have_tokens(make_trainer: Make) -> None:
     module = Module()
     fit(make_trainer, module, loader([16, 40, 0, 40, 17, 40, 40, 0, 29]), Packing())
     assert module.batches
@@ -405,7 +404,7 @@ def test_steps_that_cannot_be_compared_are_refused(make_trainer: Make, kind: Any
         fit(make_trainer, kind(), loader(), Packing())
 
 
-def test_an_error_of_the_users_own_stays_what_it_is(make_trainer: Make) -> None:
+def test_error_of_training_step_is_unchanged(make_trainer: Make) -> None:
     class Wrong(Module):
         def loss(self, batch: Any) -> Any:
             raise KeyError("mine")
@@ -428,7 +427,7 @@ def test_an_epoch_has_the_elements_of_its_documents_and_hardly_more(make_trainer
 
 
 @pytest.mark.parametrize(("overrides", "tokens"), [([], "longest"), (["callback.packing.capacity=512"], "512")])
-def test_a_plan_is_of_the_batch_that_is_given_and_says_so(overrides: list[str], tokens: str) -> None:
+def test_plan_is_for_the_given_batch(overrides: list[str], tokens: str) -> None:
     arrangement = arrange(compose("packing", overrides), {})
     assert arrangement.arguments()["callbacks"] == []
     (assumption,) = arrangement.assumptions
@@ -439,7 +438,7 @@ def test_a_plan_is_of_the_batch_that_is_given_and_says_so(overrides: list[str], 
 
 
 @pytest.mark.parametrize("workers", [0, long(2)])
-def test_the_loader_is_as_before_and_what_it_had_is_kept(make_trainer: Make, workers: int) -> None:
+def test_loader_keeps_its_attributes(make_trainer: Make, workers: int) -> None:
     class Mine(DataLoader[Any]):
         pass
 
@@ -475,26 +474,6 @@ def test_a_fit_that_fails_leaves_the_cache_on_and_the_next_one_compares_again(ma
     fit(make_trainer, module, loader(), technique)
     assert module.compared == 6
     assert module.net.config.use_cache
-
-
-@pytest.mark.any_device
-@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
-@pytest.mark.parametrize("workers", [0, long(2)])
-def test_a_run_resumed_within_an_epoch_continues_with_the_batches_that_were_left(
-    make_trainer: Make, workers: int, tmp_path: Any
-) -> None:
-    class Saving(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if (trainer.current_epoch, batch_idx) == (1, 1):
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
-    whole, rest = Module(), Module()
-    fit(make_trainer, whole, loader(num_workers=workers), Packing(rows=1), Saving(), max_epochs=2)
-    fit(make_trainer, rest, loader(num_workers=workers), Packing(rows=1), max_epochs=2, path=tmp_path / "middle.ckpt")
-    assert len(rest.batches) == len(whole.batches) // 2 - 2 > 0
-    assert rest.rows(1) == whole.rows(1)[2:]
-    for one, other in zip(rest.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_the_random_state_is_that_of_a_plain_fit(make_trainer: Make) -> None:
@@ -613,7 +592,7 @@ def test_what_cannot_be_packed_is_refused_before_training(
     [([5] * 12, {}), ([9, 8, 7, 9], {"batch_size": 2}), ([5, 3, 2, 2, 3], {"batch_size": 1})],
     ids=["one length", "no two in a row", "single documents"],
 )
-def test_nothing_saved_is_nothing_to_do(make_trainer: Make, lengths: list[int], options: Any) -> None:
+def test_packing_without_savings_is_refused(make_trainer: Make, lengths: list[int], options: Any) -> None:
     words = ("length=auto", f"capacity={max(lengths)}", "callback.packing.capacity", "remove callback.packing")
     with pytest.raises(NothingToDoError, match=mentions("packing", *words)):
         fit(make_trainer, Module(), loader(lengths, **options), Packing())
@@ -635,17 +614,6 @@ def test_collections_of_loaders_are_refused(make_trainer: Make, collected: Any) 
     with pytest.raises(ConflictError, match=mentions("packing", "several", "one loader", "remove callback.packing")):
         fit(make_trainer, module, collected(loader()), Packing())
     assert not module.batches
-
-
-def test_two_that_make_the_batches_are_refused(make_trainer: Make) -> None:
-    with pytest.raises(ConflictError, match=mentions("packing", "length_bucketing")):
-        fit(make_trainer, Module(), loader(), Packing(), LengthBucketing())
-
-
-@pytest.mark.parametrize("options", [{"capacity": 0}, {"rows": 0}, {"length": ""}, {"seed": -1}])
-def test_values_that_no_batch_can_have(options: Any) -> None:
-    with pytest.raises(PresetError, match=next(iter(options))):
-        Packing(**options)
 
 
 class Dying(Dataset[Any]):

@@ -217,7 +217,7 @@ def test_limits_end_an_epoch_of_a_loader_that_continues(make_trainer: Make) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
-def test_what_is_loaded_and_not_trained_comes_after_a_resume(make_trainer: Make, tmp_path: Any) -> None:
+def test_batches_loaded_ahead_are_trained_after_a_resume(make_trainer: Make, tmp_path: Any) -> None:
     def run(steps: int, *callbacks: Any, path: Any = None) -> Any:
         data = Stateful(batches(8))
         torch.manual_seed(1)
@@ -332,7 +332,7 @@ def test_an_error_comes_with_its_batch_and_its_traceback(make_trainer: Make) -> 
     assert not threads()
 
 
-def test_a_map_style_loader_continues_behind_an_error() -> None:
+def test_map_style_loader_continues_after_an_error() -> None:
     class Holed(Dataset[int]):
         def __len__(self) -> int:
             return 6
@@ -349,13 +349,7 @@ def test_a_map_style_loader_continues_behind_an_error() -> None:
     assert [*got, *iteration] == [0, 1, 2, 4, 5]
 
 
-@pytest.mark.parametrize("given", [0, "2"])
-def test_a_depth_that_is_none(given: Any) -> None:
-    with pytest.raises(ValueError, match="depth"):
-        Prefetch(depth=given)
-
-
-def test_workers_on_a_cpu_leave_nothing_to_do(make_trainer: Make) -> None:
+def test_workers_on_a_cpu_are_refused(make_trainer: Make) -> None:
     data = DataLoader(loader(4).dataset, batch_size=4, num_workers=1)
     with pytest.raises(NothingToDoError, match=mentions("prefetch", "prefetch_factor")):
         fit(make_trainer, Prefetch(), data=data)
@@ -411,7 +405,7 @@ def test_an_iteration_that_is_dropped_ends_its_thread() -> None:
     assert not threads()
 
 
-def test_the_loader_shows_through() -> None:
+def test_attributes_are_those_of_the_loader() -> None:
     inner = loader(4)
     outer: Any = prefetched(inner)
     assert len(outer) == 4
@@ -501,7 +495,7 @@ def test_a_freed_batch_is_not_overwritten_while_it_is_in_use() -> None:
 
 @pytest.mark.simcuda
 @pytest.mark.parametrize("hook", [None, "on_before_batch_transfer", "transfer_batch_to_device"])
-def test_hooks_of_the_module_see_what_they_would(make_trainer: Make, hook: str | None) -> None:
+def test_hooks_of_the_module_see_the_same_batches(make_trainer: Make, hook: str | None) -> None:
     where: set[tuple[str, str]] = set()
 
     def noting(module: Any, name: str) -> None:

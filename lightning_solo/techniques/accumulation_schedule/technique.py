@@ -316,7 +316,7 @@ def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedul
     """Check that nothing else decides when the optimizer steps.
 
     Raises:
-        ConflictError: something else does; the message names it and what to write instead.
+        ConflictError: something else does; names it and the remedy.
     """
     if not pl_module.automatic_optimization:
         raise ConflictError(

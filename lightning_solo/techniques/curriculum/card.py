@@ -43,8 +43,8 @@ class Settings(TechniqueSettings):
     )
     pace: Literal["steps", "tokens"] = setting(
         "steps",
-        "what the duration counts: optimizer steps, or tokens of the items without padding, by sequence_length all "
-        "places of the cut batches",
+        "unit of the duration: optimizer steps, or tokens, which are those of the items without padding, or by "
+        "sequence_length all places of the cut batches",
     )
     multiple: int = setting(8, "tokens cut off a sequence are a multiple of it", at_least=1)
     seed: int = setting(0, "of the draws of items", at_least=0)

@@ -149,7 +149,7 @@ class Curriculum(Technique, Settings):
             return
         ctx, batches = self.ctx, self._batches
         assert ctx is not None  # in a fit
-        assert batches is not None  # made with the loader
+        assert batches is not None  # set with the loader
         require_one_loader(
             ctx.trainer.train_dataloader, "callback.curriculum", "write callback.curriculum.by=sequence_length"
         )
@@ -275,7 +275,7 @@ class Curriculum(Technique, Settings):
                 stacklevel=2,
             )
 
-    # --- what is logged and saved ---
+    # --- logging and checkpoints ---
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Log the share of the items."""

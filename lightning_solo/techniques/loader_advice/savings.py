@@ -70,21 +70,21 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
     >>> [(saving.write, saving.seconds) for saving in savings(times, Loading(workers=0), cores=8, cuda=False)]
     [('DataLoader(num_workers=2)', 4.0), ('caching items (from the second epoch on)', 3.0), ('solo.Prefetch()', 2.0)]
     """
-    found: dict[str, tuple[str, float]] = {}
+    options: dict[str, tuple[str, float]] = {}
     if loading.workers is not None:
         workers, seconds = _more_workers(times, loading, cores)
-        found["num_workers"] = f"DataLoader(num_workers={workers})", seconds
-        found["pin_memory"] = "DataLoader(pin_memory=True)", times.copy_s if times.is_pageable else 0.0
+        options["num_workers"] = f"DataLoader(num_workers={workers})", seconds
+        options["pin_memory"] = "DataLoader(pin_memory=True)", times.copy_s if times.is_pageable else 0.0
     if loading.starts_workers:
-        found["persistent_workers"] = "DataLoader(persistent_workers=True)", times.start_s + times.first_s
+        options["persistent_workers"] = "DataLoader(persistent_workers=True)", times.start_s + times.first_s
     # loading ahead is not measured, but the wait for it is at most the wait for batches
     items = times.wait_s + times.first_s if loading.ahead else min(times.wait_s, times.items_s)
-    found["caching"] = "caching items (from the second epoch on)", items
+    options["caching"] = "caching items (from the second epoch on)", items
     if not loading.prefetched and (cuda or not loading.workers):
         # in parallel with the steps; during a validation the first batches after it are loaded too
         hidden = times.wait_s + (times.copy_s if cuda else 0.0)
-        found["prefetch"] = "solo.Prefetch()", min(hidden, times.step_s + times.validation_s)
-    every = [Saving(name, write, s, s / times.total_s) for name, (write, s) in found.items() if s > 0]
+        options["prefetch"] = "solo.Prefetch()", min(hidden, times.step_s + times.validation_s)
+    every = [Saving(name, write, s, s / times.total_s) for name, (write, s) in options.items() if s > 0]
     return sorted(every, key=lambda saving: -saving.seconds)
 
 
