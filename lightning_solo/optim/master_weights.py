@@ -132,10 +132,7 @@ class MasterWeights(SplitOptimizer):
             self._set(parameter, master.detach())
 
     def _started(self, p: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[p]
-        kind = self._correction_type(p)
-        if kind is not None and "correction" not in state:
-            state["correction"] = torch.zeros(p.numel(), dtype=kind, device=p.device)
+        state = self._with_correction(p)
         if p.dtype == torch.bfloat16 and isinstance(self.master_bits, str):
             state["updates"] = state.get("updates", 0) + 1  # selects the random numbers
         return state
@@ -154,6 +151,19 @@ class MasterWeights(SplitOptimizer):
             weight[part].copy_(round_stochastically(flat[part], random.view(-1)[:size]))
 
     # --- states ---
+
+    def _with_correction(self, p: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        kind = self._correction_type(p)
+        if kind is not None and "correction" not in state:
+            state["correction"] = torch.zeros(p.numel(), dtype=kind, device=p.device)
+        return state
+
+    @torch.no_grad()
+    def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:
+        """Set a bf16 parameter and its correction from an fp32 master weight; do nothing for others."""
+        if parameter in self._numbers and self._correction_type(parameter) is not None:
+            split_again(parameter, master, self._with_correction(parameter)["correction"])
 
     @property
     def state_bytes(self) -> int:

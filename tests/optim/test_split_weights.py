@@ -117,6 +117,14 @@ def test_nan_stays_nan(bits: int):
     assert join(weight, correction).isnan().all()
 
 
+@pytest.mark.parametrize("bits", [32, 24])
+def test_weight_that_is_set_to_zero_later_stays_a_number(bits: int):
+    """Below 0 the bits are those of NaN."""
+    weight, correction = split(torch.full((3,), 1 - 2.0**-12), bits)  # below the weight of 1
+    assert (correction < 0).all()
+    assert (join(torch.zeros_like(weight), correction) == 0).all()
+
+
 def test_shapes_are_kept():
     weight, correction = split(torch.randn(3, 0, 5), 24)
     assert weight.shape == correction.shape == join(weight, correction).shape == (3, 0, 5)
