@@ -146,9 +146,7 @@ def test_hugging_faces_eager_attention_is_replaced_for_the_fit(make_trainer, cap
     assert callback.kernels == {"flash": 2}
     assert "in net instead" in caplog.text  # once, though a part of it is a model too
     assert module.net.config._attn_implementation == "eager"
-    plain = trained_llama(make_trainer).state_dict()
-    for name, weight in module.state_dict().items():
-        torch.testing.assert_close(weight, plain[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module.state_dict(), trained_llama(make_trainer).state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def test_compiled_blocks_are_seen_and_compiled_behind_the_first_batch(make_trainer):
@@ -165,8 +163,7 @@ def test_compiled_blocks_are_seen_and_compiled_behind_the_first_batch(make_train
 @pytest.mark.parametrize("kernel", ["flash", "math"])
 def test_a_fit_ends_with_the_weights_of_a_plain_one(kernel, make_trainer):
     plain, ours = fitted(make_trainer).state_dict(), fitted(make_trainer, Attention(kernel)).state_dict()
-    for name, weight in plain.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 # --- memory ---

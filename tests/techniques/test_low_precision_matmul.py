@@ -303,17 +303,10 @@ def test_the_page_says_what_each_device_can_do() -> None:
 # --- planned ---
 
 
-def test_products_in_fp16_are_planned_as_products() -> None:
+@pytest.mark.parametrize(("multiply", "dtype"), [(fp16_product, torch.float16), (int8_product, torch.bfloat16)])
+def test_products_are_planned_as_products(multiply: Any, dtype: torch.dtype) -> None:
     tracer = Tracer(nn.Linear(1, 1), fake=False)
     with tracer:
-        fp16_product(torch.randn(48, 64), torch.randn(32, 64))
+        multiply(torch.randn(48, 64), torch.randn(32, 64))
     (cost,) = [cost for cost in tracer.costs if cost.flops]
-    assert (cost.flops, cost.dtype) == (2 * 48 * 64 * 32, torch.float16)
-
-
-def test_integer_products_are_planned_as_products() -> None:
-    tracer = Tracer(nn.Linear(1, 1), fake=False)
-    with tracer:
-        int8_product(torch.randn(48, 64), torch.randn(32, 64))
-    (cost,) = [cost for cost in tracer.costs if cost.flops]
-    assert (cost.flops, cost.dtype) == (2 * 48 * 64 * 32, torch.bfloat16)
+    assert (cost.flops, cost.dtype) == (2 * 48 * 64 * 32, dtype)
