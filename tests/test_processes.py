@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,21 @@ def echo(connection: Connection, *arguments: Any) -> None:
         exec(message) if isinstance(message, str) else connection.send(message)
 
 
+@pytest.fixture
+def standard_input() -> Iterator[None]:
+    """A standard input that isn't empty."""
+    before = os.dup(0)
+    reader, writer = os.pipe()
+    os.write(writer, b"for the parent\n")
+    os.close(writer)
+    os.dup2(reader, 0)
+    yield
+    os.dup2(before, 0)
+    os.close(before)
+    os.close(reader)
+
+
+@pytest.mark.usefixtures("standard_input")
 def test_a_fresh_interpreter_receives_arguments_and_answers() -> None:
     child = start("tests.test_processes:echo", 1, Path("a"))
     assert child.receive() == ((1, Path("a")), "")

@@ -299,6 +299,10 @@ def test_process_that_is_started_early_answers_and_is_closed() -> None:
         (answer,) = worker.answers(request, ANSWER_S)
         assert isinstance(answer[1], Plan)
         assert children() - before == {process}
+        os.kill(int(process), signal.SIGKILL)
+        assert_gone(int(process))
+        (answer,) = worker.answers(request, ANSWER_S)  # by another process
+        assert isinstance(answer[1], Plan)
     finally:
         worker.close()
     assert_gone(int(process))
