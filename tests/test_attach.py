@@ -168,42 +168,22 @@ def test_missing_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         solo.trainer_kwargs("zero_offload", ["strategy.allow_cpu=true"])
 
 
-@pytest.mark.parametrize("allow", ["mine", [1], [""]])
-def test_allow_is_a_list_of_prefixes(allow: Any) -> None:
-    with pytest.raises(solo.PresetError, match="allow="):
-        solo.trainer_kwargs("bf16", allow=allow)
-
-
-def test_a_bare_callback_choice_would_replace_all_and_is_refused() -> None:
-    with pytest.raises(solo.PresetError, match=mentions("write +callback=throughput")):
-        solo.trainer_kwargs("checkpointing", ["callback=throughput"])
-
-
-@pytest.mark.parametrize("value", [torch.float32, object()])
-def test_values_that_no_configuration_holds_are_refused(value: Any) -> None:
-    with pytest.raises(solo.PresetError):
-        solo.trainer_kwargs({"precision": value})
-
-
-def test_homes_are_the_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HOMES == ("lightning.pytorch", "pytorch_lightning")
-    with pytest.raises(solo.PresetError, match="lightning='pl'"):
-        solo.trainer_kwargs("bf16", lightning="pl")
+@pytest.mark.parametrize(
+    ("preset", "overrides", "options", "words"),
+    [
+        *(("bf16", [], {"allow": allow}, "allow=") for allow in ("mine", [1], [""])),
+        ("checkpointing", ["callback=throughput"], {}, "write +callback=throughput"),
+        ({"precision": torch.float32}, [], {}, "precision: "),
+        ("bf16", [], {"lightning": "pl"}, ", ".join(map(repr, HOMES))),
+        ("bf16", [], {"callbacks": [print]}, "callbacks[0]: a Callback"),
+        ("bf16", {"precision": "32-true"}, {}, "overrides="),
+        ("bf16", "precision=32", {}, "overrides="),
+    ],
+)
+def test_wrong_arguments_are_refused(preset: Any, overrides: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(solo.PresetError, match=mentions(words)):
+        solo.trainer_kwargs(preset, overrides, **options)
 
 
 def test_lightning_is_short_for_its_first_home() -> None:
     assert "precision" in solo.trainer_kwargs("bf16", lightning="lightning")
-
-
-def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(solo.PresetError, match=mentions("callbacks[0]: ", "Callback")):
-        solo.trainer_kwargs("bf16", callbacks=[print])
-
-
-def test_a_string_for_a_list_is_refused() -> None:
-    with pytest.raises(solo.PresetError, match="overrides="):
-        solo.trainer_kwargs("bf16", {"precision": "32-true"})
-    with pytest.raises(solo.PresetError, match="overrides="):
-        solo.trainer_kwargs("bf16", "precision=32")
-    with pytest.raises(solo.PresetError, match="allow="):
-        solo.trainer_kwargs("bf16", allow="mine")

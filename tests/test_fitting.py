@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +18,9 @@ from torch import nn
 
 import lightning_solo as solo
 from lightning_solo import fitting
-from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.configuration import Configuration, Target
 from lightning_solo.cards.footprint import Request, Sizes, plain_footprint
-from lightning_solo.errors import BudgetError, CapabilityError
+from lightning_solo.errors import BudgetError, CapabilityError, PresetError
 from lightning_solo.fitting import Room, free_room, model_states, presets_that_fit
 from lightning_solo.machine import host_memory
 from lightning_solo.presets.compose import compose
@@ -180,6 +181,30 @@ def test_room_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(named(presets_that_fit(module, every))) == {"bf16_true", "gradient_release", *COMPACT}
     monkeypatch.setattr(fitting, "host_memory", lambda: (2**40, MiB))
     assert lines_with(presets_that_fit(module, every), "no preset would fit", "compact", "5.07 MiB")
+
+
+def test_presets_that_this_machine_cannot_run_are_left_out() -> None:
+    def only_fp16(config: Configuration) -> None:
+        if config.precision != "16-mixed":
+            raise PresetError("not here")
+
+    text = presets_that_fit(nn.Linear(10, 10), only_fp16, Room(0, 2**30))
+    assert "fp16" in text
+    assert "bf16" not in text
+
+
+def test_model_states_on_a_gpu() -> None:
+    sizes = Sizes((1_000_000, 200_000), (100_000,), 64)
+    # 4 + 4 + 8 per trained parameter, 4 per frozen one
+    assert model_states(compose("bf16"), sizes, cuda=True) == Room(int((16 * 1_200_000 + 4 * 100_000 + 64) * MARGIN), 0)
+    need = model_states(compose("zero_offload", ["strategy.pin_memory=false", "precision=32-true"]), sizes, cuda=True)
+    assert need is not None
+    # master 4, gradients 4, states 8, the copy out 4; the scratch of the largest
+    assert need.host == int((20 * 1_200_000 + 4 * 1_000_000) * MARGIN)
+    # 64-true is no precision of DeepSpeed's, and a strategy of the user's is not known
+    assert model_states(replace(compose("zero_offload"), precision="64-true"), sizes, cuda=True) is None
+    theirs = Configuration(foreign=(Target("strategy", {"_target_": "mine.Strategy"}, ()),))
+    assert model_states(theirs, sizes, cuda=True) is None
 
 
 # --- what the strategy itself will ask for ---

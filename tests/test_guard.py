@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +13,8 @@ import pytest
 import torch
 
 import lightning_solo as solo
-from lightning_solo.cards.configuration import Configuration, Target
-from lightning_solo.cards.footprint import Sizes
-from lightning_solo.errors import BudgetError, CapabilityError, CheckpointError, ConflictError, PresetError
-from lightning_solo.fitting import Room, model_states, presets_that_fit
+from lightning_solo.errors import BudgetError, CapabilityError, CheckpointError, ConflictError
 from lightning_solo.guard import PresetGuard
-from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from tests.messages import lines_with, mentions
 from tests.modules import Resumable, loader, regression
@@ -240,48 +235,3 @@ def test_advice_that_fails_does_not_hide_the_error(
     with pytest.raises(BudgetError, match=r"^missing$"):
         fit(home, make_trainer(home, strategy=too_small(home, BudgetError("missing")), callbacks=[guard]))
     assert "presets" in caplog.text
-
-
-def every(config: Configuration) -> None:
-    """Let every preset through, as a machine on which all of them run."""
-
-
-@pytest.mark.long
-def test_presets_by_what_their_model_states_need() -> None:
-    module = torch.nn.Linear(1000, 999, bias=False)
-    # 999,000 elements: 5.06 bytes for compact, 8 for bf16_true and 16 for the others, and 5 % of margin; zero_offload
-    # takes more here
-    between = Room(0, int(12 * 999_000 * 1.05))
-    fitting = "bf16_true (8.00 MiB on the host), compact (5.06 MiB on the host)"
-    assert lines_with(presets_that_fit(module, every, between), "AdamW: ", fitting)
-    assert "baseline" not in presets_that_fit(module, every, between)
-    assert "baseline (16.01 MiB on the host)" in presets_that_fit(module, every, Room(0, 17 * 999_000))
-    none = presets_that_fit(module, every, Room(0, 10))
-    assert lines_with(none, "no preset would fit", "compact", "5.06 MiB on the host")
-
-
-def test_presets_that_this_machine_cannot_run_are_left_out() -> None:
-    def only_fp16(config: Configuration) -> None:
-        if config.precision != "16-mixed":
-            raise PresetError("not here")
-
-    text = presets_that_fit(torch.nn.Linear(10, 10), only_fp16, Room(0, 2**30))
-    assert "fp16" in text
-    assert "bf16" not in text
-
-
-def test_model_states_on_a_gpu() -> None:
-    sizes = Sizes((1_000_000, 200_000), (100_000,), 64)
-    margin = 1.05
-    # 4 + 4 + 8 per trained parameter, 4 per frozen one
-    assert model_states(compose("bf16"), sizes, cuda=True) == Room(int((16 * 1_200_000 + 4 * 100_000 + 64) * margin), 0)
-    need = model_states(compose("zero_offload", ["strategy.pin_memory=false", "precision=32-true"]), sizes, cuda=True)
-    assert need is not None
-    # master 4, gradients 4, states 8, the copy out 4; the scratch of the largest
-    assert need.host == int((20 * 1_200_000 + 4 * 1_000_000) * margin)
-    # 64-true is no precision of DeepSpeed's, and a strategy of the user's is not known
-    assert model_states(replace(compose("zero_offload"), precision="64-true"), sizes, cuda=True) is None
-    assert (
-        model_states(Configuration(foreign=(Target("strategy", {"_target_": "mine.Strategy"}, ()),)), sizes, cuda=True)
-        is None
-    )

@@ -126,7 +126,7 @@ def test_each_technique_acted(rows: dict[str, Any], folder: Path) -> None:
         (output,) = folder.glob(f"runs/ladder-*/{name}/output.log")
         assert "backward recomputes 3 Layer" in output.read_text()
     (output,) = folder.glob("runs/ladder-*/accumulation/output.log")
-    assert lines_with(output.read_text(), "AccumulationSchedule", "1 -> 4")
+    assert lines_with(output.read_text(), "accumulation_schedule", "1 -> 4")
 
 
 @pytest.mark.long

@@ -36,28 +36,90 @@ def callbacks(configuration: Configuration) -> dict[str, Any]:
     return {chosen.card.name: chosen.settings for chosen in configuration.techniques if chosen.card.group == "callback"}
 
 
-def test_a_list_as_text_is_refused_with_the_list_to_write() -> None:
-    assert "['checkpointing', 'compact']" in refused("[checkpointing, compact]")
+MARKS = ("", "+", "++")
+MISSPELT = "callback.memory_logger.every_n_stepz"
+ALLOWED = "+callback.x._target_=mine.X"
+MISTAKES: list[tuple[str, list[str], list[str]]] = [
+    ("bf61", [], ["'bf61'", nearest("bf16"), ", ".join(PRESETS)]),
+    ("[checkpointing, compact]", [], ["['checkpointing', 'compact']"]),
+    ("checkpointing,compact", [], ["['checkpointing', 'compact']"]),
+    ("throughput", [], ["+callback=throughput"]),
+    *(("bf16", [f"{mark}accumulat=4"], ["accumulat=4: ", nearest("accumulate_grad_batches")]) for mark in MARKS),
+    *(("checkpointing", [f"{mark}{MISSPELT}=4"], [MISSPELT, nearest("every_n_steps")]) for mark in MARKS),
+    *(
+        ("checkpointing", [override], [nearest("memory_logger")])
+        for override in (
+            "callback.memory_loger.table=true",
+            "+callback=memory_loger",
+            "+callback.memory_loger.table=true",
+            "~callback.memory_loger",
+        )
+    ),
+    *(
+        ("bf16", [f"accumulate_grad_batches={value}"], ["accumulate_grad_batches=", "at least 1"])
+        for value in ("abc", "4.7", "true", "1e3", "0", "-1", "[2]", "2.5")
+    ),
+    *(
+        ("checkpointing", [f"callback.memory_logger.every_n_steps={value}"], ["every_n_steps=", "integer"])
+        for value in ("abc", "2.5", "true", "null", "[1]")
+    ),
+    ("bf16", ["precision=123"], ["precision=123: "]),
+    ("bf16", ["precision=bf61"], [nearest("bf16"), "32-true, 16-mixed, bf16-mixed"]),
+    ("bf16", ["precision=16-true", "precision=32-true"], ["'precision=16-true' and 'precision=32-true'"]),
+    *(("bf16", [override], ["one device"]) for override in ("devices=2", "+devices=2", "num_nodes=2")),
+    *(
+        ("bf16", [override], ["os.system"])
+        for override in (
+            "+callback.x._target_=os.system",
+            "+callback.x={_target_:os.system,command:ls}",
+            "+callback.memory_logger.file={_target_:os.system}",
+            "+strategy={_target_:os.system}",
+        )
+    ),
+    *(
+        ("bf16", [ALLOWED, nested], ["allow"])
+        for nested in (
+            "+callback.x.z={_target_:os.system}",
+            "+callback.x.z=[{_target_:os.system}]",
+            "+callback.x.z=[[{a:{_target_:os.system}}]]",
+            "+callback.x._args_=[{_target_:code.interact}]",
+            "+callback.x.z={_target_:torch.load}",
+        )
+    ),
+    ("checkpointing", ["every_k=2"], ["callback.activation_checkpointing.every_k=2"]),
+    ("checkpointing", ["+callback.activation_checkpointing.every_k=2"], ["write callback.activation_checkpointing.e"]),
+    ("bf16", ["trainer.max_epochs=3"], ["L.Trainer(**trainer_kwargs(...), max_epochs=3)"]),
+    ("bf16", ["solo.precision=32-true"], ["write precision=32-true"]),
+    ("bf16", ["+solo/callback=throughput"], ["write callback=throughput"]),
+]
+
+
+@pytest.mark.parametrize(("preset", "overrides", "words"), MISTAKES)
+def test_mistakes_are_refused_with_the_remedy(preset: str, overrides: list[str], words: list[str]) -> None:
+    message = refused(preset, *overrides, allow=("mine",))
+    assert [word for word in words if word not in message] == []
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "words"),
+    ("preset", "override", "words"),
     [
-        ("checkpointing,compact", [], "['checkpointing', 'compact']"),
-        ("throughput", [], "+callback=throughput"),
-        ("checkpointing", ["every_k=2"], "callback.activation_checkpointing.every_k=2"),
-        (
-            "checkpointing",
-            ["+callback.activation_checkpointing.every_k=2"],
-            "write callback.activation_checkpointing.e",
-        ),
-        ("bf16", ["trainer.max_epochs=3"], "L.Trainer(**trainer_kwargs(...), max_epochs=3)"),
-        ("bf16", ["solo.precision=32-true"], "write precision=32-true"),
-        ("bf16", ["+solo/callback=throughput"], "write callback=throughput"),
+        ("accumulation", "accumulate_grad_batches=4", "milestones=[[0, 4]]"),
+        ("zero_offload", "precision=64-true", "precision=32-true"),
+        ("checkpointing", "+callback.again={name:memory_logger}", "twice"),
     ],
 )
-def test_remedies_are_for_python(preset: str, overrides: list[str], words: str) -> None:
-    assert words in refused(preset, *overrides)
+def test_conflicts_are_refused(preset: str, override: str, words: str) -> None:
+    assert words in refused(preset, override, error=ConflictError)
+
+
+def test_schedules_beside_a_factor_of_1_and_under_deepspeed_are_allowed() -> None:
+    compose("accumulation", ["accumulate_grad_batches=1"])
+    assert "accumulation_schedule" in callbacks(compose("zero_offload", ["+callback=accumulation_schedule"]))
+
+
+def test_target_in_an_interpolation_is_refused() -> None:
+    cfg = OmegaConf.create({"bad": "os.system", "solo": {"callback": {"x": {"_target_": "${bad}"}}}})
+    assert "os.system" in refused(cfg.solo)
 
 
 def test_the_warning_of_a_combination_names_the_callers_line() -> None:
@@ -125,142 +187,6 @@ def test_callers_mapping_stays_as_it_was() -> None:
     assert given_ == {"precision": "bf16", "callback": {"memory_logger": {"table": True}}}
 
 
-class TestRefusals:
-    def test_unknown_preset_is_refused_with_the_nearest(self) -> None:
-        message = refused("bf61")
-        assert lines_with(message, "'bf61'", nearest("bf16"), ", ".join(PRESETS))
-
-    @pytest.mark.parametrize("mark", ["", "+", "++"])
-    def test_misspelt_field_is_refused_with_the_nearest(self, mark: str) -> None:
-        message = refused("bf16", f"{mark}accumulat=4")
-        assert lines_with(message, "accumulat=4: ", nearest("accumulate_grad_batches"))
-
-    @pytest.mark.parametrize("mark", ["", "+", "++"])
-    def test_misspelt_setting_is_refused_with_the_nearest(self, mark: str) -> None:
-        message = refused("checkpointing", f"{mark}callback.memory_logger.every_n_stepz=4")
-        assert "callback.memory_logger.every_n_stepz=4" in message
-        assert nearest("every_n_steps") in message
-
-    def test_misspelt_callback_is_refused_with_the_nearest(self) -> None:
-        for override in (
-            "callback.memory_loger.table=true",
-            "+callback=memory_loger",
-            "+callback.memory_loger.table=true",
-        ):
-            assert nearest("memory_logger") in refused("checkpointing", override)
-        assert nearest("memory_logger") in refused("checkpointing", "~callback.memory_loger")
-
-    @pytest.mark.parametrize("value", ["abc", "4.7", "true", "1e3", "0", "-1", "[2]", "2.5"])
-    def test_accumulation_must_be_a_whole_number_of_at_least_1(self, value: str) -> None:
-        message = refused("bf16", f"accumulate_grad_batches={value}")
-        assert message.startswith("accumulate_grad_batches=")
-        assert "at least 1" in message
-
-    @pytest.mark.parametrize("value", ["abc", "2.5", "true", "null", "[1]"])
-    def test_setting_of_a_wrong_type_is_refused(self, value: str) -> None:
-        message = refused("checkpointing", f"callback.memory_logger.every_n_steps={value}")
-        assert message.startswith("callback.memory_logger.every_n_steps=")
-        assert "integer" in message
-
-    def test_number_is_no_precision(self) -> None:
-        assert "precision=123: " in refused("bf16", "precision=123")
-
-    def test_mandatory_value_must_be_given(self, user_presets: Path) -> None:
-        (user_presets / "open.yaml").write_text("precision: ???\n")
-        assert "precision" in refused("open")
-        assert "precision" in refused({"precision": "???"})
-
-    @pytest.mark.parametrize(
-        ("text", "where"),
-        [
-            ("precision: bf16\nprecision: fp16\n", "line 2"),
-            ("callback:\n\tmemory_logger: {}\n", "line 2"),
-            ("", "line 1"),
-            ("- precision\n", "line 1"),
-            ("precision: [bf16\n", "line 2"),
-        ],
-    )
-    def test_ill_formed_file_is_refused_with_its_line(self, user_presets: Path, text: str, where: str) -> None:
-        path = user_presets / "mine.yaml"
-        path.write_text(text)
-        message = refused("mine")
-        assert str(path) in message
-        assert where in message
-
-    def test_file_with_a_byte_order_mark_is_read(self, user_presets: Path) -> None:
-        (user_presets / "mine.yaml").write_bytes(b"\xef\xbb\xbf# mine. Runs on: any device.\nprecision: bf16\n")
-        assert compose("mine").precision == "bf16-mixed"
-        assert describe(preset_files()["mine"]) == "mine. Runs on: any device."
-
-    @pytest.mark.parametrize(
-        "line", ["accumulate_grad_batches: yes", "accumulate_grad_batches: 12:30", "precision: yes"]
-    )
-    def test_yaml_booleans_are_refused_and_sexagesimal_numbers_read(self, user_presets: Path, line: str) -> None:
-        (user_presets / "mine.yaml").write_text(f"precision: bf16\n{line}\n".replace("precision: bf16\npre", "pre"))
-        if line.endswith("12:30"):  # YAML 1.1 reads 750 sexagesimal; documented in README, and shown by `show`
-            assert compose("mine").accumulate_grad_batches == 750
-        else:
-            assert line.split(":")[0] in refused("mine")
-
-    def test_option_set_twice_is_refused(self) -> None:
-        message = refused("bf16", "precision=16-true", "precision=32-true")
-        assert "'precision=16-true' and 'precision=32-true'" in message
-
-    def test_schedule_is_allowed_under_deepspeed(self) -> None:
-        composed = compose("zero_offload", ["+callback=accumulation_schedule"])  # the engine follows it
-        assert "accumulation_schedule" in callbacks(composed)
-
-    def test_schedule_and_fixed_factor_are_refused_with_a_milestone(self) -> None:
-        message = refused("accumulation", "accumulate_grad_batches=4", error=ConflictError)
-        assert "milestones=[[0, 4]]" in message
-        compose("accumulation", ["accumulate_grad_batches=1"])
-
-    def test_zero_offload_has_no_64_bit_mode(self) -> None:
-        assert "precision=32-true" in refused("zero_offload", "precision=64-true", error=ConflictError)
-
-    @pytest.mark.parametrize("override", ["devices=2", "+devices=2", "num_nodes=2"])
-    def test_more_than_one_device_is_refused(self, override: str) -> None:
-        assert "one device" in refused("bf16", override)
-
-    def test_misspelt_precision_is_refused_with_the_nearest(self) -> None:
-        message = refused("bf16", "precision=bf61")
-        assert nearest("bf16") in message
-        assert "32-true, 16-mixed, bf16-mixed" in message
-
-    @pytest.mark.parametrize(
-        "overrides",
-        [
-            ("+callback.x._target_=os.system",),
-            ("+callback.x={_target_:os.system,command:ls}",),
-            ("+callback.memory_logger.file={_target_:os.system}",),
-            ("+strategy={_target_:os.system}",),
-        ],
-    )
-    def test_target_that_is_not_allowed_is_refused(self, overrides: tuple[str, ...]) -> None:
-        assert "os.system" in refused("bf16", *overrides)
-
-    @pytest.mark.parametrize(
-        "nested",
-        [
-            "+callback.x.z={_target_:os.system}",
-            "+callback.x.z=[{_target_:os.system}]",
-            "+callback.x.z=[[{a:{_target_:os.system}}]]",
-            "+callback.x._args_=[{_target_:code.interact}]",
-            "+callback.x.z={_target_:torch.load}",
-        ],
-    )
-    def test_target_nested_below_an_allowed_one_is_refused(self, nested: str) -> None:
-        message = refused("bf16", "+callback.x._target_=mine.X", nested, allow=("mine",))
-        assert "allow" in message
-
-    def test_target_in_an_interpolation_is_refused(self) -> None:
-        cfg = OmegaConf.create({"bad": "os.system", "solo": {"callback": {"x": {"_target_": "${bad}"}}}})
-        assert "os.system" in refused(cfg.solo)
-
-    def test_one_callback_under_two_names_is_refused(self) -> None:
-        assert "twice" in refused("checkpointing", "+callback.again={name:memory_logger}", error=ConflictError)
-
-
 @pytest.fixture
 def user_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "conf" / "solo"
@@ -268,6 +194,45 @@ def user_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     yield folder  # type: ignore[misc]
     monkeypatch.undo()
+
+
+def test_mandatory_value_must_be_given(user_presets: Path) -> None:
+    (user_presets / "open.yaml").write_text("precision: ???\n")
+    assert "precision" in refused("open")
+    assert "precision" in refused({"precision": "???"})
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("precision: bf16\nprecision: fp16\n", "line 2"),
+        ("callback:\n\tmemory_logger: {}\n", "line 2"),
+        ("", "line 1"),
+        ("- precision\n", "line 1"),
+        ("precision: [bf16\n", "line 2"),
+    ],
+)
+def test_ill_formed_file_is_refused_with_its_line(user_presets: Path, text: str, where: str) -> None:
+    path = user_presets / "mine.yaml"
+    path.write_text(text)
+    message = refused("mine")
+    assert str(path) in message
+    assert where in message
+
+
+def test_file_with_a_byte_order_mark_is_read(user_presets: Path) -> None:
+    (user_presets / "mine.yaml").write_bytes(b"\xef\xbb\xbf# mine. Runs on: any device.\nprecision: bf16\n")
+    assert compose("mine").precision == "bf16-mixed"
+    assert describe(preset_files()["mine"]) == "mine. Runs on: any device."
+
+
+@pytest.mark.parametrize("line", ["accumulate_grad_batches: yes", "accumulate_grad_batches: 12:30", "precision: yes"])
+def test_yaml_booleans_are_refused_and_sexagesimal_numbers_read(user_presets: Path, line: str) -> None:
+    (user_presets / "mine.yaml").write_text(f"precision: bf16\n{line}\n".replace("precision: bf16\npre", "pre"))
+    if line.endswith("12:30"):  # YAML 1.1 reads 750 sexagesimal; documented in README, and shown by `show`
+        assert compose("mine").accumulate_grad_batches == 750
+    else:
+        assert line.split(":")[0] in refused("mine")
 
 
 def test_users_own_preset_is_picked_by_name(user_presets: Path) -> None:
