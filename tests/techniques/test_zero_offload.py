@@ -122,11 +122,6 @@ def test_without_cuda_it_says_what_to_write(home: ModuleType, make_trainer: Any)
     assert not torch.distributed.is_initialized()
 
 
-def test_on_the_cpu_it_says_so(home: ModuleType, make_trainer: Any) -> None:
-    with pytest.warns(UserWarning, match=mentions("zero_offload", "CPU", "no memory")):
-        make_trainer(home, strategy=strategy(home), limit_train_batches=1).fit(module(home), loader())
-
-
 # --- parity ---
 
 
@@ -276,12 +271,6 @@ def test_module_environment_and_process_group_are_as_before(
     assert not made.net.head._forward_hooks
     copy.deepcopy(made.net)
     assert b"deepspeed" not in pickle.dumps(made.net)
-
-
-def test_validation_gives_what_a_plain_trainer_gives(home: ModuleType, make_trainer: Any) -> None:
-    made = module(home)
-    plain = make_trainer(home).validate(made, loader(), verbose=False)
-    assert make_trainer(home, strategy=strategy(home)).validate(made, loader(), verbose=False) == plain
 
 
 def test_an_exception_leaves_nothing_behind_and_the_next_fit_works(home: ModuleType, make_trainer: Any) -> None:

@@ -245,14 +245,6 @@ def test_of_deepspeeds_version_it_is_that_of_torchs(place: dict[str, Any]) -> No
         del found
 
 
-def test_before_the_first_step_there_is_no_state() -> None:
-    module = net()
-    user = two_groups(module)
-    groups, host = groups_of(user), host_optimizer(user, kind="torch")
-    with engine_of(module, host.optimizer) as engine:
-        assert_same(optimizer_state_dict(host, groups, read(engine.optimizer)), two_groups(net()).state_dict())
-
-
 # --- taken in ---
 
 

@@ -119,18 +119,13 @@ def test_no_offload_param_is_what_ours_says_too(stage: int, section: Any) -> Non
 
 
 def test_neither_mapping_is_changed_and_none_is_shared() -> None:
-    ours, given = zero_config(), zero(offload_optimizer={"buffer_count": 5}, round={"a": 1})
+    ours, given = zero_config(), zero(offload_optimizer={"buffer_count": 5}, round={"a": 1}, blocks=[4])
     before = copy.deepcopy((ours, given))
     merged = merge(ours, given)
     merged["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/elsewhere"
     merged["zero_optimization"]["round"]["a"] = 2
+    merged["zero_optimization"]["blocks"].append(5)
     assert (ours, given) == before
-
-
-def test_a_list_is_not_shared_either() -> None:
-    given = {"sparse_attention": {"local_window_blocks": [4]}}
-    merge(zero_config(), given)["sparse_attention"]["local_window_blocks"].append(5)
-    assert given == {"sparse_attention": {"local_window_blocks": [4]}}
 
 
 # --- refused ---
@@ -184,20 +179,14 @@ def test_a_contradiction_in_either_place_is_named(place: str, name: str, value: 
     assert merge(both, zero(**{place: {name: ours}})) == both
 
 
-@pytest.mark.parametrize("section", [PINNED, {"device": "cpu"}, on_disk(), {"pin_memory": True}])
+@pytest.mark.parametrize(
+    "section", [PINNED, {"device": "cpu"}, on_disk(), {"pin_memory": True}, {"buffer_count": 3, "max_in_cpu": 10}]
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_param_needs_the_argument(stage: int, section: dict[str, Any]) -> None:
     """A user who copies a section from DeepSpeed's tutorial would believe that the weights are offloaded."""
     with pytest.raises(ConflictError, match=mentions("offload_param=", ": write offload_parameters=True, and stage=3")):
         merge(zero_config(stage), zero(offload_param=section))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_tunes_offload_param_needs_the_argument_too(stage: int) -> None:
-    with pytest.raises(
-        ConflictError, match=mentions("offload_param={'buffer_count': 3", ": write offload_parameters=True")
-    ):
-        merge(zero_config(stage), zero(offload_param={"buffer_count": 3, "max_in_cpu": 10}))
 
 
 @pytest.mark.parametrize("value", [None, True, 2, "stage2", [1]])
@@ -266,12 +255,9 @@ def test_what_is_sound_passes_unchanged(arguments: dict[str, Any]) -> None:
         ({"zenflow": {"topk_ratio": 0.1}}, ["zenflow: ", "leave zenflow out", "preset compact_host"]),
     ],
 )
-@pytest.mark.parametrize("stage", [2, 3])
-def test_options_that_deepspeed_trains_wrong_with_are_refused(
-    stage: int, section: dict[str, Any], words: list[str]
-) -> None:
+def test_options_that_deepspeed_trains_wrong_with_are_refused(section: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConflictError, match=mentions(*words)) as raised:
-        merge(zero_config(stage), zero(**section))
+        merge(zero_config(), zero(**section))
     assert str(raised.value).startswith("zero_offload.config.zero_optimization.")
 
 
@@ -317,11 +303,6 @@ def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str | bytes | 
     with pytest.raises(PresetError, match=mentions(*words)) as raised:
         merge(zero_config(), str(file))
     assert str(raised.value).startswith(f"zero_offload.config={str(file)!r}: ")
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(PresetError, match=mentions("Is a directory", "JSON file", "mapping")):
-        merge(zero_config(), str(tmp_path))
 
 
 def test_a_section_without_a_name_is_named() -> None:

@@ -88,7 +88,7 @@ def test_it_is_removed_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_the_parent_is_removed_only_if_it_was_made(tmp_path: Path) -> None:
-    with run_folder(tmp_path / "made"):
+    with run_folder(tmp_path / "made" / "below"):
         pass
     assert not (tmp_path / "made").exists()
     (tmp_path / "mine").mkdir()
@@ -165,12 +165,6 @@ def test_a_place_in_which_nothing_can_be_made_is_named() -> None:
     """Not even by root: the kernel makes these folders."""
     with pytest.raises(CapabilityError, match=r"nvme_path='/proc/self/fd/swap'"), run_folder("/proc/self/fd/swap"):
         pass
-
-
-def test_folders_above_the_parent_are_removed_if_they_were_made(tmp_path: Path) -> None:
-    with run_folder(tmp_path / "a" / "b"):
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_is_just_starting_counts_as_living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,9 @@ def test_two_groups_train_as_torch_does(name: str) -> None:
     ours, theirs = parameters(), parameters()
     host = host_optimizer(MAKERS[name](ours), kind="deepspeed")
     assert type(host.optimizer).__name__ == CLASSES.get(name, "DeepSpeedCPUAdam")
+    pairs = list(zip(host.optimizer.param_groups, host.original.param_groups, strict=True))
+    assert len(pairs) == 2
+    assert all(new is old for new, old in pairs)
     assert host.optimizer is not host.original
     train(host.optimizer, ours)
     train(MAKERS[name](theirs), theirs)
@@ -204,16 +207,6 @@ def test_fused_adam_becomes_the_one_for_the_host(mode: int, same_as: Any) -> Non
 
 
 # --- groups and schedulers ---
-
-
-@pytest.mark.long  # builds DeepSpeed's extension
-def test_groups_are_the_same_dictionaries() -> None:
-    of = parameters()
-    host = host_optimizer(AdamW(groups(of)), kind="deepspeed")
-    pairs = list(zip(host.optimizer.param_groups, host.original.param_groups, strict=True))
-    assert len(pairs) == 2
-    assert all(new is old for new, old in pairs)
-    assert host.optimizer.param_groups[0]["params"][0] is of[0]
 
 
 @pytest.mark.long  # builds DeepSpeed's extension
@@ -321,17 +314,6 @@ def test_by_default_torchs_fused_loop_steps_and_nothing_is_built(name: str) -> N
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.long  # builds DeepSpeed's extension
-def test_torchs_fused_loop_and_deepspeeds_adamw_train_alike() -> None:
-    results = []
-    for kind in ("auto", "deepspeed"):
-        of = parameters()
-        train(host_optimizer(AdamW(groups(of)), kind=kind).optimizer, of)
-        results.append(flat(of))
-    assert (results[0] - flat(parameters())).abs().max() > 0.05  # trained
-    torch.testing.assert_close(*results, rtol=0, atol=TOLERANCE)
-
-
 def test_a_loop_that_the_user_chose_stays() -> None:
     for chosen in ({"foreach": True}, {"fused": False}):
         optimizer = AdamW(parameters(), **chosen)
@@ -383,9 +365,9 @@ def test_element_wise_optimizers_pass(kind: Any, arguments: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda of: torch.optim.Adafactor(of), ["Adafactor", "as a whole"]),
-        (lambda of: Lamb(of), ["Lamb", "as a whole"]),
-        (lambda of: Lamb(of, lr=0.0), ["Lamb", "as a whole"]),
+        (lambda of: torch.optim.Adafactor(of), ["Adafactor", "the norm"]),
+        (lambda of: Lamb(of), ["Lamb", "the norm"]),
+        (lambda of: Lamb(of, lr=0.0), ["Lamb", "the norm"]),
         (lambda of: torch.optim.Muon([one.unsqueeze(0).detach() for one in of]), ["one dimension"]),
         (lambda of: torch.optim.LBFGS(of), ["closure"]),
         (lambda of: torch.optim.SparseAdam(of), ["sparse gradients"]),

@@ -65,14 +65,15 @@ def sums_over_one_process() -> bool:
 
 @pytest.mark.usefixtures("no_group")
 def test_it_is_opened_used_and_closed_again_and_again() -> None:
-    before = (dict(os.environ), threading.active_count())
+    before = (dict(os.environ), threading.active_count(), sys.excepthook)
     for _ in range(3):
         assert open_process_group("gloo")
         assert torch.distributed.get_world_size() == 1
         assert sums_over_one_process()
+        assert sys.excepthook is before[2]
         close_process_group()
         assert not torch.distributed.is_initialized()
-        assert (dict(os.environ), threading.active_count()) == before
+        assert (dict(os.environ), threading.active_count(), sys.excepthook) == before
     close_process_group()
 
 
@@ -188,20 +189,17 @@ def test_variables_are_set_and_left_as_they_were(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SOLO_THERE", "before")
     monkeypatch.delenv("SOLO_NOT", raising=False)
     before = dict(os.environ)
-    with environment({"SOLO_THERE": "now", "SOLO_NOT": "now"}):
+
+    def change() -> None:
         assert (os.environ["SOLO_THERE"], os.environ["SOLO_NOT"]) == ("now", "now")
         os.environ["SOLO_NOT"] = "something else"
         del os.environ["SOLO_THERE"]
-    assert dict(os.environ) == before
+        monkeypatch.setenv("SOLO_USER", "1")
+        raise ArithmeticError("on purpose")
 
-
-def test_it_is_left_after_an_exception_too() -> None:
-    before = dict(os.environ)
-    inside = environment({"SOLO_NOT": "now"})
-    inside.__enter__()
-    error = ArithmeticError("on purpose")
-    assert not inside.__exit__(ArithmeticError, error, None)
-    assert dict(os.environ) == before
+    with pytest.raises(ArithmeticError, match="on purpose"), environment({"SOLO_THERE": "now", "SOLO_NOT": "now"}):
+        change()
+    assert dict(os.environ) == {**before, "SOLO_USER": "1"}
 
 
 def test_what_imports_set_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,25 +214,7 @@ def test_what_imports_set_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert os.environ[name] == "the user's"
 
 
-def test_what_a_user_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SOLO_MINE", raising=False)
-    with environment({"SOLO_NOT": "now"}):
-        monkeypatch.setenv("SOLO_MINE", "1")
-    assert os.environ["SOLO_MINE"] == "1"
-
-
 # --- warnings ---
-
-
-def test_a_traceback_of_the_users_own_is_printed_as_before() -> None:
-    before = sys.excepthook
-    with environment(ONE_PROCESS):
-        open_process_group("gloo")
-        try:
-            assert sys.excepthook is before
-        finally:
-            close_process_group()
-    assert sys.excepthook is before
 
 
 def test_two_deprecations_are_kept_quiet_for_a_while() -> None:

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.zero.deepspeed_internals import flat_tensors, in_memory
-from lightning_solo.zero.states import ParameterStates, is_elementwise, read, write
+from lightning_solo.zero.states import ParameterStates, read, write
 from tests.messages import mentions
 from tests.zero.engines import PLACES, arguments, engine_of, net, step_engine, step_plain, trained
 
@@ -226,11 +226,3 @@ def test_the_count_that_is_written_is_not_the_callers(place: dict[str, Any]) -> 
         write(engine.optimizer, {p: ParameterStates(read(engine.optimizer)[p].master.clone(), {}, {"step": count})})
         count += 1
         assert float(read(engine.optimizer)[p].scalars["step"]) == 4.0
-
-
-def test_a_count_is_no_state_of_each_element() -> None:
-    flat = torch.zeros(3)
-    assert is_elementwise(torch.ones(3), flat)
-    assert not is_elementwise(torch.ones(2), flat)
-    assert not is_elementwise(torch.tensor(1.0), torch.tensor(1.0))
-    assert not is_elementwise(1.0, flat)
