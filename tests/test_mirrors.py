@@ -65,7 +65,7 @@ ELSEWHERE = {
     "techniques/test_layer_drop.py": "nn/layer_drop",
     "techniques/test_length_bucketing.py": "cards/lengths data/item_lengths data/length_batches data/loaders",
     "techniques/test_low_precision_matmul.py": "nn/low_precision",
-    "techniques/test_memory_logger.py": "memory/category_peaks memory/log_files",
+    "techniques/test_memory_logger.py": "memory/category_peaks",
     "techniques/test_micro_batching.py": "data/micro_batches nn/split_parity optim/noise_scale",
     "techniques/test_prefetch.py": "data/prefetch",
     "techniques/test_regional_compilation.py": "nn/compilation",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 import pytest
@@ -12,15 +11,13 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_solo.errors import PresetError
-from lightning_solo.memory.census import take_census
+from lightning_solo.memory.census import Census, take_census
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.leak_finder import technique as leak_finder
 from lightning_solo.techniques.leak_finder.technique import LeakFinder
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
-from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -186,32 +183,6 @@ def test_steady_training_is_not_told(home: Any, make_trainer: Any, make: Any, ev
     assert callback.leaks == ()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"every_n_steps": 0}, {"every_n_steps": True}, {"consecutive": 1}, {"min_bytes": 0}, {"min_bytes": 1.5}],
-)
-def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PresetError, match=rf"leak_finder\.{next(iter(arguments))}=.*(expected|allowed)"):
-        LeakFinder(**arguments)
-
-
-# --- parity ---
-
-
-def test_training_is_bit_equal(home: Any, make_trainer: Any) -> None:
-    after = []
-    for callbacks in ([], [LeakFinder(every_n_steps=1, consecutive=2)]):
-        torch.manual_seed(0)
-        module = kept_losses(home)
-        before = [p.detach().clone() for p in module.parameters()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            make_trainer(home, callbacks=callbacks).fit(module, loader(10))
-        after.append(list(module.parameters()))
-    assert equal(*after)
-    assert not equal(before, after[0])
-
-
 # --- memory and cost ---
 
 
@@ -254,18 +225,15 @@ def test_leaks_on_a_gpu(home: Any, make_trainer: Any) -> None:
 
 def test_nothing_is_kept_after_a_fit_or_a_failure(home: Any, make_trainer: Any) -> None:
     callback, module = LeakFinder(every_n_steps=1), regression(home)
-    keys = list(module.state_dict())
     make_trainer(home, callbacks=[callback]).fit(module, loader(6))
-    assert len(callback._looks) == 0
+    assert not any(type(one) is Census for one in gc.get_objects())
     module.on_after_backward = lambda: 1 / 0
     trainer = make_trainer(home, callbacks=[callback])
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, loader(6))
+    assert not any(type(one) is Census for one in gc.get_objects())
     callback.on_exception(trainer, module, RuntimeError())
     callback.teardown(trainer, module, "fit")
-    assert len(callback._looks) == 0
-    assert list(module.state_dict()) == keys
-    assert callback.state_dict() == {}
 
 
 def test_each_fit_starts_afresh(home: Any, make_trainer: Any) -> None:

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_solo.errors import CapabilityError, ConflictError, PresetError
+from lightning_solo.errors import CapabilityError, ConflictError
 from lightning_solo.memory import snapshot
-from lightning_solo.memory.snapshot import Counters
+from lightning_solo.memory.snapshot import Counters, moment_of_peak
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.memory_snapshot import technique as memory_snapshot
 from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
-from tests.memory.test_snapshot import EVENTS, active, event, recorded
+from lightning_solo.units import format_bytes
+from tests.memory.test_snapshot import EVENTS, active, recorded
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
-from tests.training import equal
+from tests.training import equal, fit
 
 pytestmark = pytest.mark.any_device
 
@@ -160,33 +161,19 @@ def test_a_preset_says_so_before_the_run() -> None:
         compose("baseline", ["+callback=[memory_snapshot,memory_logger]", "callback.memory_logger.per_phase=true"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"max_entries": 0}, {"max_entries": True}, {"native_frames": 1}, {"folder": "../x"}, {"folder": "/tmp"}],
-)
-def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PresetError, match=rf"memory_snapshot\.{next(iter(arguments))}=.*(expected|allowed)"):
-        MemorySnapshot(**arguments)
-
-
-# --- parity ---
+# --- parity, memory and cost ---
 
 
 def test_training_is_bit_equal(home: Any, make_trainer: Any, cuda: Cuda) -> None:
     after = []
-    for callbacks in ([], [MemorySnapshot()]):
+    for callback in (None, MemorySnapshot()):
         torch.manual_seed(0)
         cuda.peak = 0
-        module = with_peaks(home, cuda, [1, 2, 3, 4, 5])
-        before = [p.detach().clone() for p in module.parameters()]
-        make_trainer(home, callbacks=callbacks).fit(module, loader(5))
-        after.append(list(module.parameters()))
+        after.append(
+            fit(make_trainer, callback, module=with_peaks(home, cuda, [1, 2, 3, 4, 5]), home=home, data=loader(5))
+        )
     assert cuda.taken == 5
     assert equal(*after)
-    assert not equal(before, after[0])
-
-
-# --- memory and cost ---
 
 
 def test_it_reads_counters_twice_a_batch_and_the_history_at_new_peaks_only(
@@ -208,9 +195,13 @@ def test_a_real_run_tells_weights_and_its_own_lines(home: Any, make_trainer: Any
     gc.collect()  # what earlier tests left on the device would make room
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(regression(home), loader(4, batch_size=4096))
+    make_trainer(home, accelerator="gpu", callbacks=[callback]).fit(regression(home), loader(1, batch_size=4096))
     assert not snapshot.records()
-    assert {path.suffix for path in (tmp_path / "memory_snapshots").iterdir()} == {".pickle", ".txt"}
+    text, pickled = sorted((tmp_path / "memory_snapshots").iterdir(), key=lambda path: path.suffix != ".txt")
+    moment = moment_of_peak(pickle.loads(pickled.read_bytes()), torch.cuda.current_device())
+    # each block is rounded up to 512 bytes by the allocator
+    assert sum(-(-block.bytes // 512) * 512 for block in moment.blocks.values()) == torch.cuda.max_memory_allocated()
+    assert f"{format_bytes(moment.bytes)} allocated" in text.read_text()
     assert "optimizer states" in callback.words or "weights" in callback.words
     assert "at modules.py:" in callback.words
 
@@ -301,10 +292,3 @@ def test_a_snapshot_that_fails_does_not_hide_the_failure(
     with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match="no snapshot"):
         make_trainer(home, callbacks=[MemorySnapshot()]).fit(module, loader(2))
     assert cuda.recording is None
-
-
-def test_a_handled_event_is_not_told_twice(home: Any, make_trainer: Any, cuda: Cuda) -> None:
-    cuda.events.append(event("oom", 0, 1))
-    callback = MemorySnapshot()
-    make_trainer(home, callbacks=[callback]).fit(with_peaks(home, cuda, [5, 5]), loader(2))
-    assert "peak" in callback.words

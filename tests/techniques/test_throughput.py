@@ -21,7 +21,6 @@ from lightning_solo.techniques.throughput.technique import Throughput
 from tests.messages import mentions
 from tests.modules import loader, regression
 from tests.techniques.test_memory_logger import recording_logger
-from tests.training import equal
 
 pytestmark = pytest.mark.any_device
 
@@ -89,10 +88,17 @@ def test_samples_per_second_are_logged_to_every_logger(
     assert callback.figures["throughput/samples_per_s"] == 8.0
 
 
-def test_a_slow_first_batch_and_a_short_run(home: Any, make_trainer: Any, clock: Any) -> None:
-    callback, slow = Throughput(), [40.0, 0.5, 0.5]
-    make_trainer(home, callbacks=[callback]).fit(timed(home, lambda _: clock(slow.pop(0))), loader(3, batch_size=4))
-    assert callback.figures["throughput/samples_per_s"] == 8.0  # 2 batches of 4 in 2 * 0.5 s
+@pytest.mark.parametrize(
+    ("callback", "seconds"),
+    [(Throughput(), [40.0, 0.5, 0.5]), (Throughput(window_size=3), [0.5, 40.0, 40.0, 0.5, 0.5])],
+)
+def test_rates_leave_out_the_first_batch_and_those_before_the_window(
+    home: Any, make_trainer: Any, clock: Any, callback: Throughput, seconds: list[float]
+) -> None:
+    seconds = list(seconds)
+    module = timed(home, lambda _: clock(seconds.pop(0)))
+    make_trainer(home, callbacks=[callback]).fit(module, loader(len(seconds), batch_size=4))
+    assert callback.figures["throughput/samples_per_s"] == 8.0  # batches of 4 in 0.5 s
 
 
 def step_times(logger: Any) -> list[tuple[int, float]]:
@@ -262,37 +268,18 @@ def test_devices_of_our_own_table(
     assert peak == (tflops and pytest.approx(tflops * 1e12))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"every_n_steps": 0}, {"every_n_steps": True}, {"window_size": 1}, {"window_size": 2.5},
-        {"samples_per_batch": 0}, {"tokens_per_batch": "8"}, {"count_flops": 1}, {"device_tflops": 0},
-        {"device_tflops": float("nan")}, {"device_tflops": float("inf")}, {"device_tflops": True},
-    ],
-)  # fmt: skip
-def test_impossible_arguments_name_the_option_and_the_value(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PresetError, match=rf"throughput\.{next(iter(arguments))}=.*(expected|allowed)"):
-        Throughput(**arguments)
-
-
 def test_fewer_tokens_than_samples_are_refused(home: Any, make_trainer: Any) -> None:
     with pytest.raises(PresetError, match=mentions("tokens_per_batch=3", "4 samples")):
         make_trainer(home, callbacks=[Throughput(tokens_per_batch=3)]).fit(regression(home), loader(2))
 
 
-# --- parity ---
+@pytest.mark.parametrize("tflops", [0, float("nan"), float("inf"), True])
+def test_device_tflops_that_are_no_rate_are_refused(tflops: Any) -> None:
+    with pytest.raises(PresetError, match=r"throughput\.device_tflops=.*(expected|allowed)"):
+        Throughput(device_tflops=tflops)
 
 
-def test_training_is_bit_equal(home: Any, make_trainer: Any) -> None:
-    after = []
-    for callbacks in ([], [Throughput(every_n_steps=2)]):
-        torch.manual_seed(0)
-        module = regression(home)
-        before = [p.detach().clone() for p in module.parameters()]
-        make_trainer(home, callbacks=callbacks).fit(module, loader(10), loader(2))
-        after.append(list(module.parameters()))
-    assert equal(*after)
-    assert not equal(before, after[0])
+# --- cost ---
 
 
 def test_compiled_modules_are_still_compiled(home: Any, make_trainer: Any) -> None:
@@ -316,16 +303,11 @@ def test_compiled_modules_are_still_compiled(home: Any, make_trainer: Any) -> No
     torch._dynamo.reset()
 
 
-# --- memory and cost ---
-
-
 def test_never_synchronises(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append(1))
-    callback = Throughput(every_n_steps=1, window_size=3)
-    make_trainer(home, callbacks=[callback]).fit(regression(home), loader(9))
+    make_trainer(home, callbacks=[Throughput(every_n_steps=1)]).fit(regression(home), loader(9))
     assert calls == []
-    assert len(callback._rates.totals) == 3  # what it keeps does not grow with the run
 
 
 def test_only_one_forward_runs_under_the_counter(home: Any, make_trainer: Any) -> None:
@@ -366,7 +348,6 @@ def test_nothing_stays_on_strategy_or_module(home: Any, make_trainer: Any) -> No
         trainer.fit_loop.max_epochs = fits
         trainer.fit(module, loader(4), loader(2))
         assert callback.figures["throughput/samples_per_s"] > 0
-        assert len(callback._rates.totals) == 4  # of this fit alone
     trainer.validate(module, loader(2), verbose=False)
     trainer.test(module, loader(2), verbose=False)
     trainer.predict(module, loader(2))
